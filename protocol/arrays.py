@@ -1,0 +1,29 @@
+"""A tensor on the wire: dtype and shape in the body of the message, bytes (little-endian, row-major) in a raw frame of their own.
+
+Knows neither torch nor numpy: both read `data` through the buffer protocol.
+"""
+
+from math import prod
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dovetail.protocol.settings import Frozen
+
+ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4}
+MAX_ARRAY_BYTES = 64 << 20
+
+
+class Array(Frozen):
+    """A dense tensor; `data` has exactly prod(shape) items."""
+
+    dtype: Literal["uint8", "int32", "int64", "float16", "bfloat16", "float32"]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 32)], ...], Field(max_length=4)]
+    data: Annotated[bytes, Field(max_length=MAX_ARRAY_BYTES)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Array":
+        expected = prod(self.shape) * ITEM_BYTES[self.dtype]
+        if len(self.data) != expected:
+            raise ValueError(f"an array of {self.dtype} {self.shape} has {expected} bytes, not {len(self.data)}")
+        return self

@@ -1,0 +1,65 @@
+"""The exceptions of the whole project, drawn as one tree.
+
+A `UserError` is somebody's mistake and is answered with one line that names the thing, the value and the remedy (exit code 2).
+A `ProtocolError` is a peer's mistake: the message is dropped and counted, and nothing else suffers. What is neither is ours and is loud.
+"""
+
+
+class DovetailError(Exception):
+    """Every exception that this project declares."""
+
+
+class UserError(DovetailError):
+    """A mistake of the person who started the command: a missing model, a misspelt setting, a prompt that is too long."""
+
+
+class SettingsError(UserError):
+    """A setting that is unknown, of the wrong type, out of range or not built."""
+
+
+class CheckpointError(UserError):
+    """A model folder that cannot be loaded: names the file and the tensor."""
+
+
+class KeysError(UserError):
+    """CURVE keys that are missing, unreadable or readable by others."""
+
+
+class RequestError(UserError):
+    """A request that cannot be served; `code` says why in one word (see `messages.Failed`)."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ProtocolError(DovetailError):
+    """A message that breaks the protocol; its receiver drops it."""
+
+
+class DecodeError(ProtocolError):
+    """Bytes that are no message: truncated, oversized, of the wrong type, with trailing bytes, nested too deep."""
+
+
+class StaleError(ProtocolError):
+    """A message that is late, a duplicate or of another incarnation: counted, and it changes nothing."""
+
+
+class TreeError(ProtocolError):
+    """A token tree that is none: a parent that does not precede its child, equal siblings, an id beyond the vocabulary."""
+
+
+class LinkError(DovetailError):
+    """A message that could not be delivered."""
+
+
+class PeerGone(LinkError):
+    """The peer that a message is meant for is not connected."""
+
+
+class PeerBusy(LinkError):
+    """The peer does not take messages off its queue, which is full."""
+
+
+class LinkClosed(LinkError):
+    """The other end of the link has gone, or the link was closed here."""

@@ -1,0 +1,690 @@
+"""Links: frames from one process to another. A `Hub` is the coordinator's end of all links, a `Link` the other end of one.
+
+Three kinds behave alike: ipc (a socket in a folder that only its owner can enter), tcp (CURVE keys required, on loopback too), and memory (between
+threads, for tests). What they promise: frames arrive whole, in the order of each sender, at most once; a message to a peer that has gone raises
+`PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer; a link
+whose coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
+
+Liveness is libzmq's own: heartbeats find a peer that is stopped or cut off within 1.5 s, a closed connection is seen at once. A process that is
+alive but stuck answers heartbeats; deadlines for its work are its user's business.
+"""
+
+import fcntl
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from dovetail.protocol import keys as keyring
+from dovetail.protocol.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, MAX_FRAMES
+from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
+from dovetail.protocol.keys import PeerKey
+
+MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
+QUEUE_MESSAGES = 1000
+"""Messages that wait for one peer before it counts as busy."""
+MAX_IPC_PATH_BYTES = 107
+"""sun_path of a Unix socket has 108 bytes and ends with a zero."""
+CONNECT_TIMEOUT_S = 10.0
+
+_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1500, zmq.HEARTBEAT_TTL: 1500, zmq.HANDSHAKE_IVL: 5000}
+_CURVE_OVERHEAD_BYTES = 1024
+_SETTLE_S = 0.002
+_MAX_KNOWN_PEERS = 4096
+
+_GONE = zmq.EVENT_DISCONNECTED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+
+class Hub(Protocol):
+    """The coordinator's end of all links. One thread uses it."""
+
+    @property
+    def address(self) -> str:
+        """Where links connect, with the real port or path."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when something may have arrived.
+
+        It is edge-triggered: after it fires, and after every send, call `receive` until it returns None.
+        """
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """The next message as (peer, frames), or None; never blocks. What breaks the bounds on frames or comes from a revoked key is dropped and counted."""
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy` if its queue is full."""
+
+    def user(self, peer: bytes) -> PeerKey | None:
+        """The authenticated key of a peer that has been heard over tcp: its name and the roles that it may take; None on ipc and in memory."""
+
+    def monitor_fileno(self) -> int:
+        """A descriptor that becomes readable when peers may have disconnected; call `disconnects` then."""
+
+    def disconnects(self) -> int:
+        """How many peers disconnected since the last call. Which ones, `send` tells: probe them all."""
+
+    def refused(self) -> int:
+        """Handshakes and messages refused so far."""
+
+    def close(self) -> None:
+        """Close everything that was opened, and remove what it left in the file system. A second call does nothing."""
+
+
+class Link(Protocol):
+    """A worker's or a client's end of one link. One thread uses it."""
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the coordinator has gone."""
+
+    def receive(self, timeout_s: float | None, *, spin_us: float = 0.0) -> list[bytes] | None:
+        """The next message, or None if none comes within the time (None: wait for ever).
+
+        `LinkClosed` when the coordinator has gone and all that it sent has been received. For the first `spin_us` microseconds the thread does not
+        sleep, which saves the wake-up of an idle core at the price of its time.
+        """
+
+    def close(self) -> None:
+        """Close everything that was opened. A second call does nothing."""
+
+
+def open_hub(address: str, *, keys: Path | None = None) -> Hub:
+    """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any free one).
+
+    The I/O thread takes over the core binding of the calling thread. `KeysError` for tcp without keys; `UserError` if the address cannot be had.
+    """
+    scheme, _, place = address.partition("://")
+    if address == "ipc" or (scheme == "ipc" and place):
+        return ZmqHub(_Folder.fresh() if address == "ipc" else _Folder.of(Path(place)), None)
+    if scheme == "tcp" and place:
+        return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
+    raise _no_address(address)
+
+
+def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
+    """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it has taken the connection.
+
+    `LinkClosed`, naming the address, if none answers within `timeout_s` or it refuses the key; `KeysError` if tcp lacks the key of `role`.
+    """
+    scheme, _, place = address.partition("://")
+    if scheme == "ipc" and place:
+        path = Path(place).absolute()
+        _check_length(path)
+        if path.parent.is_dir():
+            _check_private(path.parent)
+        return ZmqLink(f"ipc://{path}", None, role, timeout_s)
+    if scheme == "tcp" and place:
+        return ZmqLink(address, _keys_for(address, keys), role, timeout_s)
+    raise _no_address(address)
+
+
+# -- zmq ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+class ZmqHub:
+    """A bound ROUTER socket with its monitor and, for tcp, the thread that judges keys."""
+
+    def __init__(self, place: "_Folder | _TcpPlace", keys: Path | None) -> None:
+        self._place = place
+        self._peers: keyring.AllowedPeers | None = None
+        self._judge: threading.Thread | None = None
+        self._known: dict[bytes, str] = {}
+        self._gone = 0
+        self._refused = 0
+        self._context: Context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor: _Monitor | None = None
+        try:
+            _configure(self._socket)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if keys is not None:
+                self._demand_keys(keys)
+            self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED)
+            self._address = place.bind(self._socket)
+        except BaseException:
+            self.close()
+            raise
+
+    def _demand_keys(self, folder: Path) -> None:
+        own = keyring.load_own_key(folder, keyring.COORDINATOR)
+        self._peers = keyring.AllowedPeers(folder)
+        self._judge = keyring.start_judge(self._context, self._peers.find)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, keyring.DOMAIN)
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def fileno(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        while True:
+            try:
+                peer, frames = self._take()
+            except zmq.Again:
+                return None
+            if _bounded(frames):
+                return peer, frames
+            self._refused += 1
+
+    def _take(self) -> tuple[bytes, list[bytes]]:
+        """The next message; one from a key that is no longer allowed has lost its frames. `zmq.Again` if there is none."""
+        if self._peers is None:
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            return peer, frames
+        first, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        peer, public = first.bytes, str(rest[0].get("User-Id")) if rest else ""
+        if self._peers.find(public) is None:
+            return peer, []
+        if peer not in self._known and len(self._known) >= _MAX_KNOWN_PEERS:
+            self._known.pop(next(iter(self._known)))
+        self._known[peer] = public
+        return peer, [frame.bytes for frame in rest] if len(rest) <= MAX_FRAMES else []
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        if peer in self._known and self.user(peer) is None:
+            raise PeerGone(f"the key of peer {peer.hex()} was revoked")
+        try:
+            self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
+        except zmq.Again:
+            raise PeerBusy(f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages") from None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._known.pop(peer, None)
+            raise PeerGone(f"peer {peer.hex()} is not connected") from None
+
+    def user(self, peer: bytes) -> PeerKey | None:
+        public = self._known.get(peer)
+        return self._peers.find(public) if self._peers is not None and public is not None else None
+
+    def monitor_fileno(self) -> int:
+        assert self._monitor is not None
+        return self._monitor.fileno()
+
+    def disconnects(self) -> int:
+        self._read_monitor()
+        gone, self._gone = self._gone, 0
+        if gone:
+            self._settle()
+        return gone
+
+    def _settle(self) -> None:
+        """Let libzmq take down the pipes of who disconnected.
+
+        It reports a disconnect first and takes the pipe down afterwards, in three steps that its I/O thread and this one take in turn; a message sent
+        in between would vanish instead of raising `PeerGone`. Reading EVENTS is what lets this thread take its steps.
+        """
+        end = time.monotonic() + _SETTLE_S
+        while time.monotonic() < end:
+            self._socket.getsockopt(zmq.EVENTS)
+            time.sleep(_SETTLE_S / 20)
+
+    def refused(self) -> int:
+        self._read_monitor()
+        return self._refused
+
+    def _read_monitor(self) -> None:
+        assert self._monitor is not None
+        for event, _value in self._monitor.take():
+            self._gone += event == _GONE
+            self._refused += bool(event & _REFUSED)
+
+    def close(self) -> None:
+        if self._context.closed:
+            return
+        if self._monitor is not None:
+            self._monitor.close()
+        self._socket.close(0)
+        self._context.term()
+        if self._judge is not None:
+            self._judge.join()
+        self._place.close()
+
+
+class ZmqLink:
+    """A connected DEALER socket with its monitor."""
+
+    def __init__(self, address: str, keys: Path | None, role: str, timeout_s: float) -> None:
+        self._address = address
+        self._gone = ""
+        self._key_name = ""
+        self._context: Context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._monitor: _Monitor | None = None
+        try:
+            _configure(self._socket)
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            if keys is not None:
+                self._show_key(keys, role)
+            self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(self._monitor.socket, zmq.POLLIN)
+            self._connect(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _show_key(self, folder: Path, role: str) -> None:
+        own = keyring.own_key_for(folder, role)
+        self._key_name = own.name
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keyring.coordinator_public(folder).encode())
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+
+    def _connect(self, timeout_s: float) -> None:
+        """Wait for the handshake; a coordinator that is not there yet is tried again until the time is over."""
+        assert self._monitor is not None
+        try:
+            self._socket.connect(self._address)
+        except zmq.ZMQError as error:
+            raise UserError(f"{self._address!r} is no address to connect to ({error.strerror}): write ipc://PATH or tcp://HOST:PORT") from None
+        deadline = time.monotonic() + timeout_s
+        lost = False
+        while (left := deadline - time.monotonic()) > 0:
+            self._monitor.socket.poll(left * 1000)
+            for event, _value in self._monitor.take():
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise LinkClosed(f"the coordinator at {self._address} refuses the key {self._key_name!r}: have its public key allowed there, or copy the present one here")
+                lost = True
+        if lost:
+            advice = "it may need keys, have other keys than coordinator.pub says, or not be a coordinator"
+            raise LinkClosed(f"what answers at {self._address} breaks the connection off: {advice}")
+        raise LinkClosed(f"no coordinator answers at {self._address} within {timeout_s:g} s: start it, or correct the address")
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        while True:
+            self._check_open()
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                self._notice()
+                if not self._gone:
+                    zmq.zmq_poll([(self._socket, zmq.POLLOUT), (self._monitor_socket(), zmq.POLLIN)], -1)
+
+    def receive(self, timeout_s: float | None, *, spin_us: float = 0.0) -> list[bytes] | None:
+        if (frames := self._spin(spin_us)) is not None:
+            return frames
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._notice()
+            if (frames := self._take()) is not None:
+                return frames
+            self._check_open()
+            left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
+            if left_ms is not None and left_ms <= 0:
+                return None
+            self._poller.poll(left_ms)
+
+    def _spin(self, spin_us: float) -> list[bytes] | None:
+        frames = self._take()
+        if frames is None and spin_us > 0:
+            end = time.perf_counter_ns() + int(spin_us * 1000)
+            while frames is None and time.perf_counter_ns() < end:
+                frames = self._take()
+        return frames
+
+    def _take(self) -> list[bytes] | None:
+        """The next message that keeps the bounds, or None."""
+        if self._socket.closed:
+            return None
+        try:
+            while not _bounded(frames := self._socket.recv_multipart(zmq.NOBLOCK)):
+                self._gone = f"the coordinator at {self._address} sent a message of {len(frames)} frames and {sum(map(len, frames))} bytes, beyond the bounds"
+        except zmq.Again:
+            return None
+        return frames
+
+    def _notice(self) -> None:
+        """Learn from the monitor whether the coordinator has gone."""
+        if self._monitor is not None and not self._gone and any(event != zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _value in self._monitor.take()):
+            self._gone = f"the coordinator at {self._address} has gone"
+
+    def _check_open(self) -> None:
+        if self._gone:
+            raise LinkClosed(self._gone)
+
+    def _monitor_socket(self) -> Socket:
+        assert self._monitor is not None
+        return self._monitor.socket
+
+    def close(self) -> None:
+        if self._context.closed:
+            return
+        self._gone = self._gone or f"the link to {self._address} was closed here"
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        self._socket.close(0)
+        self._context.term()
+
+
+class _Monitor:
+    """What libzmq reports of a socket's connections."""
+
+    def __init__(self, context: Context, watched: Socket, events: int) -> None:
+        endpoint = f"inproc://monitor-{id(self)}"
+        self._watched = watched
+        watched.monitor(endpoint, events)
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop the I/O thread, and with it all links
+        self.socket.connect(endpoint)
+
+    def fileno(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def take(self) -> list[tuple[int, int]]:
+        """The (event, value) pairs since the last call."""
+        taken: list[tuple[int, int]] = []
+        with suppress(zmq.Again):
+            while True:
+                header, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+                taken.append(struct.unpack("=Hi", header))
+        return taken
+
+    def close(self) -> None:
+        self._watched.disable_monitor()
+        self.socket.close(0)
+
+
+def _configure(socket: Socket) -> None:
+    """The options that both ends share."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_OVERHEAD_BYTES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    for option, milliseconds in _HEARTBEAT_MS.items():
+        socket.setsockopt(option, milliseconds)
+
+
+def _bounded(frames: Sequence[bytes]) -> bool:
+    """Whether what arrived keeps the bounds; libzmq bounds single frames only."""
+    return 1 <= len(frames) <= MAX_FRAMES and sum(map(len, frames)) <= MAX_MESSAGE_BYTES
+
+
+def _check_outgoing(frames: Sequence[bytes]) -> None:
+    """Our own mistake is loud: the other end would drop such a message, or the connection."""
+    if not _bounded(frames) or max(map(len, frames)) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and {MAX_MESSAGE_BYTES} in all, not {list(map(len, frames))}")
+
+
+# -- where a hub listens -----------------------------------------------------------------------------------------------------------------------
+
+
+class _TcpPlace:
+    """A tcp address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def bind(self, socket: Socket) -> str:
+        """Listen there; the address with its real port."""
+        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
+        if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
+            raise UserError(f"{self._address!r} is no tcp address: write tcp://HOST:PORT, with port * for any free one")
+        socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+        try:
+            socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise UserError(f"{self._address} is in use: stop who listens there, or choose another port (* for any free one)") from None
+            raise UserError(f"cannot listen at {self._address} ({error.strerror}): give the IP address of an interface of this machine") from None
+        return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+
+    def close(self) -> None:
+        """Nothing stays behind."""
+
+
+class _Folder:
+    """A path for a Unix socket, in a folder that only its owner can enter, held by a lock against a second launcher.
+
+    Without the lock a second bind would silently take the path away from a living coordinator.
+    """
+
+    def __init__(self, path: Path, own_folder: Path | None) -> None:
+        self._path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock: int | None = None
+        self._own_folder = own_folder
+
+    @classmethod
+    def fresh(cls) -> "_Folder":
+        """In a new folder under the temporary directory."""
+        folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
+        return cls(folder / "coordinator", folder)
+
+    @classmethod
+    def of(cls, path: Path) -> "_Folder":
+        return cls(path.absolute(), None)
+
+    def bind(self, socket: Socket) -> str:
+        """Listen there; the address."""
+        _check_length(self._path)
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._path.parent)
+            self._lock = self._take_lock()
+            socket.bind(f"ipc://{self._path}")
+        except (zmq.ZMQError, OSError) as error:
+            raise UserError(f"cannot listen at ipc://{self._path} ({error.strerror}): choose another path") from None
+        return f"ipc://{self._path}"
+
+    def _take_lock(self) -> int:
+        """The locked descriptor; `UserError` if another process holds it."""
+        while True:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise UserError(f"another coordinator listens at ipc://{self._path}: use it, stop it, or choose another path") from None
+            with suppress(FileNotFoundError):
+                if os.fstat(lock).st_ino == self._lock_path.stat().st_ino:
+                    return lock
+            os.close(lock)  # its former owner removed the file between our open and our lock
+
+    def close(self) -> None:
+        """Remove socket, lock and, if it is ours, the folder."""
+        if self._lock is not None:
+            self._path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock)
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder)
+
+
+def _check_length(path: Path) -> None:
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise UserError(f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most {MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)")
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise UserError(f"the folder {folder} of the socket belongs to somebody else: choose a path in a folder of your own")
+    if status.st_mode & 0o077:
+        raise UserError(f"the folder {folder} of the socket is open to others: chmod 700 {folder}, or choose a path in a folder that is")
+
+
+def _keys_for(address: str, keys: Path | None) -> Path:
+    if keys is None:
+        raise KeysError(f"{address} needs keys, as every tcp address does: make them with `dovetail keygen` and name their folder")
+    return keys
+
+
+def _no_address(address: str) -> UserError:
+    return UserError(f"{address!r} is no address: write ipc, ipc://PATH or tcp://HOST:PORT")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def memory_links() -> "MemoryHub":
+    """A hub within this process, whose links `connect` makes."""
+    return MemoryHub()
+
+
+class MemoryHub:
+    """A hub whose peers are threads of this process."""
+
+    address = "memory"
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.arrived = _Bell()
+        self.left = _Bell()
+        self.inbox: deque[tuple[bytes, list[bytes]]] = deque()
+        self.closed = False
+        self._links: dict[bytes, MemoryLink] = {}
+        self._users: dict[bytes, PeerKey] = {}
+        self._gone = 0
+        self._refused = 0
+        self._made = 0
+
+    def connect(self, user: PeerKey | None = None) -> "MemoryLink":
+        """A new link; `user` is what the hub will say of its key."""
+        with self.changed:
+            self._made += 1
+            peer = struct.pack(">BI", 0, self._made)
+            self._links[peer] = link = MemoryLink(self, peer)
+            if user is not None:
+                self._users[peer] = user
+        return link
+
+    def fileno(self) -> int:
+        return self.arrived.fileno()
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        with self.changed:
+            if not self.inbox:
+                self.arrived.silence()
+                return None
+            peer, frames = self.inbox.popleft()
+            if peer in self._links:
+                self._links[peer].waiting -= 1
+                self.changed.notify_all()
+            return peer, frames
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        with self.changed:
+            if self.closed or peer not in self._links:
+                raise PeerGone(f"peer {peer.hex()} is not connected")
+            inbox = self._links[peer].inbox
+            if len(inbox) >= QUEUE_MESSAGES:
+                raise PeerBusy(f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages")
+            inbox.append(list(frames))
+            self.changed.notify_all()
+
+    def user(self, peer: bytes) -> PeerKey | None:
+        return self._users.get(peer)
+
+    def monitor_fileno(self) -> int:
+        return self.left.fileno()
+
+    def disconnects(self) -> int:
+        with self.changed:
+            self.left.silence()
+            gone, self._gone = self._gone, 0
+            return gone
+
+    def refused(self) -> int:
+        return self._refused
+
+    def forget(self, peer: bytes) -> None:
+        """A link was closed."""
+        with self.changed:
+            if self._links.pop(peer, None) is not None and not self.closed:
+                self._gone += 1
+                self.left.ring()
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            if not self.closed:
+                self.closed = True
+                self.arrived.close()
+                self.left.close()
+            self.changed.notify_all()
+
+
+class MemoryLink:
+    """A link to a `MemoryHub`."""
+
+    def __init__(self, hub: MemoryHub, peer: bytes) -> None:
+        self.inbox: deque[list[bytes]] = deque()
+        self.waiting = 0
+        self._hub = hub
+        self._peer = peer
+        self._closed = False
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        hub = self._hub
+        with hub.changed:
+            hub.changed.wait_for(lambda: self._closed or hub.closed or self.waiting < QUEUE_MESSAGES)
+            self._check_open()
+            hub.inbox.append((self._peer, list(frames)))
+            self.waiting += 1
+            hub.arrived.ring()
+
+    def receive(self, timeout_s: float | None, *, spin_us: float = 0.0) -> list[bytes] | None:
+        with self._hub.changed:
+            self._hub.changed.wait_for(lambda: self.inbox or self._closed or self._hub.closed, timeout_s)
+            if self.inbox:
+                return self.inbox.popleft()
+            self._check_open()
+            return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LinkClosed("the link was closed here")
+        if self._hub.closed:
+            raise LinkClosed("the coordinator has gone")
+
+    def close(self) -> None:
+        self._closed = True
+        self._hub.forget(self._peer)
+
+
+class _Bell:
+    """A descriptor that is readable from `ring` to `silence`."""
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def ring(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def silence(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        os.close(self._event)

@@ -1,0 +1,427 @@
+"""Every message between two processes, typed, versioned and bounded.
+
+Three dialects share one envelope. A *command* goes from the coordinator to a worker (imperatives), an *event* from a worker to the coordinator
+(participles); a *request* goes from a client to the coordinator, a *reply* back. Every message carries `epoch`, the incarnation of its sender, drawn at
+random when the process starts. Commands about a session carry `session, round, prefix` - prefix is the number of committed tokens they assume - and
+events `session, round`, so that what is late, duplicate or stale is recognised, counted and changes nothing. Token ids are int32, times nanoseconds.
+
+Knows the shape of what is said, not who says it over which wire (`links.py`) nor how it becomes bytes (`codec.py`).
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
+from dovetail.protocol.tree import TokenTree
+
+VERSION = (1, 0)
+
+MAX_NODES = 1024
+MAX_TOKENS = 1 << 20
+MAX_SESSIONS = 64
+MAX_SPANS = 256
+MAX_TEXT = 4 << 20
+MAX_TURNS = 1024
+MAX_STOPS = 16
+
+Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+Tokens = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS)]
+NodeTokens = Annotated[tuple[Token, ...], Field(max_length=MAX_NODES)]
+NodeParents = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES)]
+Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES)]
+Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1)]
+Name = Annotated[str, Field(max_length=512)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+SpanField = tuple[Annotated[str, Field(max_length=64)], Nanoseconds, Nanoseconds]
+SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS)]
+Role = Literal["draft", "target", "client"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0, le=65535)]]
+
+
+class Message(Frozen):
+    """What all messages have in common: the incarnation of the sender."""
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ()
+    """The fields that travel as raw frames behind the body, in this order."""
+    epoch: Count
+
+
+class AboutSession(Message):
+    session: Count
+    round: Count
+
+
+# -- registration ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Fingerprint(Frozen):
+    """Where "the same output" holds: two target workers of equal fingerprint compute the same bytes for the same tokens."""
+
+    checkpoint: Name
+    """SHA-256 of the weights and the configuration, with the inflation if there is one."""
+    weights: Name
+    kernels: Name
+    """The family of kernels that computes: library, instruction set, thread count - all that can change a rounding."""
+    split: Name = ""
+    prefill: Name = "local"
+
+    def __str__(self) -> str:
+        return "/".join((self.checkpoint[:16], self.weights, self.kernels, self.split or "whole", self.prefill))
+
+
+class Limits(Frozen):
+    """What a worker can hold."""
+
+    context: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Longest sequence in tokens, drafted nodes not counted."""
+    nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = MAX_NODES
+    sessions: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+
+
+class VocabularyFacts(Frozen):
+    """What a worker knows of its vocabulary; the tokenizer file itself travels beside it."""
+
+    digest: Name
+    """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
+    size: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Rows of the embedding: ids at and beyond it do not exist."""
+    end: Annotated[tuple[Token, ...], Field(max_length=64)] = ()
+    """Ids that end a reply."""
+    begin: Token | None = None
+    template: Annotated[str, Field(max_length=1 << 18)] = ""
+    """The chat template (Jinja), empty if there is none."""
+
+
+class Hello(Message):
+    """A process introduces itself; the answer is Welcome or Failed."""
+
+    ARRAYS = ("tokenizer",)
+    type: Literal["hello"] = "hello"
+    version: Version = VERSION
+    roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3)]
+    name: Name
+    host: Name
+    pid: Count
+    model: Name = ""
+    device: Name = ""
+    threads: Count = 0
+    fingerprint: Fingerprint | None = None
+    limits: Limits | None = None
+    vocabulary: VocabularyFacts | None = None
+    tokenizer: Array | None = None
+    """The bytes of tokenizer.json; models only."""
+
+
+class Welcome(Message):
+    """The peer is registered under the coordinator's `epoch`, which its commands carry from now on."""
+
+    type: Literal["welcome"] = "welcome"
+    version: Version = VERSION
+
+
+class Failed(Message):
+    """Something asked for was not done. `session` and `round` name it where it was about one; for clients `session` is the request."""
+
+    type: Literal["failed"] = "failed"
+    session: Count | None = None
+    round: Count | None = None
+    code: Literal[
+        "version",
+        "role",
+        "vocabulary",
+        "settings",
+        "prompt_too_long",
+        "prefix",
+        "session",
+        "capacity",
+        "no_target",
+        "worker_lost",
+        "memory",
+        "internal",
+        "protocol",
+    ]
+    text: Annotated[str, Field(max_length=4096)]
+
+
+# -- commands and events -----------------------------------------------------------------------------------------------------------------------
+
+
+class Open(AboutSession):
+    """Start a session: prefill the prompt. To both workers; round 0."""
+
+    type: Literal["open"] = "open"
+    round: Literal[0] = 0
+    key: Annotated[bytes, Field(min_length=16, max_length=16)]
+    prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS)]
+    capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Longest this sequence can become, prompt included."""
+    vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Of the target: a draft never proposes an id at or beyond it."""
+    sampling: Sampling
+    tree: TreeSettings
+
+
+class Opened(AboutSession):
+    """The prompt is in the cache. `bonus` is the first token (target only), `margin` its distance to the runner-up."""
+
+    type: Literal["opened"] = "opened"
+    round: Literal[0] = 0
+    bonus: Token | None = None
+    margin: float | None = None
+    spans: SpanFields = ()
+
+
+class Draft(AboutSession):
+    """The verdict on the last proposal and the order for the next: `accepted` are node indices of the last Drafted, `bonus` follows them."""
+
+    type: Literal["draft"] = "draft"
+    prefix: Count
+    """Committed length including `accepted` and `bonus`."""
+    accepted: Nodes
+    bonus: Token
+    max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
+    max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
+    """Growth stops at the first level that ends after it; none: no deadline."""
+
+
+class Drafted(AboutSession):
+    """A proposal: nodes best first, a parent before its children, so that every prefix of the list is a tree."""
+
+    type: Literal["drafted"] = "drafted"
+    tokens: NodeTokens
+    parents: NodeParents
+    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES)]
+    """Path log-probabilities (float32 values)."""
+    grown: Count
+    """Nodes computed for this proposal."""
+    hit: bool
+    """Whether the root lay in the tree that was there already."""
+    spans: SpanFields = ()
+
+    @property
+    def tree(self) -> TokenTree:
+        return TokenTree(self.tokens, self.parents)
+
+
+class VerifyItem(Frozen):
+    session: Count
+    round: Count
+    prefix: Count
+    """Committed length; its last token is the root, whose row is computed in this pass."""
+    tokens: NodeTokens
+    parents: NodeParents
+
+    @property
+    def tree(self) -> TokenTree:
+        return TokenTree(self.tokens, self.parents)
+
+
+class Verify(Message):
+    """Score the trees of several sessions in one pass over the weights, and commit."""
+
+    type: Literal["verify"] = "verify"
+    items: Annotated[tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS)]
+
+
+class VerifiedItem(Frozen):
+    session: Count
+    round: Count
+    accepted: Nodes
+    """A path of nodes from below the root, each equal to the target's own choice."""
+    bonus: Token
+    """The target's choice after the last accepted node."""
+    margins: Floats
+    """For each accepted token and the bonus, the distance of the target's choice to its runner-up."""
+
+
+class Verified(Message):
+    type: Literal["verified"] = "verified"
+    items: Annotated[tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS)]
+    spans: SpanFields = ()
+
+
+class Close(Message):
+    """Forget a session and free what it holds."""
+
+    type: Literal["close"] = "close"
+    session: Count
+
+
+class Closed(Message):
+    type: Literal["closed"] = "closed"
+    session: Count
+
+
+class Probe(Message):
+    """Say how you are; times the round trip and aligns the clocks."""
+
+    type: Literal["probe"] = "probe"
+    sent_ns: Nanoseconds
+
+
+class Probed(Message):
+    type: Literal["probed"] = "probed"
+    sent_ns: Nanoseconds
+    """The probe's."""
+    clock_ns: Nanoseconds
+    """The worker's monotonic clock."""
+    busy_ns: Nanoseconds
+    """Time spent on commands since the worker started."""
+    stale: Count
+    """Late, duplicate and stale commands that were dropped."""
+    sessions: Count
+    rss_bytes: Count
+
+
+class Drain(Message):
+    """No more work will come: end."""
+
+    type: Literal["drain"] = "drain"
+
+
+# -- requests and replies ----------------------------------------------------------------------------------------------------------------------
+
+
+class Submit(Message):
+    """A client wants a completion of one of: token ids, plain text, or chat turns (user first, alternating)."""
+
+    type: Literal["submit"] = "submit"
+    request: Count
+    tokens: Tokens | None = None
+    text: Text | None = None
+    turns: Annotated[tuple[Text, ...], Field(max_length=MAX_TURNS)] | None = None
+    sampling: Sampling
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=MAX_STOPS)] = ()
+    seed: Count | None = None
+    tree: TreeSettings
+    speculate: bool = True
+    """False: the target alone, even where a draft worker is there."""
+    trace: bool = False
+    """True: the result comes with the spans of all processes."""
+
+
+class Cancel(Message):
+    type: Literal["cancel"] = "cancel"
+    request: Count
+
+
+class Status(Message):
+    """A client asks for the coordinator's state."""
+
+    type: Literal["status"] = "status"
+
+
+class Stop(Message):
+    """A client asks the coordinator to finish what runs, drain its workers and end."""
+
+    type: Literal["stop"] = "stop"
+
+
+class Emitted(Message):
+    """Tokens that were committed for a request, and the text that they complete."""
+
+    type: Literal["emitted"] = "emitted"
+    request: Count
+    tokens: Tokens
+    drafted: Count
+    """How many of them, from the first on, were accepted draft tokens."""
+    text: Text
+
+
+class Result(Frozen):
+    """One request's result: the fields of `--json`. Seconds, except where the name says otherwise; shares 0..1."""
+
+    text: Text
+    token_ids: Tokens
+    prompt_tokens: Count
+    completion_tokens: Count
+    finish_reason: FinishReason
+    seed: Count
+    fingerprint: Name
+    rounds: Count
+    tau: float | None
+    accepted_tokens: Count
+    drafted_tokens: Count
+    grown_nodes: Count
+    acceptance_rate: float | None
+    accepted_per_position: Floats
+    hit_rate: float | None
+    wall_s: float
+    time_to_first_token_s: float
+    tokens_per_s: float
+    prefill_s: float
+    draft_exposed_s: float
+    verify_s: float
+    transport_s: float
+    queue_s: float
+    coordinator_s: float
+    unaccounted_s: float
+    bytes_per_round: float
+
+
+class Finished(Message):
+    type: Literal["finished"] = "finished"
+    request: Count
+    result: Result
+    margins: Annotated[tuple[float, ...], Field(max_length=MAX_TOKENS)]
+    """Of every completion token: how far the target's choice was from its runner-up."""
+    spans: Annotated[tuple[tuple[Name, SpanField], ...], Field(max_length=1 << 16)] = ()
+    """(process, span) on the coordinator's clock, if the request asked for a trace."""
+
+
+class WorkerState(Frozen):
+    """One worker in `status`."""
+
+    name: Name
+    roles: Annotated[tuple[Role, ...], Field(max_length=3)]
+    model: Name
+    device: Name
+    threads: Count
+    fingerprint: Name
+    host: Name
+    pid: Count
+    worker_epoch: Count
+    sessions: Count
+    busy_share: float
+    """Busy time over wall time since it registered."""
+    round_trip_us: float | None
+    clock_offset_us: float | None
+    clock_bound_us: float | None
+    rss_mb: float
+    stale: Count
+
+
+class Reported(Message):
+    """The coordinator's state: the fields of `dovetail status --json`."""
+
+    type: Literal["reported"] = "reported"
+    address: Name
+    pid: Count
+    uptime_s: float
+    workers: Annotated[tuple[WorkerState, ...], Field(max_length=256)]
+    sessions: Count
+    finished: Count
+    failed: Count
+    cancelled: Count
+    rounds: Count
+    tau: float | None
+    stale: Count
+    """Late, duplicate and stale events that were dropped."""
+    refused: Count
+    """Peers and messages that broke the protocol."""
+    degraded: bool
+    reasons: Annotated[tuple[Name, ...], Field(max_length=64)]
+
+
+Command = Welcome | Open | Draft | Verify | Close | Probe | Drain | Failed
+Event = Hello | Opened | Drafted | Verified | Closed | Probed | Failed
+Request = Hello | Submit | Cancel | Status | Stop
+Reply = Welcome | Emitted | Finished | Reported | Failed

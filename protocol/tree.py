@@ -1,0 +1,76 @@
+"""A token tree: the drafted continuations of a sequence that share prefixes.
+
+Nodes are numbered 0..N-1 and a parent precedes its children; -1 stands for the root, the last committed token, which is no node. Only tokens and
+parents travel; depths, paths and ancestors follow by index arithmetic. Knows no scores and no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dovetail.protocol.errors import TreeError
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """N nodes: `tokens[i]` continues the path that ends in node `parents[i]` (-1: the root)."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def check(self, vocabulary_size: int) -> "TokenTree":
+        """This tree, if it is one over a vocabulary of that size; else `TreeError` naming the node."""
+        if len(self.tokens) != len(self.parents):
+            raise TreeError(f"a tree of {len(self.tokens)} tokens has {len(self.parents)} parents")
+        seen: set[tuple[int, int]] = set()
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not ROOT <= parent < node:
+                raise TreeError(f"node {node} has parent {parent}: a parent precedes its child")
+            if not 0 <= token < vocabulary_size:
+                raise TreeError(f"node {node} has token {token}, beyond the vocabulary of {vocabulary_size}")
+            if (parent, token) in seen:
+                raise TreeError(f"node {node} repeats token {token} below parent {parent}")
+            seen.add((parent, token))
+        return self
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Levels below the root, 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> dict[int, dict[int, int]]:
+        """Parent -> token -> node."""
+        children: dict[int, dict[int, int]] = {}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            children.setdefault(parent, {})[token] = node
+        return children
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The nodes from a child of the root down to `node`; empty for the root."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    def prefix(self, nodes: int) -> "TokenTree":
+        """The tree of the first `nodes` nodes."""
+        return TokenTree(self.tokens[:nodes], self.parents[:nodes])
+
+    def is_path(self, nodes: Sequence[int]) -> bool:
+        """Whether `nodes` leads down from a child of the root, each the parent of the next."""
+        above = ROOT
+        for node in nodes:
+            if not 0 <= node < len(self) or self.parents[node] != above:
+                return False
+            above = node
+        return True

@@ -1,0 +1,1 @@
+"""Everything that touches a request: sessions, scheduling, text. Never imports torch, and knows workers only by their messages."""

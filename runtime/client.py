@@ -1,0 +1,126 @@
+"""A client's end of the conversation with a coordinator: blocking, for commands and tests.
+
+Knows the protocol's requests and replies, nothing of processes or terminals.
+"""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from dovetail.protocol.codec import REPLY, encode
+from dovetail.protocol.errors import LinkClosed, RequestError
+from dovetail.protocol.links import Link
+from dovetail.protocol.messages import VERSION, Cancel, Emitted, Failed, Finished, Hello, Message, Reply, Reported, Status, Stop, Submit, Welcome
+from dovetail.protocol.settings import Sampling, TreeSettings
+
+REGISTRATION_S = 10.0
+R = TypeVar("R", Welcome, Reported)
+
+
+class Client:
+    """One registered client; `close` it, or use it as a context."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.epoch = secrets.randbits(62)
+        self._requests = 0
+        self.coordinator_epoch = -1
+        self._send(Hello(epoch=self.epoch, roles=("client",), name=f"client-{os.getpid()}", host=socket.gethostname()[:512], pid=os.getpid(), version=VERSION))
+        reply = self._wait_for(Welcome, REGISTRATION_S)
+        self.coordinator_epoch = reply.epoch
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def submit(
+        self,
+        *,
+        tokens: Sequence[int] | None = None,
+        text: str | None = None,
+        turns: Sequence[str] | None = None,
+        sampling: Sampling | None = None,
+        max_tokens: int = 512,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        tree: TreeSettings | None = None,
+        speculate: bool = True,
+        trace: bool = False,
+    ) -> int:
+        """Ask for a completion of token ids, of text or of chat turns; returns the request's number, under which the replies come."""
+        self._requests += 1
+        self._send(
+            Submit(
+                epoch=self.epoch,
+                request=self._requests,
+                tokens=None if tokens is None else tuple(tokens),
+                text=text,
+                turns=None if turns is None else tuple(turns),
+                sampling=sampling or Sampling(),
+                max_tokens=max_tokens,
+                stop=tuple(stop),
+                seed=seed,
+                tree=tree or TreeSettings(),
+                speculate=speculate,
+                trace=trace,
+            )
+        )
+        return self._requests
+
+    def cancel(self, request: int) -> None:
+        self._send(Cancel(epoch=self.epoch, request=request))
+
+    def stop(self) -> None:
+        """Have the coordinator finish what runs, drain its workers and end."""
+        self._send(Stop(epoch=self.epoch))
+
+    def status(self, timeout_s: float = 10.0) -> Reported:
+        """The coordinator's state. Not while a completion streams: its replies would be mixed up."""
+        self._send(Status(epoch=self.epoch))
+        return self._wait_for(Reported, timeout_s)
+
+    def replies(self, timeout_s: float | None = None) -> Iterator[Reply]:
+        """Replies as they come; ends when none came within the timeout."""
+        while (reply := self.receive(timeout_s)) is not None:
+            yield reply
+
+    def receive(self, timeout_s: float | None = None) -> Reply | None:
+        """The next reply; None if none comes in time. A repeated Welcome only asks whether we are still here."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            frames = self._link.receive(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            reply = None if frames is None else REPLY.decode(frames)
+            if not isinstance(reply, Welcome) or reply.epoch != self.coordinator_epoch:
+                return reply
+
+    def complete(self, request: int) -> Finished:
+        """Wait until a request is done; `RequestError` if it failed."""
+        while True:
+            reply = self.receive(None)
+            if isinstance(reply, Finished) and reply.request == request:
+                return reply
+            if isinstance(reply, Failed) and reply.session in (request, None):
+                raise RequestError(reply.code, reply.text)
+            if not isinstance(reply, Emitted | Finished | Failed):
+                raise LinkClosed(f"the coordinator answered a completion with {type(reply).__name__}")
+
+    def _send(self, message: Message) -> None:
+        self._link.send(encode(message))
+
+    def _wait_for(self, kind: type[R], timeout_s: float) -> R:
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            reply = self.receive(left)
+            if isinstance(reply, kind):
+                return reply
+            if isinstance(reply, Failed):
+                raise RequestError(reply.code, reply.text)
+        raise LinkClosed(f"the coordinator did not answer within {timeout_s:g} s")

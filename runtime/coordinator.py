@@ -1,0 +1,667 @@
+"""The coordinator: routes messages between clients, sessions and workers.
+
+One asyncio loop, one hub. A message arrives, is decoded, becomes an event of a session, and the actions that follow are carried out before the next is
+looked at: first what a worker waits for, then what a client reads. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns),
+`registry.py` (who is let in) - and nothing here touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message can
+raise out of the loop.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dovetail.protocol.codec import EVENT, REQUEST, encode
+from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
+from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import (
+    Cancel,
+    Close,
+    Closed,
+    Draft,
+    Drafted,
+    Drain,
+    Emitted,
+    Event,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Probe,
+    Probed,
+    Reported,
+    Status,
+    Stop,
+    Submit,
+    Verified,
+    VerifyItem,
+    Welcome,
+)
+from dovetail.protocol.messages import Request as ClientRequest
+from dovetail.protocol.noise import session_key
+from dovetail.protocol.spans import Span
+from dovetail.runtime.metrics import Account, Accounts
+from dovetail.runtime.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.session import Action, Ask, Emit, Finish, Request, Session, State
+from dovetail.runtime.text import TextCodec
+
+log = logging.getLogger("dovetail.coordinator")
+
+PROBE_EVERY_S = 0.25
+MAX_STRIKES = 8
+MAX_STRUCK_PEERS = 4096
+MAX_TRACE_SPANS = 1 << 16
+STOP_GRACE_S = 5.0
+DRAIN_EVERY_S = 0.02
+ACCOUNT_OF: dict[State, Account] = {State.OPENING: "prefill", State.DRAFTING: "draft_exposed", State.VERIFYING: "verify"}
+
+
+@dataclass
+class Live:
+    """A session with its client, its workers, and the time up to which its life has been accounted for."""
+
+    session: Session
+    client: ClientPeer
+    request: int
+    target: Worker
+    draft: Worker | None
+    mark_ns: int
+    trace: bool
+    queued: bool = False
+    sent: bool = False
+    spans: list[tuple[str, Span]] = field(default_factory=list)
+
+    def awaited(self) -> Worker | None:
+        """The worker whose answer the session waits for."""
+        return self.draft if self.session.state is State.DRAFTING else self.target
+
+    def left(self, now_ns: int, size: int) -> None:
+        """The command that the session waits for has been sent."""
+        waited_for: Account = "queue" if self.queued else "coordinator"
+        self.session.accounts.add(waited_for, now_ns - self.mark_ns)
+        self.session.accounts.bytes += size
+        self.mark_ns, self.queued, self.sent = now_ns, False, True
+
+    def waits(self, now_ns: int) -> None:
+        """The command that the session waits for has to wait for its worker."""
+        self.session.accounts.add("coordinator", now_ns - self.mark_ns)
+        self.mark_ns, self.queued = now_ns, True
+
+    def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
+        """The answer that the session waits for has come."""
+        self.session.accounts.reply(ACCOUNT_OF[self.session.state], now_ns - self.mark_ns, spans)
+        self.session.accounts.bytes += size
+        self.mark_ns, self.sent = now_ns, False
+        self.keep(worker, spans)
+
+    def draft_opened(self, now_ns: int) -> None:
+        """What a session waits until its draft has read the prompt belongs to the prefill."""
+        if self.session.state is State.DRAFTING and self.queued:
+            self.session.accounts.add("prefill", now_ns - self.mark_ns)
+            self.mark_ns = now_ns
+
+    def keep(self, worker: Worker, spans: Sequence[Span]) -> None:
+        """Remember the spans of a worker, on our clock, if the client wants a trace."""
+        if self.trace and len(self.spans) < MAX_TRACE_SPANS:
+            self.spans.extend((worker.name, (name, max(0, worker.clock.to_ours(start)), duration)) for name, start, duration in spans)
+
+
+class Coordinator:
+    """Everything but the loop: `pump` handles what has arrived, `tick` what is due."""
+
+    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._hub, self._now = hub, clock_ns
+        self.epoch = secrets.randbits(62)
+        self.registry = Registry(self.epoch)
+        self.ending = False
+        self._live: dict[int, Live] = {}
+        self._sessions = 0
+        self._strikes: dict[bytes, int] = {}
+        self._began_ns = clock_ns()
+        self._finished = self._failed = self._cancelled = self._stale = self._refused = 0
+        self._rounds = self._round_tokens = 0
+        self._lost_draft = False
+
+    # -- what arrives ---------------------------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Handle every message that has arrived."""
+        while (arrived := self._hub.receive()) is not None:
+            peer, frames = arrived
+            self._receive(peer, frames, self._now())
+
+    def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
+        size = sum(map(len, frames))
+        try:
+            if (worker := self.registry.workers.get(peer)) is not None:
+                self._event(worker, EVENT.decode(frames), now_ns, size)
+            elif (client := self.registry.clients.get(peer)) is not None:
+                self._request(client, REQUEST.decode(frames), now_ns)
+            else:
+                self._newcomer(peer, EVENT.decode(frames), now_ns)
+        except StaleError:
+            self._stale += 1
+        except DecodeError as error:
+            self._strike(peer, error)
+
+    def _strike(self, peer: bytes, error: ProtocolError) -> None:
+        """Count a message that breaks the protocol; a peer that goes on is no longer listened to."""
+        self._refused += 1
+        if len(self._strikes) > MAX_STRUCK_PEERS:
+            self._strikes.clear()
+        strikes = self._strikes[peer] = self._strikes.get(peer, 0) + 1
+        if strikes == 1:
+            log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
+        if strikes == MAX_STRIKES:
+            log.warning("peer %s broke the protocol %d times and is no longer listened to", peer.hex()[:12], strikes)
+            self._send(peer, Failed(epoch=self.epoch, code="protocol", text=f"{strikes} messages broke the protocol: {str(error)[:200]}"))
+            if (worker := self.registry.workers.get(peer)) is not None:
+                self._worker_lost(worker, "broke the protocol")
+            if (client := self.registry.clients.get(peer)) is not None:
+                self._client_lost(client)
+
+    def _newcomer(self, peer: bytes, message: Event, now_ns: int) -> None:
+        if self._strikes.get(peer, 0) >= MAX_STRIKES:
+            self._refused += 1
+            return
+        if not isinstance(message, Hello):
+            raise StaleError("a peer that is not registered spoke of sessions")
+        try:
+            admitted = self.registry.admit(peer, message, self._hub.user(peer), now_ns)
+        except RequestError as refusal:
+            self._refuse(peer, refusal)
+            return
+        self._send(peer, Welcome(epoch=self.epoch))
+        if isinstance(admitted, Worker):
+            log.info(
+                "%s worker %s registered: %s on %s, %s",
+                "/".join(message.roles),
+                message.name,
+                message.model,
+                message.device,
+                message.fingerprint or "no fingerprint",
+            )
+            if admitted.plays("target"):
+                for misfit, reason in self.registry.misfits(admitted):
+                    self._refuse(misfit.peer, reason)
+                    self._worker_lost(misfit, "does not share the vocabulary of the target")
+            self._lost_draft &= not admitted.plays("draft")
+            self._probe(admitted)
+
+    def _refuse(self, peer: bytes, refusal: RequestError) -> None:
+        self._refused += 1
+        log.warning("refused: %s", refusal)
+        self._send(peer, _refusal(self.epoch, refusal))
+
+    # -- events of workers ----------------------------------------------------------------------------------------------------------------------
+
+    def _event(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+        if event.epoch != worker.hello.epoch:
+            raise StaleError(f"an event of another incarnation of {worker.name}")
+        match event:
+            case Drafted():
+                self._drafted(worker, event, now_ns, size)
+            case Verified():
+                self._verified(worker, event, now_ns, size)
+            case Opened():
+                self._opened(worker, event, now_ns, size)
+            case Probed():
+                self._probed(worker, event, now_ns)
+            case Failed():
+                self._worker_failed(worker, event)
+            case Closed():
+                pass
+            case Hello():
+                raise StaleError(f"{worker.name} said Hello again")
+        self._dispatch(worker)
+
+    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, event.round)
+        if worker is not live.target:
+            live.keep(worker, event.spans)
+            live.draft_opened(now_ns)
+            return
+        if event.bonus is not None and event.bonus >= worker.facts.size:
+            self._fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
+            return
+        live.answered(worker, now_ns, size, event.spans)
+        self._perform(live, live.session.opened(event, now_ns))
+
+    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, event.round)
+        live.answered(worker, now_ns, size, event.spans)
+        try:
+            actions = live.session.drafted(event)
+        except StaleError:
+            raise
+        except ProtocolError as error:
+            log.warning("a proposal of %s is none (%s): session %d goes on without it", worker.name, error, event.session)
+            self._refused += 1
+            self._drop_draft(live)
+            return
+        self._perform(live, actions)
+
+    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
+        """Handle every verdict of a pass; those that are stale are dropped one by one."""
+        for item in event.items:
+            try:
+                live = self._answer(worker, item.session, item.round)
+                live.answered(worker, now_ns, size // len(event.items), event.spans)
+                self._perform(live, live.session.verified(item))
+            except StaleError:
+                self._stale += 1
+            except ProtocolError as error:
+                self._refused += 1
+                self._fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
+
+    def _answer(self, worker: Worker, session: int, round_: int) -> Live:
+        """The session that waits for this answer of this worker; `StaleError` if none does."""
+        owed = worker.turns.answered(session, round_)
+        live = self._live.get(session)
+        if not owed or live is None or worker not in (live.target, live.draft):
+            raise StaleError(f"nobody waits for round {round_} of session {session} from {worker.name}")
+        return live
+
+    def _worker_failed(self, worker: Worker, event: Failed) -> None:
+        """A worker could not do what was asked: a draft is done without, a target's word ends the request."""
+        if event.session is None:
+            log.error("%s: %s", worker.name, event.text)
+            return
+        live = self._live.get(event.session)
+        owed = worker.turns.owed.get(event.session)
+        if owed is None or event.round not in (None, owed):
+            raise StaleError(f"{worker.name} failed in something that was not asked of it")
+        worker.turns.answered(event.session, owed)
+        if live is None:
+            return
+        log.warning("%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code)
+        if worker is live.draft and worker is not live.target:
+            self._drop_draft(live)
+        elif worker is live.target:
+            self._fail(live, RequestError(event.code, event.text))
+
+    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
+        worker.awaiting_probe = False
+        worker.probed = event
+        if event.sent_ns <= now_ns:
+            worker.round_trip_ns = now_ns - event.sent_ns
+            worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
+
+    # -- requests of clients --------------------------------------------------------------------------------------------------------------------
+
+    def _request(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> None:
+        if request.epoch != client.hello.epoch:
+            raise StaleError("a request of another incarnation of a client")
+        match request:
+            case Submit():
+                self._submit(client, request, now_ns)
+            case Cancel():
+                if (number := client.sessions.get(request.request)) is not None:
+                    self._cancel(self._live[number])
+            case Status():
+                self._send(client.peer, self.report())
+            case Stop():
+                self.ending = True
+            case Hello():
+                raise StaleError("a client said Hello again")
+
+    def _submit(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
+        try:
+            live = self._place(client, submit, now_ns)
+        except RequestError as refusal:
+            self._failed += 1
+            self._send(client.peer, _refusal(self.epoch, refusal, submit.request))
+            return
+        self._live[live.session.number] = live
+        client.sessions[submit.request] = live.session.number
+        for worker in filter(None, {id(w): w for w in (live.target, live.draft)}.values()):
+            worker.sessions += 1
+        self._perform(live, live.session.begin())
+
+    def _place(self, client: ClientPeer, submit: Submit, now_ns: int) -> Live:
+        """Choose the workers of a request and check that they can hold it."""
+        target = self.registry.pick("target")
+        if self.ending or target is None:
+            raise RequestError(
+                "no_target", "the coordinator is ending" if self.ending else "no target worker is registered: start one with `dovetail worker --role target`"
+            )
+        if submit.request in client.sessions:
+            raise RequestError("protocol", f"request {submit.request} runs already")
+        if target.sessions >= target.limits.sessions:
+            raise RequestError("capacity", f"the target worker {target.name} holds {target.sessions} sessions, its limit: try again when one has ended")
+        draft = self.registry.pick("draft") if submit.speculate and submit.tree.gamma else None
+        if draft is not None and draft.sessions >= draft.limits.sessions:
+            draft = None
+        self._sessions += 1
+        request = _read(submit, target)
+        session = Session(
+            number=self._sessions,
+            epoch=self.epoch,
+            request=request,
+            detokenizer=target.text.detokenizer(),
+            speculating=draft is not None,
+            accounts=Accounts(now_ns),
+        )
+        return Live(session, client, submit.request, target, draft, now_ns, submit.trace)
+
+    # -- what follows ---------------------------------------------------------------------------------------------------------------------------
+
+    def _perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Carry out what a session decided: workers before the client, so that they begin; at the end the client before the workers."""
+        asks = [a for a in actions if isinstance(a, Ask)]
+        ended = live.session.state is State.DONE
+        if not ended:
+            self._ask_all(live, asks)
+            if not live.sent and not live.queued:
+                live.waits(self._now())
+        for action in actions:
+            if live.session.number not in self._live:
+                break
+            if isinstance(action, Emit):
+                self._emit(live, action)
+            elif isinstance(action, Finish):
+                self._finish(live, action)
+        if ended:
+            self._ask_all(live, asks)
+
+    def _ask_all(self, live: Live, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            self._ask(live, ask)
+
+    def _ask(self, live: Live, ask: Ask) -> None:
+        worker = live.target if ask.role == "target" else live.draft
+        if worker is None or worker.peer not in self.registry.workers:
+            return
+        if isinstance(ask.command, Close):
+            worker.turns.forget(live.session.number)
+            self._send_to_worker(worker, ask.command)
+        else:
+            worker.turns.ask(live.session.number, ask.command)
+            self._dispatch(worker)
+
+    def _dispatch(self, worker: Worker) -> None:
+        """Send a worker its next command, if it is free and one waits."""
+        turn = worker.turns.next()
+        if turn is None:
+            return
+        message, sessions = turn
+        size = self._send_to_worker(worker, message)
+        now_ns = self._now()
+        for number in sessions:
+            live = self._live.get(number)
+            if live is not None and live.awaited() is worker and _awaits(live.session, message):
+                live.left(now_ns, size // len(sessions))
+
+    def _emit(self, live: Live, emit: Emit) -> None:
+        message = Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=emit.drafted, text=emit.text)
+        if not self._send(live.client.peer, message):
+            self._client_lost(live.client)
+
+    def _finish(self, live: Live, finish: Finish) -> None:
+        now_ns = self._now()
+        live.session.accounts.add("coordinator", now_ns - live.mark_ns)
+        result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason)
+        self._finished += finish.reason != "cancelled"
+        self._cancelled += finish.reason == "cancelled"
+        self._rounds += result.rounds
+        self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
+        spans = tuple(live.spans[:MAX_TRACE_SPANS])
+        self._send(live.client.peer, Finished(epoch=self.epoch, request=live.request, result=result, margins=tuple(live.session.margins), spans=spans))
+        self._forget(live)
+
+    def _fail(self, live: Live, error: RequestError) -> None:
+        """End a request with an error; both workers forget it."""
+        self._failed += 1
+        self._send(live.client.peer, _refusal(self.epoch, error, live.request))
+        self._forget(live)
+        self._ask_all(live, live.session.abandon())
+
+    def _forget(self, live: Live) -> None:
+        if self._live.pop(live.session.number, None) is None:
+            return
+        live.client.sessions.pop(live.request, None)
+        for worker in {id(w): w for w in (live.target, live.draft) if w is not None}.values():
+            worker.sessions -= 1
+
+    def _cancel(self, live: Live) -> None:
+        live.mark_ns = self._settle(live)
+        self._perform(live, live.session.cancel())
+
+    def _settle(self, live: Live) -> int:
+        """Account for the wait that a cancellation interrupts."""
+        now_ns = self._now()
+        account: Account = "queue" if live.queued else ACCOUNT_OF.get(live.session.state, "coordinator")
+        live.session.accounts.add(account, now_ns - live.mark_ns)
+        return now_ns
+
+    def _drop_draft(self, live: Live) -> None:
+        """Go on with the target alone."""
+        draft, live.draft = live.draft, None
+        if draft is not None and draft is not live.target:
+            draft.sessions -= 1
+            draft.turns.forget(live.session.number)
+            if draft.peer in self.registry.workers:
+                self._send_to_worker(draft, Close(epoch=self.epoch, session=live.session.number))
+        if live.session.state is State.DRAFTING and (live.sent or live.queued):
+            live.mark_ns, live.sent, live.queued = self._settle(live), False, False
+        self._perform(live, live.session.draft_lost())
+
+    # -- peers that go --------------------------------------------------------------------------------------------------------------------------
+
+    def _worker_lost(self, worker: Worker, why: str = "has gone") -> None:
+        if self.registry.workers.pop(worker.peer, None) is None:
+            return
+        level = logging.INFO if self.ending else logging.WARNING
+        log.log(level, "%s worker %s (pid %d on %s) %s", "/".join(worker.hello.roles), worker.name, worker.hello.pid, worker.hello.host, why)
+        self._lost_draft |= worker.plays("draft")
+        for live in list(self._live.values()):
+            if live.target is worker:
+                tokens = len(live.session.tokens)
+                self._fail(
+                    live,
+                    RequestError(
+                        "worker_lost",
+                        f"the target worker {worker.name} (pid {worker.hello.pid} on {worker.hello.host}) {why} after {tokens} tokens: start another and ask again",
+                    ),
+                )
+            elif live.draft is worker:
+                self._drop_draft(live)
+
+    def _client_lost(self, client: ClientPeer) -> None:
+        """Nobody reads what this client asked for: free its sessions."""
+        self.registry.clients.pop(client.peer, None)
+        for number in list(client.sessions.values()):
+            if (live := self._live.get(number)) is not None:
+                self._cancelled += 1
+                self._forget(live)
+                self._ask_all(live, live.session.abandon())
+
+    def tick(self) -> None:
+        """Probe every worker that has answered the last probe."""
+        for worker in list(self.registry.workers.values()):
+            if not worker.awaiting_probe:
+                self._probe(worker)
+
+    def look_around(self) -> None:
+        """Somebody disconnected: find out who, by speaking to everybody."""
+        if not self._hub.disconnects():
+            return
+        for worker in list(self.registry.workers.values()):
+            self._probe(worker)
+        for client in list(self.registry.clients.values()):
+            if not self._send(client.peer, Welcome(epoch=self.epoch)):
+                self._client_lost(client)
+
+    def _probe(self, worker: Worker) -> None:
+        worker.awaiting_probe = True
+        self._send_to_worker(worker, Probe(epoch=self.epoch, sent_ns=self._now()))
+
+    # -- sending --------------------------------------------------------------------------------------------------------------------------------
+
+    def _send_to_worker(self, worker: Worker, message: Message) -> int:
+        """Bytes sent; a worker that cannot be reached is lost."""
+        frames = encode(message)
+        try:
+            self._hub.send(worker.peer, frames)
+        except LinkError as error:
+            log.debug("%s", error)
+            self._worker_lost(worker)
+            return 0
+        return sum(map(len, frames))
+
+    def _send(self, peer: bytes, message: Message) -> bool:
+        try:
+            self._hub.send(peer, encode(message))
+        except LinkError as error:
+            log.info("a reply to peer %s was not delivered: %s", peer.hex()[:12], error)
+            return False
+        return True
+
+    # -- state ----------------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    def report(self) -> Reported:
+        """The answer to Status."""
+        now_ns = self._now()
+        reasons = [] if self.registry.pick("target") else ["no target worker is registered"]
+        if self._lost_draft:
+            reasons.append("a draft worker was lost: sessions decode with the target alone")
+        return Reported(
+            epoch=self.epoch,
+            address=self._hub.address,
+            pid=os.getpid(),
+            uptime_s=(now_ns - self._began_ns) / 1e9,
+            workers=tuple(w.state(now_ns) for w in self.registry.workers.values()),
+            sessions=len(self._live),
+            finished=self._finished,
+            failed=self._failed,
+            cancelled=self._cancelled,
+            rounds=self._rounds,
+            tau=self._round_tokens / self._rounds if self._rounds else None,
+            stale=self._stale,
+            refused=self._refused + self._hub.refused(),
+            degraded=bool(reasons),
+            reasons=tuple(reasons),
+        )
+
+    def end(self) -> None:
+        """Cancel what still runs and send the workers home."""
+        self.ending = True
+        for live in list(self._live.values()):
+            self._cancel(live)
+        for worker in list(self.registry.workers.values()):
+            self._send_to_worker(worker, Drain(epoch=self.epoch))
+
+
+def _read(submit: Submit, target: Worker) -> Request:
+    """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit."""
+    prompt = _prompt(submit, target.text)
+    context = target.limits.context
+    if len(prompt) >= context:
+        raise RequestError(
+            "prompt_too_long", f"the prompt has {len(prompt)} tokens, the target {target.hello.model} holds {context}: shorten it to at most {context - 1}"
+        )
+    if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
+        raise RequestError("settings", f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}")
+    seed = secrets.randbits(63) if submit.seed is None else submit.seed
+    return Request(
+        prompt=prompt,
+        key=session_key(seed, 0, prompt),
+        seed=seed,
+        sampling=submit.sampling,
+        max_tokens=min(submit.max_tokens, context - len(prompt)),
+        tree=submit.tree,
+        end=target.facts.end,
+        vocabulary_size=target.facts.size,
+        stop=submit.stop,
+    )
+
+
+def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
+    given = [f for f in (submit.tokens, submit.text, submit.turns) if f is not None]
+    if len(given) != 1:
+        raise RequestError("settings", "a request has a prompt in exactly one form: token ids, text or turns")
+    if submit.tokens is not None:
+        prompt = submit.tokens
+    elif submit.text is not None:
+        prompt = text.encode(submit.text)
+    else:
+        prompt = text.encode_turns(submit.turns or ())
+    if not prompt and text.facts.begin is not None:
+        prompt = (text.facts.begin,)
+    if not prompt:
+        raise RequestError("settings", "the prompt is empty, and the target has no token that begins a text: give it at least one token")
+    return prompt
+
+
+def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
+    return Failed.model_validate({"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]})
+
+
+def _awaits(session: Session, message: Open | Draft | VerifyItem | Message) -> bool:
+    """Whether this is the command that the session waits for, and not the draft worker's Open beside it."""
+    return not isinstance(message, Open) or session.state is State.OPENING
+
+
+async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> None:
+    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened."""
+    coordinator, loop, ended, hurried = Coordinator(hub), asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def arrived() -> None:
+        coordinator.look_around()
+        coordinator.pump()
+        if coordinator.ending:
+            ended.set()
+
+    def signalled() -> None:
+        ended.set()
+        hurried.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+    loop.add_reader(hub.fileno(), arrived)
+    loop.add_reader(hub.monitor_fileno(), arrived)
+    gc.freeze()
+    if ready is not None:
+        ready()
+    try:
+        while not ended.is_set():
+            coordinator.tick()
+            arrived()
+            await _wait(ended, PROBE_EVERY_S)
+        coordinator.ending = True
+        await _finish_what_runs(coordinator, hurried)
+    finally:
+        loop.remove_reader(hub.fileno())
+        loop.remove_reader(hub.monitor_fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        coordinator.end()
+
+
+async def _finish_what_runs(coordinator: Coordinator, hurried: asyncio.Event) -> None:
+    """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it."""
+    left_s = STOP_GRACE_S
+    while not coordinator.idle and left_s > 0:
+        coordinator.tick()
+        coordinator.look_around()
+        coordinator.pump()
+        await asyncio.sleep(DRAIN_EVERY_S)
+        left_s -= DRAIN_EVERY_S * hurried.is_set()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return

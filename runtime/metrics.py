@@ -1,0 +1,81 @@
+"""What one request cost: every nanosecond of its life is put down to one account, and the sum is its wall time.
+
+Knows no clock: all times are handed in, in nanoseconds on the coordinator's monotonic clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dovetail.protocol.spans import Span
+
+Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"]
+
+
+def extent_ns(spans: Sequence[Span]) -> int:
+    """From the first start to the last end: how long the worker had the command."""
+    if not spans:
+        return 0
+    return max(start + duration for _, start, duration in spans) - min(start for _, start, _ in spans)
+
+
+@dataclass
+class Accounts:
+    """The time split and the counts of one request."""
+
+    began_ns: int
+    ns: dict[Account, int] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0))
+    first_token_ns: int | None = None
+    rounds: int = 0
+    drafted_rounds: int = 0
+    hits: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    grown: int = 0
+    bytes: int = 0
+    accepted_at_depth: list[int] = field(default_factory=list)
+
+    def add(self, account: Account, duration_ns: int) -> None:
+        self.ns[account] += duration_ns
+
+    def reply(self, account: Account, waited_ns: int, spans: Sequence[Span]) -> None:
+        """Split the time between a command and its answer into work and transport."""
+        worked = min(extent_ns(spans), waited_ns)
+        self.ns[account] += worked
+        self.ns["transport"] += waited_ns - worked
+
+    def proposal(self, grown: int, hit: bool) -> None:
+        self.grown += grown
+        self.hits += hit
+        self.drafted_rounds += 1
+
+    def verdict(self, drafted: int, accepted: int) -> None:
+        """One target pass: `accepted` of its drafted nodes were committed."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
+        for depth in range(accepted):
+            self.accepted_at_depth[depth] += 1
+
+    def figures(self, now_ns: int, completion_tokens: int) -> dict[str, Any]:
+        """The measured fields of `messages.Result`, in seconds and shares."""
+        wall = now_ns - self.began_ns
+        decode = now_ns - (self.first_token_ns or now_ns)
+        after_first = completion_tokens - 1
+        return {
+            "rounds": self.rounds,
+            "tau": after_first / self.rounds if self.rounds else None,
+            "accepted_tokens": self.accepted,
+            "drafted_tokens": self.drafted,
+            "grown_nodes": self.grown,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
+            "accepted_per_position": tuple(n / self.rounds for n in self.accepted_at_depth),
+            "hit_rate": self.hits / self.drafted_rounds if self.drafted_rounds else None,
+            "wall_s": wall / 1e9,
+            "time_to_first_token_s": ((self.first_token_ns or now_ns) - self.began_ns) / 1e9,
+            "tokens_per_s": after_first / decode * 1e9 if decode > 0 and after_first > 0 else 0.0,
+            **{f"{account}_s": ns / 1e9 for account, ns in self.ns.items()},
+            "unaccounted_s": (wall - sum(self.ns.values())) / 1e9,
+            "bytes_per_round": self.bytes / self.rounds if self.rounds else 0.0,
+        }

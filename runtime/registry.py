@@ -1,0 +1,149 @@
+"""Who is here: the workers and clients that said Hello, and on what terms a newcomer is let in.
+
+Checks what only the coordinator can: protocol versions, that a key may play the role, that a draft shares the vocabulary of its target. Knows no
+sockets; a refusal is a `RequestError` whose code and text go back to the peer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dovetail.protocol.errors import CheckpointError, RequestError
+from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.spans import ClockOffset
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
+from dovetail.runtime.scheduler import Turns
+from dovetail.runtime.text import TextCodec
+
+
+@dataclass
+class Worker:
+    """A registered draft or target worker."""
+
+    peer: bytes
+    hello: Hello
+    facts: VocabularyFacts
+    limits: Limits
+    vocabulary: Mapping[int, str]
+    text: TextCodec
+    turns: Turns
+    registered_ns: int
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    probed: Probed | None = None
+    round_trip_ns: int | None = None
+    awaiting_probe: bool = False
+    sessions: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    def plays(self, role: str) -> bool:
+        return role in self.hello.roles
+
+    def state(self, now_ns: int) -> WorkerState:
+        hello, probed = self.hello, self.probed
+        return WorkerState(
+            name=hello.name,
+            roles=hello.roles,
+            model=hello.model,
+            device=hello.device,
+            threads=hello.threads,
+            fingerprint=str(hello.fingerprint or ""),
+            host=hello.host,
+            pid=hello.pid,
+            worker_epoch=hello.epoch,
+            sessions=self.sessions,
+            busy_share=min(1.0, probed.busy_ns / max(1, now_ns - self.registered_ns)) if probed else 0.0,
+            round_trip_us=None if self.round_trip_ns is None else self.round_trip_ns / 1000,
+            clock_offset_us=self.clock.offset_ns / 1000 if self.clock.known else None,
+            clock_bound_us=self.clock.bound_ns / 1000 if self.clock.known else None,
+            rss_mb=probed.rss_bytes / 1e6 if probed else 0.0,
+            stale=probed.stale if probed else 0,
+        )
+
+
+@dataclass
+class ClientPeer:
+    """A registered client and the sessions of its requests."""
+
+    peer: bytes
+    hello: Hello
+    sessions: dict[int, int] = field(default_factory=dict)
+
+
+class Registry:
+    """The peers that are here now, by their address on the hub."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.workers: dict[bytes, Worker] = {}
+        self.clients: dict[bytes, ClientPeer] = {}
+
+    def admit(self, peer: bytes, hello: Hello, key: PeerKey | None, now_ns: int) -> Worker | ClientPeer:
+        """Register a newcomer; `RequestError` says why not."""
+        if hello.version[0] != VERSION[0]:
+            raise RequestError(
+                "version",
+                f"{hello.name} speaks protocol {_dotted(hello.version)}, this coordinator {_dotted(VERSION)}: run the same release of dovetail on both",
+            )
+        if key is not None and not set(hello.roles) <= set(key.roles):
+            raise RequestError("role", f"the key {key.name!r} may be {', '.join(key.roles)}, not {', '.join(hello.roles)}: use the key made for that role")
+        if hello.roles == ("client",):
+            self.clients[peer] = ClientPeer(peer, hello)
+            return self.clients[peer]
+        worker = self._worker(peer, hello, now_ns)
+        if worker.plays("draft"):
+            self._check_vocabulary(worker)
+        self.workers[peer] = worker
+        return worker
+
+    def misfits(self, target: Worker) -> list[tuple[Worker, RequestError]]:
+        """The draft workers that came before this target and do not share its vocabulary."""
+        misfits = []
+        for worker in self.workers.values():
+            if worker.plays("draft"):
+                try:
+                    self._compare(worker, target)
+                except RequestError as refusal:
+                    misfits.append((worker, refusal))
+        return misfits
+
+    def pick(self, role: str) -> Worker | None:
+        """The worker of a role that holds the fewest sessions."""
+        return min((w for w in self.workers.values() if w.plays(role)), key=lambda w: w.sessions, default=None)
+
+    def _worker(self, peer: bytes, hello: Hello, now_ns: int) -> Worker:
+        if "client" in hello.roles:
+            raise RequestError("role", "a client cannot be a worker as well")
+        if hello.limits is None or hello.vocabulary is None or hello.tokenizer is None:
+            raise RequestError("protocol", f"the worker {hello.name} introduced itself without limits, vocabulary and tokenizer")
+        if "target" in hello.roles and hello.fingerprint is None:
+            raise RequestError("protocol", f"the target worker {hello.name} introduced itself without a fingerprint")
+        try:
+            vocabulary = read_vocabulary(hello.tokenizer.data)
+            text = TextCodec(hello.tokenizer.data, hello.vocabulary)
+        except CheckpointError as error:
+            raise RequestError("vocabulary", f"the tokenizer of {hello.name}: {error}") from None
+        except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
+            raise RequestError("vocabulary", f"the tokenizer of {hello.name} cannot be read: {str(error)[:300]}") from None
+        return Worker(peer, hello, hello.vocabulary, hello.limits, vocabulary, text, Turns(self._epoch), now_ns)
+
+    def _check_vocabulary(self, draft: Worker) -> None:
+        for worker in self.workers.values():
+            if worker.plays("target"):
+                self._compare(draft, worker)
+
+    def _compare(self, draft: Worker, target: Worker) -> None:
+        if draft.vocabulary == target.vocabulary:
+            return
+        named = "; ".join(vocabulary_differences(target.vocabulary, draft.vocabulary))
+        raise RequestError(
+            "vocabulary",
+            f"the draft {draft.hello.model or draft.name} does not share the vocabulary of the target {target.hello.model or target.name}: {named}. "
+            "Choose a draft of the same model family.",
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

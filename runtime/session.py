@@ -1,0 +1,236 @@
+"""One request's life as a state machine: an event in, actions out.
+
+The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt from it. A round asks the draft worker for a tree,
+the target worker for its verdict, commits the accepted tokens and the bonus one by one - an end token, a stop string or the length limit cuts inside an
+accepted path, so the output does not depend on how many tokens a round brought - and begins the next round.
+
+Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for which role it is, the scheduler decides when it leaves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
+from dovetail.protocol.messages import Close, Draft, Drafted, FinishReason, Open, Opened, Result, VerifiedItem, VerifyItem
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.tree import TokenTree
+from dovetail.runtime.metrics import Accounts
+from dovetail.runtime.text import Detokenizer, StopStrings
+
+NO_TREE = TokenTree()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Something for the draft or the target worker of this session to do."""
+
+    role: str
+    command: Open | Draft | VerifyItem | Close
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Newly committed tokens, the first `drafted` of which were drafted, and the text they complete."""
+
+    tokens: tuple[int, ...]
+    drafted: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The request is done."""
+
+    reason: FinishReason
+
+
+Action = Ask | Emit | Finish
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for, in tokens; `capacity` is the longest that prompt and reply together may become."""
+
+    prompt: tuple[int, ...]
+    key: bytes
+    seed: int
+    sampling: Sampling
+    max_tokens: int
+    tree: TreeSettings
+    end: tuple[int, ...]
+    vocabulary_size: int
+    stop: tuple[str, ...] = ()
+
+
+class State(Enum):
+    OPENING = "opening"
+    DRAFTING = "drafting"
+    VERIFYING = "verifying"
+    DONE = "done"
+
+
+@dataclass
+class Session:
+    """Drives one request through its rounds; every method returns the actions that follow."""
+
+    number: int
+    epoch: int
+    request: Request
+    detokenizer: Detokenizer
+    speculating: bool
+    accounts: Accounts
+    state: State = State.OPENING
+    round: int = 0
+    tokens: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    text: str = ""
+    _tree: TokenTree = NO_TREE
+    _accepted: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._stops = StopStrings(self.request.stop)
+
+    @property
+    def length(self) -> int:
+        """Length of the token log."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def begin(self) -> list[Action]:
+        """Open the session on its workers."""
+        command = Open(
+            epoch=self.epoch,
+            session=self.number,
+            key=self.request.key,
+            prompt=self.request.prompt,
+            capacity=len(self.request.prompt) + self.request.max_tokens,
+            vocabulary_size=self.request.vocabulary_size,
+            sampling=_sampling(self.request.sampling),
+            tree=self.request.tree,
+        )
+        return [Ask("target", command), *([Ask("draft", command)] if self.speculating else [])]
+
+    def opened(self, event: Opened, now_ns: int) -> list[Action]:
+        """The target has read the prompt and chosen the first token."""
+        if self.state is not State.OPENING or event.bonus is None:
+            raise StaleError(f"session {self.number} did not wait for the first token of its target")
+        self.accounts.first_token_ns = now_ns
+        return self._commit([event.bonus], [event.margin or 0.0], drafted=0)
+
+    def drafted(self, event: Drafted) -> list[Action]:
+        """The draft worker proposes a tree: have it verified."""
+        if self.state is not State.DRAFTING or event.round != self.round:
+            raise StaleError(f"session {self.number} did not wait for a proposal of round {event.round}")
+        tree = event.tree
+        if len(tree) > self.request.tree.gamma:
+            raise TreeError(f"a proposal of {len(tree)} nodes where at most {self.request.tree.gamma} were asked for")
+        tree.check(self.request.vocabulary_size)
+        self.accounts.proposal(event.grown, event.hit)
+        return self._verify(tree)
+
+    def verified(self, item: VerifiedItem) -> list[Action]:
+        """The target's verdict: commit the accepted path and the bonus."""
+        if self.state is not State.VERIFYING or item.round != self.round:
+            raise StaleError(f"session {self.number} did not wait for a verdict of round {item.round}")
+        tokens = [*(self._tree.tokens[node] for node in item.accepted), item.bonus] if self._tree.is_path(item.accepted) else []
+        if not tokens or len(item.margins) != len(tokens) or item.bonus >= self.request.vocabulary_size:
+            raise ProtocolError(f"the verdict of round {item.round} fits no path of the tree that was sent")
+        self._accepted = item.accepted
+        before = len(self.tokens)
+        actions = self._commit(tokens, item.margins, drafted=len(item.accepted))
+        self.accounts.verdict(len(self._tree), min(len(item.accepted), len(self.tokens) - before))
+        return actions
+
+    def draft_lost(self) -> list[Action]:
+        """Go on with the target alone; the round in which the draft worker was lost is verified without a tree."""
+        self.speculating = False
+        return self._verify(NO_TREE) if self.state is State.DRAFTING else []
+
+    def cancel(self) -> list[Action]:
+        """End now, with what has been committed."""
+        return [] if self.state is State.DONE else self._finish("cancelled")
+
+    def abandon(self) -> list[Ask]:
+        """Nobody waits for the reply any more: both workers forget the session."""
+        self.state = State.DONE
+        command = Close(epoch=self.epoch, session=self.number)
+        return [Ask("target", command), Ask("draft", command)]
+
+    def result(self, now_ns: int, fingerprint: str, reason: FinishReason) -> Result:
+        return Result(
+            text=self.text,
+            token_ids=tuple(self.tokens),
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=len(self.tokens),
+            finish_reason=reason,
+            seed=self.request.seed,
+            fingerprint=fingerprint,
+            **self.accounts.figures(now_ns, len(self.tokens)),
+        )
+
+    # -- within a round ------------------------------------------------------------------------------------------------------------------------
+
+    def _commit(self, tokens: Sequence[int], margins: Sequence[float], *, drafted: int) -> list[Action]:
+        """Append to the token log until something ends the reply, then stream and go on."""
+        begin, shown, reason = len(self.tokens), "", None
+        for token, margin in zip(tokens, margins, strict=True):
+            self.tokens.append(token)
+            self.margins.append(margin)
+            text, reason = self._read(token)
+            shown += text
+            if reason:
+                break
+        if reason:
+            return self._finish(reason, begin, drafted, shown)
+        self.text += shown
+        return [Emit(tuple(self.tokens[begin:]), drafted, shown), *self._next_round()]
+
+    def _read(self, token: int) -> tuple[str, FinishReason | None]:
+        """The text that a token completes, and whether the reply ends with it."""
+        if token in self.request.end:
+            return "", "stop"
+        text, stopped = self._stops.push(self.detokenizer.push(token))
+        if stopped:
+            return text, "stop"
+        return text, "length" if len(self.tokens) >= self.request.max_tokens else None
+
+    def _next_round(self) -> list[Action]:
+        self.round += 1
+        room = self.request.max_tokens - len(self.tokens)
+        tree = self.request.tree
+        if not (self.speculating and tree.gamma and room > 1):
+            return self._verify(NO_TREE)
+        self.state = State.DRAFTING
+        order = Draft(
+            epoch=self.epoch,
+            session=self.number,
+            round=self.round,
+            prefix=self.length,
+            accepted=self._accepted,
+            bonus=self.tokens[-1],
+            max_nodes=tree.gamma,
+            max_depth=min(tree.depth, room - 1),
+            max_width=tree.width,
+        )
+        return [Ask("draft", order)]
+
+    def _verify(self, tree: TokenTree) -> list[Action]:
+        self.state, self._tree = State.VERIFYING, tree
+        return [Ask("target", VerifyItem(session=self.number, round=self.round, prefix=self.length, tokens=tree.tokens, parents=tree.parents))]
+
+    def _finish(self, reason: FinishReason, begin: int | None = None, drafted: int = 0, shown: str = "") -> list[Action]:
+        """Show what was held back - not where a stop string was found - and end."""
+        begin = len(self.tokens) if begin is None else begin
+        by_stop_string = reason == "stop" and self.tokens[-1] not in self.request.end
+        if not by_stop_string:
+            last, _ = self._stops.push(self.detokenizer.flush())
+            shown += last + self._stops.flush()
+        self.text += shown
+        new = tuple(self.tokens[begin:])
+        emitted = [Emit(new, min(drafted, len(new)), shown)] if new or shown else []
+        return [*emitted, Finish(reason), *self.abandon()]
+
+
+def _sampling(sampling: Sampling) -> Sampling:
+    """Just the processors: a request's settings may be of a richer class."""
+    return Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)

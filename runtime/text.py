@@ -1,0 +1,114 @@
+"""Text to token ids and back: the target's tokenizer, its chat template, and a detokenizer that never shows half a character.
+
+The only door to the `tokenizers` library. Everything comes from the bytes that the target sent with its Hello: the coordinator's machine needs no model
+files. Knows nothing of sessions. Special tokens written out in a prompt are read as special tokens, as transformers does.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import VocabularyFacts
+
+
+class TextCodec:
+    """The tokenizer and the chat template of one target."""
+
+    def __init__(self, tokenizer: bytes, facts: VocabularyFacts) -> None:
+        self.facts = facts
+        self._tokenizer = Tokenizer.from_buffer(tokenizer)
+        self._template = _compile(facts.template) if facts.template else None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of plain text, with what the tokenizer itself puts before it."""
+        return tuple(self._tokenizer.encode(_valid(text)).ids)
+
+    def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
+        """Token ids of a conversation (user first, then alternating) up to where the next reply begins; plain text where there is no template."""
+        if self._template is None:
+            return self.encode("\n".join(turns))
+        messages = [{"role": ("user", "assistant")[i % 2], "content": _valid(turn)} for i, turn in enumerate(turns)]
+        begin, end = (self._tokenizer.id_to_token(i) if i is not None else "" for i in (self.facts.begin, next(iter(self.facts.end), None)))
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=True, bos_token=begin or "", eos_token=end or "", tools=None)
+        except TemplateError as error:
+            raise RequestError("settings", f"the chat template of the target refuses these turns: {error}") from None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self._tokenizer)
+
+
+class Detokenizer:
+    """Turns a growing list of token ids into text, a whole character at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often a word, sometimes nothing yet."""
+        piece = self._stream.step(self._tokenizer, token)
+        self._pending = [] if piece else [*self._pending, token]
+        return piece or ""
+
+    def flush(self) -> str:
+        """What is left when no token will follow: the incomplete character, as replacement characters."""
+        rest, self._pending = self._pending, []
+        return self._tokenizer.decode(rest, skip_special_tokens=True) if rest else ""
+
+
+class StopStrings:
+    """Cuts a text before the first stop string, and holds back what may turn out to be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string is complete)."""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("settings", "the prompt has lone surrogates: it is no valid Unicode text") from None
+    return text
+
+
+def _compile(template: str):  # type: ignore[no-untyped-def]  # jinja2's Template, private to this file
+    """The chat template in the dialect of transformers: sandboxed, blocks trimmed, `raise_exception` and `strftime_now` at hand."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
+    return environment.from_string(template)

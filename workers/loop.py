@@ -1,0 +1,150 @@
+"""A worker's life: introduce yourself, then take a command, do it, answer.
+
+One plain blocking loop for every kind of worker. It counts what is late or broken, answers what fails, and keeps the worker alive through failures of
+single commands. Knows links and messages; what a command means is the worker's business.
+"""
+
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Protocol
+
+import psutil
+
+from dovetail.protocol.codec import COMMAND, encode
+from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError
+from dovetail.protocol.links import Link
+from dovetail.protocol.messages import Close, Command, Drain, Draft, Event, Failed, Hello, Open, Probe, Probed, Verify, Welcome
+
+EPOCH_BITS = 62
+REGISTRATION_S = 30.0
+
+
+class Worker(Protocol):
+    """What the loop drives: sessions of one or both roles."""
+
+    sessions: int
+    """How many are open."""
+    stale: int
+    """Late, duplicate and stale commands that this worker has dropped."""
+
+    def hello(self, epoch: int) -> Hello:
+        """The introduction; `epoch` is this worker's own and goes into every event."""
+
+    def handle(self, command: Command) -> Sequence[Event]:
+        """Do a command and answer it, with several events if parts of it failed, with none if it was stale."""
+
+    def idle(self) -> bool:
+        """Do one bit of background work, about a millisecond; False: nothing is left to do."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an exception means that the device's memory is exhausted."""
+
+
+def serve(link: Link, worker: Worker) -> None:
+    """Register with the coordinator and work until Drain or until the coordinator has gone; `UserError` if it refuses the worker."""
+    epoch = secrets.randbits(EPOCH_BITS)
+    link.send(encode(worker.hello(epoch)))
+    _Loop(link, worker, epoch, _welcome(link).epoch).run()
+
+
+def _welcome(link: Link) -> Welcome:
+    """The coordinator's answer to Hello; whatever else arrives before it is not for this worker."""
+    deadline = time.monotonic() + REGISTRATION_S
+    while (left := deadline - time.monotonic()) > 0:
+        frames = link.receive(left)
+        if frames is None:
+            break
+        try:
+            answer = COMMAND.decode(frames)
+        except DecodeError:
+            continue
+        if isinstance(answer, Failed):
+            raise UserError(f"the coordinator refused this worker: {answer.text}")
+        if isinstance(answer, Welcome):
+            return answer
+    raise UserError(f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address is a dovetail coordinator's")
+
+
+class _Loop:
+    """The state of `serve` after registration."""
+
+    def __init__(self, link: Link, worker: Worker, epoch: int, coordinator_epoch: int) -> None:
+        self._link, self._worker = link, worker
+        self._epoch, self._coordinator_epoch = epoch, coordinator_epoch
+        self._stale, self._busy_ns = 0, 0
+        self._process = psutil.Process(os.getpid())
+
+    def run(self) -> None:
+        try:
+            while not isinstance(command := self._next(), Drain):
+                for event in self._do(command):
+                    self._link.send(encode(event))
+        except LinkClosed:
+            return
+
+    def _next(self) -> Command:
+        """The next command of this coordinator; background work while there is none."""
+        while True:
+            frames = self._link.receive(0.0)
+            while frames is None and self._worker.idle():
+                frames = self._link.receive(0.0)
+            if frames is None:
+                frames = self._link.receive(None)
+            if frames is not None and (command := self._decode(frames)) is not None:
+                return command
+
+    def _decode(self, frames: list[bytes]) -> Command | None:
+        try:
+            command = COMMAND.decode(frames)
+        except DecodeError:
+            self._stale += 1
+            return None
+        if command.epoch != self._coordinator_epoch:
+            self._stale += 1
+            return None
+        return command
+
+    def _do(self, command: Command) -> Sequence[Event]:
+        if isinstance(command, Probe):
+            return [self._probed(command)]
+        start = time.monotonic_ns()
+        try:
+            return self._worker.handle(command)
+        except RequestError as error:
+            return failures(command, self._epoch, error.code, str(error))
+        except Exception as error:  # one command's failure must not end the other sessions
+            if self._worker.is_out_of_memory(error):
+                return failures(command, self._epoch, "memory", f"the worker's memory is exhausted: {str(error)[:500]}")
+            traceback.print_exc(file=sys.stderr)
+            return failures(command, self._epoch, "internal", f"{type(error).__name__}: {str(error)[:500]}")
+        finally:
+            self._busy_ns += time.monotonic_ns() - start
+
+    def _probed(self, probe: Probe) -> Probed:
+        return Probed(
+            epoch=self._epoch,
+            sent_ns=probe.sent_ns,
+            clock_ns=time.monotonic_ns(),
+            busy_ns=self._busy_ns,
+            stale=self._stale + self._worker.stale,
+            sessions=self._worker.sessions,
+            rss_bytes=self._process.memory_info().rss,
+        )
+
+
+def failures(command: Command, epoch: int, code: str, text: str) -> list[Event]:
+    """A Failed for every session that a command is about, or a single one if it is about none."""
+    match command:
+        case Verify():
+            subjects = [(item.session, item.round) for item in command.items]
+        case Open() | Draft():
+            subjects = [(command.session, command.round)]
+        case Close():
+            subjects = [(command.session, None)]  # type: ignore[list-item]
+        case _:
+            subjects = [(None, None)]  # type: ignore[list-item]
+    return [Failed(epoch=epoch, session=s, round=r, code=code, text=text) for s, r in subjects]  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""The keys and values of one session in one model: preallocated, with slots for the rows of a tree behind the committed ones.
+
+Slots 0..length-1 hold the committed tokens in order; whatever lies behind is free, or rows of a tree whose fate is not known yet. Knows neither
+tokens nor trees: its owner says which slots survive.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """One tensor [layers, 2, kv_heads, capacity, head_dim] and the number of its rows that are committed."""
+
+    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.rows = torch.empty(layers, 2, kv_heads, capacity, head_dim, dtype=dtype, device=device)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
+        """Put key, value [kv_heads, T, head_dim] into slots start..start+T-1 of a layer."""
+        stop = start + key.shape[1]
+        if not self.length <= start <= stop <= self.capacity:
+            raise ValueError(f"slots {start}..{stop - 1} lie outside {self.length}..{self.capacity - 1}, the slots that may be written")
+        self.rows[layer, 0, :, start:stop] = key
+        self.rows[layer, 1, :, start:stop] = value
+
+    def view(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, stop, head_dim] of slots 0..stop-1 of a layer; nothing is copied."""
+        return self.rows[layer, 0, :, :stop], self.rows[layer, 1, :, :stop]
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
+        if any(not self.length <= slot < self.capacity for slot in slots) or not 0 <= committed <= len(slots):
+            raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {self.length} of {self.capacity} are committed already")
+        in_place = next((i for i, slot in enumerate(slots) if slot != self.length + i), len(slots))
+        if in_place < len(slots):
+            moved = torch.tensor(slots[in_place:], device=self.rows.device)
+            self.rows[:, :, :, self.length + in_place : self.length + len(slots)] = self.rows.index_select(3, moved)
+        self.length += committed
+
+    def truncate(self, length: int) -> None:
+        """Forget every row behind the first `length` committed ones."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot cut {self.length} committed rows to {length}")
+        self.length = length

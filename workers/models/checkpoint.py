@@ -1,0 +1,210 @@
+"""A model folder on disk: finds it, checks it, and reads what is known about its vocabulary. The only module that opens safetensors.
+
+Everything that could make a loaded model silently wrong is refused here by name: weights that are pickled, truncated, missing from the index, not a
+number, or quantised. Knows files; builds no model.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
+READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose weights have been read once and found whole."""
+
+    source: str
+    folder: Path
+    digest: str
+    """SHA-256 of config.json and the weight files, in hexadecimal."""
+    tokenizer: bytes
+    """The content of tokenizer.json."""
+    vocabulary: VocabularyFacts
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """The checkpoint that `source` (folder, hub id or id@revision) names, checked; `CheckpointError` names the file and the tensor."""
+    folder = find_folder(source)
+    _refuse_quantised(folder)
+    weights = weight_files(folder)
+    for file in weights:
+        check_tensors(file)
+    tokenizer, vocabulary = read_tokenizer(folder)
+    return Checkpoint(source, folder, _digest([folder / "config.json", *weights]), tokenizer, vocabulary)
+
+
+def find_folder(source: str) -> Path:
+    """The local folder of a model, downloaded into the Hugging Face cache where `source` is a hub id."""
+    if not source:
+        raise CheckpointError("no model is named: give a folder, a hub id or id@revision")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source} is a file; a model is a folder with config.json, tokenizer.json and *.safetensors")
+    if not HUB_ID.fullmatch(source):
+        raise CheckpointError(f"{source}: there is no such folder")
+    return _download(source)
+
+
+def _download(source: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    name, _, revision = source.partition("@")
+    remedy = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(HUB_FILES)))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
+        raise CheckpointError(f"{source} is no folder and is not in the Hugging Face cache; run `{remedy}` while connected") from None
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"{source}: the Hugging Face hub refused it ({first_line(error)}); check the name, the revision and HF_TOKEN") from None
+    except (HFValidationError, OSError) as error:
+        raise CheckpointError(f"{source} is neither a folder nor can it be fetched from the Hugging Face hub ({first_line(error)})") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, sorted by name; where there is an index, exactly those that it lists."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _indexed_files(folder, index)
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    pickled = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern))
+    if pickled:
+        raise CheckpointError(f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; convert them to safetensors")
+    raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file beside it")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing, although {index.name} lists it; fetch the model again")
+        absent = sorted(t for t, f in weight_map.items() if f == name and t not in set(tensor_names(folder / name)))
+        if absent:
+            raise CheckpointError(f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; fetch the model again")
+    return [folder / name for name in names]
+
+
+def tensor_names(file: Path) -> list[str]:
+    """The tensors of one safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as content:
+            return sorted(content.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file ({first_line(error)}); fetch the model again") from None
+
+
+def check_tensors(file: Path) -> None:
+    """Reads every tensor once; `CheckpointError` if one holds what is not a number, or the file is truncated."""
+    for name, tensor in _tensors(file):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 - not a mapping
+                yield name, content.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file ({first_line(error)}); fetch the model again") from None
+
+
+def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
+    """The bytes of tokenizer.json and what the model's other files say about the vocabulary."""
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json; save it there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})")
+    content = file.read_bytes()
+    config = read_json(folder / "config.json")
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    try:
+        facts = VocabularyFacts(
+            digest=vocabulary_digest(read_vocabulary(content)),
+            size=config.get("vocab_size", 0),
+            end=_ids(generation, config, "eos_token_id"),
+            begin=(_ids(generation, config, "bos_token_id") or (None,))[0],
+            template=_chat_template(folder),
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise CheckpointError(f"{folder}: the vocabulary's {'.'.join(map(str, first['loc']))} is unusable: {first['msg']}") from None
+    return content, facts
+
+
+def _ids(generation: dict[str, Any], config: dict[str, Any], name: str) -> tuple[int, ...]:
+    """A special token id, which the files give as a number, a list or null; generation_config.json has the last word."""
+    value = generation.get(name)
+    value = config.get(name) if value is None else value
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _chat_template(folder: Path) -> str:
+    """The default chat template, from its own file or from tokenizer_config.json; empty if there is none."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    if not (folder / "tokenizer_config.json").is_file():
+        return ""
+    template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    if isinstance(template, list):
+        template = next((t.get("template", "") for t in template if isinstance(t, dict) and t.get("name") == "default"), "")
+    return template if isinstance(template, str) else ""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; `CheckpointError` if the file holds none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no JSON ({first_line(error)})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return content
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, for messages of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _refuse_quantised(folder: Path) -> None:
+    quantisation = read_json(folder / "config.json").get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
+        raise CheckpointError(f"{folder} is quantised ({method}); take the original weights of that model")
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as content:
+            while block := content.read(READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()

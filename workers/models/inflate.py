@@ -1,0 +1,140 @@
+"""Inflation: the same function at the price of a larger model.
+
+A trained model of realistic size cannot be carried along, yet the cost of a pass decides what speculation is worth. So decoder layers are added whose
+contribution to the residual stream is exactly zero, spread evenly between the real ones, and MLPs are widened with units whose output columns are
+zero. All other new weights are seeded noise, so that every byte is read and every product computed. Sums gain exact zeros: logits change only by the
+order in which a matrix product adds. Knows the names that Llama, Mistral and Qwen give to their linears, nothing else of a model.
+"""
+
+import copy
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoint import open_checkpoint
+from dovetail.workers.models.loader import load_transformers
+
+SCHEME = "identity-layers-and-dead-units-1"
+LAYER_FACTOR = 2
+"""Most layers a real one: the rest of the size goes into width, so that matrices are as large and calls as few as in a real model of that size."""
+UNIT_MULTIPLE = 16
+SEED = 20_260_101
+FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shape of an inflated model."""
+
+    layers: int
+    units: int
+    linear_bytes: int
+
+
+def linear_bytes(model: nn.Module) -> int:
+    """The fp32 size of a model's linears, head included: what a pass over one row has to read."""
+    return sum(4 * module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def plan_inflation(model: Any, size_bytes: int) -> Plan:
+    """The layers and MLP units that bring the linears of a model to `size_bytes` of fp32; `CheckpointError` if it is larger already."""
+    layer = _layers(model)[0]
+    hidden, units = layer.mlp.gate_proj.in_features, layer.mlp.gate_proj.out_features
+    real, now = len(_layers(model)), linear_bytes(model)
+    layer_bytes, unit_bytes = linear_bytes(layer), 4 * 3 * hidden
+    if size_bytes < now:
+        raise CheckpointError(f"an inflation to {size_bytes} bytes is below the {now} bytes that the model's linears have")
+    layers = min(LAYER_FACTOR * real, real + (size_bytes - now) // layer_bytes)
+    missing = size_bytes - now - (layers - real) * layer_bytes
+    more_units = round(missing / (layers * unit_bytes * UNIT_MULTIPLE)) * UNIT_MULTIPLE
+    return Plan(layers, units + more_units, now + (layers - real) * layer_bytes + layers * more_units * unit_bytes)
+
+
+@torch.no_grad()
+def inflate(model: Any, size_bytes: int) -> Any:
+    """`model` (a transformers model on the CPU), grown in place until its linears have about `size_bytes` of fp32; computes the same function."""
+    plan = plan_inflation(model, size_bytes)
+    generator = torch.Generator().manual_seed(SEED)
+    real = _layers(model)
+    grown = [_identity(real[i * len(real) // plan.layers], generator) for i in range(plan.layers)]
+    sources = [i * len(real) // plan.layers for i in range(plan.layers)]
+    for index, layer in enumerate(real):
+        grown[sources.index(index)] = layer
+    for index, layer in enumerate(grown):
+        _widen(layer.mlp, plan.units, generator)
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+    model.model.layers = nn.ModuleList(grown)
+    _describe(model.config, plan, sources)
+    return model
+
+
+def inflated_digest(digest: str, size_bytes: int) -> str:
+    """The digest of a checkpoint of that digest after inflation."""
+    return hashlib.sha256(f"{digest}\0{SCHEME}\0{size_bytes}".encode()).hexdigest()
+
+
+def write_inflated(source: str, size_bytes: int, out: Path) -> None:
+    """Write the model in `source`, inflated, to the folder `out` in fp32 with its tokenizer, so that other engines can run the very same one."""
+    checkpoint = open_checkpoint(source)
+    inflate(load_transformers(checkpoint, torch.float32), size_bytes).save_pretrained(out)
+    for name in FOLDER_FILES:
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, out / name)
+
+
+def _layers(model: Any) -> list[Any]:
+    try:
+        layers = list(model.model.layers)
+        for layer in layers:
+            _ = (layer.self_attn.o_proj.weight, layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight)
+    except AttributeError as error:
+        raise CheckpointError(f"a {model.config.model_type} model cannot be inflated: {error}") from None
+    return layers
+
+
+def _identity(layer: Any, generator: torch.Generator) -> Any:
+    """A copy of a layer that adds nothing: seeded weights, zero output projections."""
+    copied = copy.deepcopy(layer)
+    for module in copied.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(_noise(module.weight, generator))
+    for output in (copied.self_attn.o_proj, copied.mlp.down_proj):
+        output.weight.zero_()
+        if output.bias is not None:
+            output.bias.zero_()
+    return copied
+
+
+def _widen(mlp: Any, units: int, generator: torch.Generator) -> None:
+    more = units - mlp.gate_proj.out_features
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        rows = _noise(linear.weight.new_empty(more, linear.in_features), generator)
+        _replace(linear, torch.cat([linear.weight, rows]), linear.bias if linear.bias is None else torch.cat([linear.bias, linear.bias.new_zeros(more)]))
+    down = mlp.down_proj
+    _replace(down, torch.cat([down.weight, down.weight.new_zeros(down.out_features, more)], dim=1), down.bias)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Weights of the usual scale, 1/sqrt(inputs), so that dead rows compute ordinary numbers: neither zeros nor denormals nor infinities."""
+    return (torch.randn(like.shape, generator=generator) / like.shape[1] ** 0.5).to(like.dtype)
+
+
+def _replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+
+def _describe(config: Any, plan: Plan, sources: list[int]) -> None:
+    config.num_hidden_layers = plan.layers
+    config.intermediate_size = plan.units
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[source] for source in sources]

@@ -1,0 +1,33 @@
+"""The round rules that the draft and the target worker share: what a command may assume of the session it is about.
+
+A command about a session carries its round and the committed length that it assumes. Rounds are consecutive per worker, so a command is the next one,
+or stale (late, or sent twice: dropped and counted), or wrong (answered with Failed). None but the next changes anything. Knows neither messages nor models.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from dovetail.protocol.errors import ProtocolError, RequestError
+
+SessionT = TypeVar("SessionT")
+
+
+class Stale(ProtocolError):
+    """A command of a round that is done already: its receiver counts it, answers nothing and changes nothing."""
+
+
+def check_round(session: int, *, last: int, round: int, length: int, prefix: int) -> None:
+    """Passes the command that comes next, of round `last` + 1 for a log of `length` tokens; else `Stale`, or `RequestError` of code "prefix"."""
+    if round <= last:
+        raise Stale(f"session {session}: round {round} came after round {last} was done")
+    if round != last + 1:
+        raise RequestError("prefix", f"session {session}: round {round} was asked for after round {last}; rounds are consecutive, open the session anew")
+    if prefix != length:
+        raise RequestError("prefix", f"session {session}: round {round} assumes {prefix} tokens, the log here has {length}; open the session anew")
+
+
+def find_session(sessions: Mapping[int, SessionT], session: int) -> SessionT:
+    """The open session of that number; `RequestError` of code "session" if there is none."""
+    if session not in sessions:
+        raise RequestError("session", f"session {session} is not open here; open it first")
+    return sessions[session]
