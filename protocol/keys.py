@@ -280,7 +280,9 @@ def _read(path: Path, *, forbidden: int) -> dict[str, Any]:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(1 << 16)
     except OSError as error:
-        raise KeysError(f"cannot read the key file {path} ({error.strerror}): make keys with `dovetail keygen`, or copy the file from where they were made") from None
+        raise KeysError(
+            f"cannot read the key file {path} ({error.strerror}): make keys with `dovetail keygen`, or copy the file from where they were made"
+        ) from None
     if mode & forbidden:
         raise KeysError(f"the key file {path} has mode {mode:04o}, so that others can read or change it: chmod 600 {path}, and rotate the key if they may have")
     try:

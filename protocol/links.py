@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from typing import Protocol
 
@@ -58,7 +59,7 @@ class Hub(Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when something may have arrived.
 
-        It is edge-triggered: after it fires, and after every send, call `receive` until it returns None.
+        It is edge-triggered: once at the start, after it fires, and after every `send` and `disconnects`, call `receive` until it returns None.
         """
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
@@ -71,7 +72,7 @@ class Hub(Protocol):
         """The authenticated key of a peer that has been heard over tcp: its name and the roles that it may take; None on ipc and in memory."""
 
     def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when peers may have disconnected; call `disconnects` then."""
+        """A descriptor that becomes readable when peers may have disconnected or were refused; call `disconnects` then."""
 
     def disconnects(self) -> int:
         """How many peers disconnected since the last call. Which ones, `send` tells: probe them all."""
@@ -107,7 +108,7 @@ def open_hub(address: str, *, keys: Path | None = None) -> Hub:
     """
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
-        return ZmqHub(_Folder.fresh() if address == "ipc" else _Folder.of(Path(place)), None)
+        return ZmqHub(_IpcPlace.fresh() if address == "ipc" else _IpcPlace.of(Path(place)), None)
     if scheme == "tcp" and place:
         return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
     raise _no_address(address)
@@ -136,7 +137,7 @@ def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: f
 class ZmqHub:
     """A bound ROUTER socket with its monitor and, for tcp, the thread that judges keys."""
 
-    def __init__(self, place: "_Folder | _TcpPlace", keys: Path | None) -> None:
+    def __init__(self, place: "_IpcPlace | _TcpPlace", keys: Path | None) -> None:
         self._place = place
         self._peers: keyring.AllowedPeers | None = None
         self._judge: threading.Thread | None = None
@@ -153,6 +154,7 @@ class ZmqHub:
                 self._demand_keys(keys)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED)
             self._address = place.bind(self._socket)
+            self._socket.getsockopt(zmq.EVENTS)  # the descriptor fires only after a read that found nothing
         except BaseException:
             self.close()
             raise
@@ -300,12 +302,14 @@ class ZmqLink:
         deadline = time.monotonic() + timeout_s
         lost = False
         while (left := deadline - time.monotonic()) > 0:
-            self._monitor.socket.poll(left * 1000)
+            self._monitor.socket.poll(ceil(left * 1000))
             for event, _value in self._monitor.take():
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     return
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise LinkClosed(f"the coordinator at {self._address} refuses the key {self._key_name!r}: have its public key allowed there, or copy the present one here")
+                    raise LinkClosed(
+                        f"the coordinator at {self._address} refuses the key {self._key_name!r}: allow its public key there, or copy the present one here"
+                    )
                 lost = True
         if lost:
             advice = "it may need keys, have other keys than coordinator.pub says, or not be a coordinator"
@@ -336,7 +340,7 @@ class ZmqLink:
             left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
             if left_ms is not None and left_ms <= 0:
                 return None
-            self._poller.poll(left_ms)
+            self._poller.poll(None if left_ms is None else ceil(left_ms))
 
     def _spin(self, spin_us: float) -> list[bytes] | None:
         frames = self._take()
@@ -391,6 +395,7 @@ class _Monitor:
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop the I/O thread, and with it all links
         self.socket.connect(endpoint)
+        self.take()  # the descriptor fires only after a read that found nothing
 
     def fileno(self) -> int:
         return int(self.socket.getsockopt(zmq.FD))
@@ -428,7 +433,9 @@ def _bounded(frames: Sequence[bytes]) -> bool:
 def _check_outgoing(frames: Sequence[bytes]) -> None:
     """Our own mistake is loud: the other end would drop such a message, or the connection."""
     if not _bounded(frames) or max(map(len, frames)) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and {MAX_MESSAGE_BYTES} in all, not {list(map(len, frames))}")
+        raise ValueError(
+            f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and {MAX_MESSAGE_BYTES} in all, not {list(map(len, frames))}"
+        )
 
 
 # -- where a hub listens -----------------------------------------------------------------------------------------------------------------------
@@ -452,13 +459,13 @@ class _TcpPlace:
             if error.errno == zmq.EADDRINUSE:
                 raise UserError(f"{self._address} is in use: stop who listens there, or choose another port (* for any free one)") from None
             raise UserError(f"cannot listen at {self._address} ({error.strerror}): give the IP address of an interface of this machine") from None
-        return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
         """Nothing stays behind."""
 
 
-class _Folder:
+class _IpcPlace:
     """A path for a Unix socket, in a folder that only its owner can enter, held by a lock against a second launcher.
 
     Without the lock a second bind would silently take the path away from a living coordinator.
@@ -471,13 +478,13 @@ class _Folder:
         self._own_folder = own_folder
 
     @classmethod
-    def fresh(cls) -> "_Folder":
+    def fresh(cls) -> "_IpcPlace":
         """In a new folder under the temporary directory."""
         folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
         return cls(folder / "coordinator", folder)
 
     @classmethod
-    def of(cls, path: Path) -> "_Folder":
+    def of(cls, path: Path) -> "_IpcPlace":
         return cls(path.absolute(), None)
 
     def bind(self, socket: Socket) -> str:
@@ -518,7 +525,9 @@ class _Folder:
 
 def _check_length(path: Path) -> None:
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise UserError(f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most {MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)")
+        raise UserError(
+            f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most {MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)"
+        )
 
 
 def _check_private(folder: Path) -> None:
@@ -567,6 +576,8 @@ class MemoryHub:
     def connect(self, user: PeerKey | None = None) -> "MemoryLink":
         """A new link; `user` is what the hub will say of its key."""
         with self.changed:
+            if self.closed:
+                raise LinkClosed("the coordinator has gone")
             self._made += 1
             peer = struct.pack(">BI", 0, self._made)
             self._links[peer] = link = MemoryLink(self, peer)
@@ -688,3 +699,4 @@ class _Bell:
 
     def close(self) -> None:
         os.close(self._event)
+        self._event = -1

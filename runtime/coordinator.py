@@ -14,7 +14,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from dovetail.protocol.codec import EVENT, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
@@ -23,7 +22,6 @@ from dovetail.protocol.messages import (
     Cancel,
     Close,
     Closed,
-    Draft,
     Drafted,
     Drain,
     Emitted,
@@ -41,76 +39,22 @@ from dovetail.protocol.messages import (
     Stop,
     Submit,
     Verified,
-    VerifyItem,
     Welcome,
 )
 from dovetail.protocol.messages import Request as ClientRequest
-from dovetail.protocol.noise import session_key
-from dovetail.protocol.spans import Span
-from dovetail.runtime.metrics import Account, Accounts
+from dovetail.runtime.live import MAX_TRACE_SPANS, Live
+from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
-from dovetail.runtime.session import Action, Ask, Emit, Finish, Request, Session, State
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.requests import read_request
+from dovetail.runtime.session import Action, Ask, Emit, Finish, Session, State
 
 log = logging.getLogger("dovetail.coordinator")
 
 PROBE_EVERY_S = 0.25
 MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
-MAX_TRACE_SPANS = 1 << 16
 STOP_GRACE_S = 5.0
 DRAIN_EVERY_S = 0.02
-ACCOUNT_OF: dict[State, Account] = {State.OPENING: "prefill", State.DRAFTING: "draft_exposed", State.VERIFYING: "verify"}
-
-
-@dataclass
-class Live:
-    """A session with its client, its workers, and the time up to which its life has been accounted for."""
-
-    session: Session
-    client: ClientPeer
-    request: int
-    target: Worker
-    draft: Worker | None
-    mark_ns: int
-    trace: bool
-    queued: bool = False
-    sent: bool = False
-    spans: list[tuple[str, Span]] = field(default_factory=list)
-
-    def awaited(self) -> Worker | None:
-        """The worker whose answer the session waits for."""
-        return self.draft if self.session.state is State.DRAFTING else self.target
-
-    def left(self, now_ns: int, size: int) -> None:
-        """The command that the session waits for has been sent."""
-        waited_for: Account = "queue" if self.queued else "coordinator"
-        self.session.accounts.add(waited_for, now_ns - self.mark_ns)
-        self.session.accounts.bytes += size
-        self.mark_ns, self.queued, self.sent = now_ns, False, True
-
-    def waits(self, now_ns: int) -> None:
-        """The command that the session waits for has to wait for its worker."""
-        self.session.accounts.add("coordinator", now_ns - self.mark_ns)
-        self.mark_ns, self.queued = now_ns, True
-
-    def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
-        """The answer that the session waits for has come."""
-        self.session.accounts.reply(ACCOUNT_OF[self.session.state], now_ns - self.mark_ns, spans)
-        self.session.accounts.bytes += size
-        self.mark_ns, self.sent = now_ns, False
-        self.keep(worker, spans)
-
-    def draft_opened(self, now_ns: int) -> None:
-        """What a session waits until its draft has read the prompt belongs to the prefill."""
-        if self.session.state is State.DRAFTING and self.queued:
-            self.session.accounts.add("prefill", now_ns - self.mark_ns)
-            self.mark_ns = now_ns
-
-    def keep(self, worker: Worker, spans: Sequence[Span]) -> None:
-        """Remember the spans of a worker, on our clock, if the client wants a trace."""
-        if self.trace and len(self.spans) < MAX_TRACE_SPANS:
-            self.spans.extend((worker.name, (name, max(0, worker.clock.to_ours(start)), duration)) for name, start, duration in spans)
 
 
 class Coordinator:
@@ -340,7 +284,7 @@ class Coordinator:
         if draft is not None and draft.sessions >= draft.limits.sessions:
             draft = None
         self._sessions += 1
-        request = _read(submit, target)
+        request = read_request(submit, target)
         session = Session(
             number=self._sessions,
             epoch=self.epoch,
@@ -431,15 +375,8 @@ class Coordinator:
             worker.sessions -= 1
 
     def _cancel(self, live: Live) -> None:
-        live.mark_ns = self._settle(live)
+        live.interrupted(self._now())
         self._perform(live, live.session.cancel())
-
-    def _settle(self, live: Live) -> int:
-        """Account for the wait that a cancellation interrupts."""
-        now_ns = self._now()
-        account: Account = "queue" if live.queued else ACCOUNT_OF.get(live.session.state, "coordinator")
-        live.session.accounts.add(account, now_ns - live.mark_ns)
-        return now_ns
 
     def _drop_draft(self, live: Live) -> None:
         """Go on with the target alone."""
@@ -450,7 +387,7 @@ class Coordinator:
             if draft.peer in self.registry.workers:
                 self._send_to_worker(draft, Close(epoch=self.epoch, session=live.session.number))
         if live.session.state is State.DRAFTING and (live.sent or live.queued):
-            live.mark_ns, live.sent, live.queued = self._settle(live), False, False
+            live.interrupted(self._now())
         self._perform(live, live.session.draft_lost())
 
     # -- peers that go --------------------------------------------------------------------------------------------------------------------------
@@ -463,14 +400,9 @@ class Coordinator:
         self._lost_draft |= worker.plays("draft")
         for live in list(self._live.values()):
             if live.target is worker:
-                tokens = len(live.session.tokens)
-                self._fail(
-                    live,
-                    RequestError(
-                        "worker_lost",
-                        f"the target worker {worker.name} (pid {worker.hello.pid} on {worker.hello.host}) {why} after {tokens} tokens: start another and ask again",
-                    ),
-                )
+                where = f"(pid {worker.hello.pid} on {worker.hello.host})"
+                text = f"the target worker {worker.name} {where} {why} after {len(live.session.tokens)} tokens: start another and ask again"
+                self._fail(live, RequestError("worker_lost", text))
             elif live.draft is worker:
                 self._drop_draft(live)
 
@@ -563,52 +495,11 @@ class Coordinator:
             self._send_to_worker(worker, Drain(epoch=self.epoch))
 
 
-def _read(submit: Submit, target: Worker) -> Request:
-    """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit."""
-    prompt = _prompt(submit, target.text)
-    context = target.limits.context
-    if len(prompt) >= context:
-        raise RequestError(
-            "prompt_too_long", f"the prompt has {len(prompt)} tokens, the target {target.hello.model} holds {context}: shorten it to at most {context - 1}"
-        )
-    if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
-        raise RequestError("settings", f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}")
-    seed = secrets.randbits(63) if submit.seed is None else submit.seed
-    return Request(
-        prompt=prompt,
-        key=session_key(seed, 0, prompt),
-        seed=seed,
-        sampling=submit.sampling,
-        max_tokens=min(submit.max_tokens, context - len(prompt)),
-        tree=submit.tree,
-        end=target.facts.end,
-        vocabulary_size=target.facts.size,
-        stop=submit.stop,
-    )
-
-
-def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
-    given = [f for f in (submit.tokens, submit.text, submit.turns) if f is not None]
-    if len(given) != 1:
-        raise RequestError("settings", "a request has a prompt in exactly one form: token ids, text or turns")
-    if submit.tokens is not None:
-        prompt = submit.tokens
-    elif submit.text is not None:
-        prompt = text.encode(submit.text)
-    else:
-        prompt = text.encode_turns(submit.turns or ())
-    if not prompt and text.facts.begin is not None:
-        prompt = (text.facts.begin,)
-    if not prompt:
-        raise RequestError("settings", "the prompt is empty, and the target has no token that begins a text: give it at least one token")
-    return prompt
-
-
 def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
     return Failed.model_validate({"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]})
 
 
-def _awaits(session: Session, message: Open | Draft | VerifyItem | Message) -> bool:
+def _awaits(session: Session, message: Message) -> bool:
     """Whether this is the command that the session waits for, and not the draft worker's Open beside it."""
     return not isinstance(message, Open) or session.state is State.OPENING
 

@@ -17,7 +17,8 @@ import psutil
 from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import Close, Command, Drain, Draft, Event, Failed, Hello, Open, Probe, Probed, Verify, Welcome
+from dovetail.protocol.messages import Close, Command, Draft, Drain, Event, Failed, Hello, Open, Probe, Probed, Verify, Welcome
+from dovetail.workers.devices import is_out_of_memory
 
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
@@ -39,9 +40,6 @@ class Worker(Protocol):
 
     def idle(self) -> bool:
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an exception means that the device's memory is exhausted."""
 
 
 def serve(link: Link, worker: Worker) -> None:
@@ -117,7 +115,7 @@ class _Loop:
         except RequestError as error:
             return failures(command, self._epoch, error.code, str(error))
         except Exception as error:  # one command's failure must not end the other sessions
-            if self._worker.is_out_of_memory(error):
+            if is_out_of_memory(error):
                 return failures(command, self._epoch, "memory", f"the worker's memory is exhausted: {str(error)[:500]}")
             traceback.print_exc(file=sys.stderr)
             return failures(command, self._epoch, "internal", f"{type(error).__name__}: {str(error)[:500]}")

@@ -7,19 +7,15 @@ or stale (late, or sent twice: dropped and counted), or wrong (answered with Fai
 from collections.abc import Mapping
 from typing import TypeVar
 
-from dovetail.protocol.errors import ProtocolError, RequestError
+from dovetail.protocol.errors import RequestError, StaleError
 
 SessionT = TypeVar("SessionT")
 
 
-class Stale(ProtocolError):
-    """A command of a round that is done already: its receiver counts it, answers nothing and changes nothing."""
-
-
 def check_round(session: int, *, last: int, round: int, length: int, prefix: int) -> None:
-    """Passes the command that comes next, of round `last` + 1 for a log of `length` tokens; else `Stale`, or `RequestError` of code "prefix"."""
+    """Passes the command that comes next, of round `last` + 1 for a log of `length` tokens; else `StaleError`, or `RequestError` of code "prefix"."""
     if round <= last:
-        raise Stale(f"session {session}: round {round} came after round {last} was done")
+        raise StaleError(f"session {session}: round {round} came after round {last} was done")
     if round != last + 1:
         raise RequestError("prefix", f"session {session}: round {round} was asked for after round {last}; rounds are consecutive, open the session anew")
     if prefix != length:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import GrowingTree, Shape, frontier, likeliest
 
 Path = tuple[int, ...]
@@ -91,11 +91,9 @@ def test_every_prefix_of_a_proposal_is_a_tree_after_any_moves_of_the_root(childr
     tree, above = GrowingTree(), ()
     for move in [*moves, None]:
         grow(tree, children, shape, above)
-        best = [int(node) for node in tree.best(shape.nodes, shape.depth)]
-        number = {node: i for i, node in enumerate(best)}
-        parents = [number[p] if (p := int(tree.parents[node])) != ROOT else ROOT for node in best]
-        TokenTree(tuple(int(tree.tokens[n]) for n in best), tuple(parents)).check(VOCABULARY)
-        scores = tree.scores[best]
+        best = tree.best(shape.nodes, shape.depth)
+        sent, scores = tree.token_tree(best).check(VOCABULARY), tree.scores[best]
+        assert [tuple(sent.tokens[n] for n in sent.path(i)) for i in range(len(sent))] == [path_of(tree, int(n)) for n in best]
         assert (scores[:-1] >= scores[1:]).all()
         if move is not None and len(tree):
             above += path_of(tree, move % len(tree))

@@ -1,1 +1,39 @@
 """Where tensors live and how one waits for them. Filled by `cpu` and `cuda`; nothing else asks which device it is on."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices import cpu, cuda
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of this process, set up for decoding."""
+
+    name: str
+    """cpu or cuda:N."""
+    torch_device: torch.device
+    library: str
+    """What computes here, as it stands in a fingerprint: library, instruction set or chip, threads."""
+    draft_weights: str
+    """The type of weights that suits a draft here: a draft's rounding changes no token."""
+
+
+def open_device(name: str, threads: int) -> Device:
+    """The device `name` (cpu or cuda:N), with `threads` CPU threads for this process; makes the settings that hold for the whole process."""
+    cpu.set_threads(threads)
+    if name == "cpu":
+        return Device(name, torch.device("cpu"), cpu.library(), "fp32")
+    if found := re.fullmatch(r"cuda(?::(\d+))?", name):
+        index = int(found[1] or 0)
+        cuda.open_gpu(index)
+        return Device(f"cuda:{index}", torch.device("cuda", index), cuda.library(index), "fp16")
+    raise SettingsError(f"there is no device {name!r}; write cpu or cuda:N")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the memory of a device is exhausted; torch says so of the CPU's in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))

@@ -138,7 +138,9 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
     folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no tokenizer.json; save it there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})")
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; save it there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+        )
     content = file.read_bytes()
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}

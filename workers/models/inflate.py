@@ -8,6 +8,7 @@ order in which a matrix product adds. Knows the names that Llama, Mistral and Qw
 
 import copy
 import hashlib
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +125,15 @@ def _widen(mlp: Any, units: int, generator: torch.Generator) -> None:
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Weights of the usual scale, 1/sqrt(inputs), so that dead rows compute ordinary numbers: neither zeros nor denormals nor infinities."""
-    return (torch.randn(like.shape, generator=generator) / like.shape[1] ** 0.5).to(like.dtype)
+    noise = torch.randn(like.shape, generator=generator) / math.sqrt(like.shape[1])
+    return noise.to(like.dtype)
 
 
 def _replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
 
 
 def _describe(config: Any, plan: Plan, sources: list[int]) -> None:

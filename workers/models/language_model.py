@@ -22,6 +22,7 @@ from dovetail.workers.models.loader import load_transformers
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+
 class LanguageModel:
     """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V vocabulary."""
 

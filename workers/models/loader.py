@@ -61,7 +61,7 @@ def refuse_unsupported(config: Any, source: str) -> None:
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES):
         raise CheckpointError(f"{source}: layers of type {strange[0]} ({kind}) are not supported")
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    kinds = {str(entry.get("rope_type")) for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if refused := kinds.intersection(UNSUPPORTED_ROPE):
         raise CheckpointError(f"{source}: rotary embeddings of type {min(refused)} ({kind}) are not supported: they depend on the longest sequence of a pass")
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.protocol.tree import ROOT
+from dovetail.protocol.tree import ROOT, TokenTree
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -95,6 +95,12 @@ class GrowingTree:
         """The best `nodes` of those at most `depth` levels below the root, best first."""
         reachable = np.flatnonzero(self.levels <= depth)
         return _best_first(reachable, self.scores)[: max(nodes, 0)]
+
+    def token_tree(self, nodes: Nodes) -> TokenTree:
+        """`nodes`, best first and none without its parent, as a tree to send."""
+        numbers = np.full(len(self) + 1, ROOT, np.int32)  # the last element stands for the root, index -1
+        numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
+        return TokenTree(tuple(self.tokens[nodes].tolist()), tuple(numbers[self.parents[nodes]].tolist()))
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (-1: the root) with that token, if the pool has it."""

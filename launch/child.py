@@ -1,0 +1,27 @@
+"""What a process does that was started by a supervisor: it ends when it is told to, and when its supervisor ends."""
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when the one that started it ends, even by SIGKILL; asked too late, end at once."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM lets this process go: it unwinds, closes what it opened, and ends with exit code 0."""
+
+    def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)

@@ -1,0 +1,311 @@
+"""The settings in force: flag > environment > file > default, and where each of them came from.
+
+Every setting is a flag by its dotted name (`--tree.gamma 6`), a variable (`DOVETAIL_TREE__GAMMA=6`) and a key of a TOML file (`--config FILE`). The
+embedded pair of models comes with a file of its own, which lies beneath the user's while no target is named. Knows what a setting is called and what it
+may be (from `protocol/settings.py`), not what it does.
+"""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import click
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings
+
+DEMO_FOLDER = Path(__file__).parent / "demo"
+DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
+PREFIX = "DOVETAIL_"
+ALL_SECTIONS = tuple(Settings.model_fields)
+SHORT_FORMS = {
+    "target.model": "--target",
+    "target.weights": "--weights",
+    "tree.policy": "--policy",
+    "tree.gamma": "--gamma",
+    "sampling.temperature": "--temperature",
+    "sampling.top_k": "--top-k",
+    "sampling.top_p": "--top-p",
+    "sampling.min_p": "--min-p",
+    "sampling.max_tokens": "--max-tokens",
+    "coordinator.listen": "--listen",
+    "coordinator.keys": "--keys",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the tree of settings."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper().replace(".", "__")
+
+    @property
+    def default(self) -> Any:
+        return self.field.default
+
+    @cached_property
+    def type(self) -> Any:
+        return Annotated[self.field.annotation, *self.field.metadata] if self.field.metadata else self.field.annotation
+
+    @cached_property
+    def expected(self) -> str:
+        """In words, what the setting may be."""
+        return " or ".join(_expected(self.type))
+
+    def parse(self, text: str, origin: str) -> Any:
+        """The value that a flag or a variable spells; `SettingsError` if it spells none."""
+        try:
+            return TypeAdapter(self.type).validate_strings(text)
+        except ValidationError:
+            raise SettingsError(f"{self.name} = {text!r} ({origin}) is not possible: write {self.expected}") from None
+
+
+def _settings() -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for section, part in Settings.model_fields.items():
+        model = part.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Frozen)
+        for key, info in model.model_fields.items():
+            found[f"{section}.{key}"] = Setting(f"{section}.{key}", info)
+    return found
+
+
+SETTINGS = _settings()
+"""Dotted name -> setting, in the order of the model."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The settings in force; `origins` says for every dotted name whether it came from a flag, a variable, a file, the demo's file or a default."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def value(self, name: str) -> Any:
+        section, key = name.split(".")
+        return getattr(getattr(self.settings, section), key)
+
+    def from_flag(self, name: str) -> bool:
+        return self.origins[name].startswith("--")
+
+    def arguments(self, *sections: str) -> list[str]:
+        """The flags that give another command the same settings, whatever its environment and defaults say."""
+        names = (n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default")
+        return [f"--{name}={self.value(name)}" for name in names]
+
+    def with_flags(self, values: Mapping[str, str]) -> "Configuration":
+        """These settings with some replaced, as flags would."""
+        parsed = {name: _setting(name, f"--{name}").parse(text, f"--{name}") for name, text in values.items()}
+        return _merge([("kept", {n: self.value(n) for n in SETTINGS}), *((f"--{n}", {n: v}) for n, v in parsed.items())], dict(self.origins))
+
+
+def configure(*, flags: Mapping[str, str] | None = None, file: Path | None = None, environment: Mapping[str, str] | None = None) -> Configuration:
+    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the value, where it came from and the remedy."""
+    environment = os.environ if environment is None else environment
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if file is not None:
+        layers.append((str(file), read_file(file)))
+    layers += [(s.variable, {s.name: s.parse(text, s.variable)}) for s, text in _variables(environment)]
+    layers += [(f"--{name}", {name: _setting(name, f"--{name}").parse(text, f"--{name}")}) for name, text in (flags or {}).items()]
+    if not any(values.get("target.model") for _, values in layers):
+        layers.insert(0, ("demo", read_file(DEMO_SETTINGS)))
+    return _merge(layers, dict.fromkeys(SETTINGS, "default"))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Dotted name -> value of a TOML file of settings."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"the settings file {path} is no TOML: {error}") from None
+    values: dict[str, Any] = {}
+    for section, part in content.items():
+        if section not in ALL_SECTIONS or not isinstance(part, dict):
+            raise SettingsError(f"{section} in {path} is no section of the settings: {_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}")
+        for key, value in part.items():
+            values[_setting(f"{section}.{key}", str(path)).name] = value
+    return values
+
+
+def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
+    """The settings among the variables. Others may begin with our prefix (Kubernetes names a service's address so), but not with two underscores in it."""
+    by_name = {s.variable: s for s in SETTINGS.values()}
+    collapsed = {name.replace("__", "_"): name for name in by_name}
+    found = []
+    for name, text in environment.items():
+        if name in by_name:
+            found.append((by_name[name], text))
+        elif name in collapsed:
+            raise SettingsError(f"the variable {name} = {text!r} is no setting: did you mean {collapsed[name]}?")
+        elif name.startswith(PREFIX) and "__" in name:
+            raise SettingsError(f"the variable {name} = {text!r} is no setting: {_suggest(name, by_name) or 'see `dovetail config show` for their names'}")
+    return found
+
+
+def _setting(name: str, origin: str) -> Setting:
+    if name not in SETTINGS:
+        raise SettingsError(f"there is no setting {name!r} ({origin}): {_suggest(name, SETTINGS) or 'see `dovetail config show` for all of them'}")
+    return SETTINGS[name]
+
+
+def _suggest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]], origins: dict[str, str]) -> Configuration:
+    """Lay the layers over each other, the last on top, and validate the whole."""
+    values: dict[str, Any] = {}
+    for origin, layer in layers:
+        values.update(layer)
+        if origin != "kept":
+            origins.update(dict.fromkeys(layer, origin))
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, key = name.split(".")
+        tree.setdefault(section, {})[key] = value
+    try:
+        return Configuration(Settings.model_validate(tree), origins)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, values, origins)) from None
+
+
+def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"][:2])
+    known = SETTINGS[name]
+    where = f"{name} = {values[name]!r} ({origins[name]})"
+    if first["type"] == "value_error":
+        return f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
+    return f"{where} is not possible: write {known.expected}"
+
+
+def _expected(kind: Any) -> list[str]:
+    if get_origin(kind) is Annotated:
+        inner, *metadata = get_args(kind)
+        bounds = [m for part in metadata for m in (part.metadata if isinstance(part, FieldInfo) else [part])]
+        return [_bounded(words, bounds) for words in _expected(inner)]
+    if get_origin(kind) is Literal:
+        return [repr(value) for value in get_args(kind)]
+    if get_args(kind):
+        return [words for part in get_args(kind) for words in _expected(part)]
+    return [{int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")]
+
+
+def _bounded(words: str, bounds: Sequence[Any]) -> str:
+    found = {key: getattr(b, key) for b in bounds for key in ("ge", "gt", "le", "lt") if getattr(b, key, None) is not None}
+    low = f" from {found['ge']}" if "ge" in found else f" above {found['gt']}" if "gt" in found else ""
+    high = f" to {found['le']}" if "le" in found else f" below {found['lt']}" if "lt" in found else ""
+    return words + low + high
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------------------------------
+
+
+class SettingsOption(click.Option):
+    """A flag that is a setting; help lists these under a heading of their own."""
+
+
+class SettingsCommand(click.Command):
+    """A command whose help shows the settings apart from its own options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = [(isinstance(p, SettingsOption), p.get_help_record(ctx)) for p in self.get_params(ctx)]
+        for heading, settings in (("Options", False), ("Settings", True)):
+            rows = [record for mine, record in records if mine is settings and record is not None]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+def settings_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the flags of these sections and `--config`, and calls it with the settings in force as `configuration`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def with_configuration(config: Path | None, draft_short: str | None = None, **parameters: Any) -> Any:
+            flags = {name: parameters.pop(_parameter(name)) for name in _names(sections)}
+            given = {name: text for name, text in flags.items() if text is not None}
+            if draft_short is not None:
+                given.setdefault("draft.kind" if draft_short in DRAFT_KINDS else "draft.model", draft_short)
+            return function(configuration=configure(flags=given, file=config), **parameters)
+
+        decorated: Callable[..., Any] = with_configuration
+        for option in reversed(list(_options(sections))):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+def _options(sections: Sequence[str]) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    path = click.Path(dir_okay=False, path_type=Path)
+    options = [click.option("-c", "--config", type=path, cls=SettingsOption, help="TOML file of settings.")]
+    for name in _names(sections):
+        setting = SETTINGS[name]
+        forms = [setting.flag, *([SHORT_FORMS[name]] if name in SHORT_FORMS else [])]
+        default = f"  [default: {setting.default if setting.default != '' else 'empty'}]"
+        options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), cls=SettingsOption, help=(setting.field.description or "") + default))
+        if name == "draft.model":
+            text = "the draft by its kind or its model; none decodes with the target alone"
+            options.append(click.option("--draft", "draft_short", metavar="MODEL|KIND|none", cls=SettingsOption, help=text))
+    return options
+
+
+def _names(sections: Sequence[str]) -> list[str]:
+    return [name for name in SETTINGS if name.split(".")[0] in sections]
+
+
+def _parameter(name: str) -> str:
+    return "setting_" + name.replace(".", "__")
+
+
+def _metavar(setting: Setting) -> str:
+    kinds = {"whole number": "INTEGER", "number": "NUMBER"}
+    return next((metavar for words, metavar in kinds.items() if words in setting.expected), "TEXT")
+
+
+# -- the command `config` ----------------------------------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """The settings in force, and where each of them came from."""
+
+
+@command.command("show", cls=SettingsCommand)
+@click.option("--origin", is_flag=True, help="Say for each setting where it came from.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of TOML.")
+@settings_flags(*ALL_SECTIONS)
+def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
+    """Print the settings in force, as a TOML file that --config reads."""
+    if as_json:
+        settings = configuration.settings.model_dump()
+        click.echo(json.dumps({**settings, **({"origin": dict(configuration.origins)} if origin else {})}))
+        return
+    for section in ALL_SECTIONS:
+        click.echo(f"[{section}]")
+        for name in _names([section]):
+            line = f"{name.split('.')[1]} = {json.dumps(configuration.value(name))}"
+            click.echo(f"{line:<32} # {configuration.origins[name]}" if origin else line)
+        click.echo()

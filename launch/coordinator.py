@@ -1,0 +1,55 @@
+"""`dovetail coordinator`: the process that owns the token logs, by hand or under a supervisor. Never imports torch."""
+
+import asyncio
+import logging
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from dovetail.launch.child import end_on_sigterm, end_with
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.cores import bind, parse_cores
+from dovetail.launch.directory import announced
+from dovetail.protocol.links import open_hub
+from dovetail.runtime.coordinator import coordinate
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
+@click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends; announce nothing.")
+@settings_flags("coordinator")
+def command(configuration: Configuration, cores: str | None, parent: int | None) -> None:
+    """Run a coordinator until SIGTERM, Ctrl-C or a client's Stop.
+
+    Its address goes to stdout as one line. Other commands of this user on this machine find it without --connect.
+    """
+    if parent is not None:
+        end_with(parent)
+    end_on_sigterm()
+    if cores is not None:
+        bind(parse_cores(cores))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)
+    settings = configuration.settings.coordinator
+    with ExitStack() as opened:
+        hub = open_hub(settings.listen, keys=Path(settings.keys) if settings.keys else None)
+        opened.callback(hub.close)
+        if parent is None:
+            opened.enter_context(announced(hub.address, keys=settings.keys))
+        asyncio.run(coordinate(hub, ready=lambda: _introduce(hub.address, by_hand=parent is None)))
+
+
+def _introduce(address: str, *, by_hand: bool) -> None:
+    """Say where we are, and what to type on the machines of the workers."""
+    click.echo(address)
+    if not by_hand:
+        return
+    for anywhere in ("//0.0.0.0:", "//[::]:"):
+        address = address.replace(anywhere, f"//{socket.gethostname()}:")
+    over_tcp = address.startswith("tcp://")
+    keys = " --keys FOLDER" if over_tcp else ""
+    for role in ("target", "draft"):
+        click.echo(f"  dovetail worker --role {role} --{role} MODEL --connect {address}{keys}", err=True)
+    if over_tcp:
+        click.echo("FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both made by `dovetail keygen`.", err=True)

@@ -1,0 +1,89 @@
+"""Which cores there are for us, and which process gets which of them.
+
+The target is bound by arithmetic and memory bandwidth and gets all cores but the last; the last one is for a draft on the CPU, for the host side of a draft
+on a GPU, and for the coordinator's few microseconds a round. A core that two busy processes share costs the target far more than it brings: its threads
+wait for each other at every layer. Knows cores by number only; memory nodes and hyper-threads are not told apart.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dovetail.protocol.errors import UserError
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class CoreLayout:
+    """The cores of the processes of one machine."""
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+    coordinator: tuple[int, ...]
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """The cores that this process may use: those it is bound to, no more than a container's CPU quota pays for."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return cores[: max(1, min(len(cores), math.ceil(_quota())))]
+
+
+def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto", shared: bool = True) -> CoreLayout:
+    """Target on all cores but the last, draft and coordinator on the last; a single core is shared by all.
+
+    `threads` is how many the target was told to take, from the first on. With `shared` false nobody but the coordinator needs the last core, and the
+    target gets every one: its pass and the coordinator's work take turns.
+    """
+    if not shared or len(cores) == 1:
+        target = tuple(cores)
+    else:
+        target = tuple(cores[:-1])
+    if threads != "auto":
+        target = tuple(cores[:threads])
+    return CoreLayout(target=target, draft=(cores[-1],), coordinator=(cores[-1],))
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The numbers in "0,2-3"; `UserError` if it is no such list or names a core that this process may not use."""
+    cores: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            cores.extend(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise UserError(f"--cores {text!r} is no list of cores: write numbers and ranges, such as 0,2-3") from None
+    known = os.sched_getaffinity(0)
+    if not cores or (missing := sorted(set(cores) - known)):
+        named = f"core {missing[0]} is" if cores else "no core is"
+        raise UserError(f"--cores {text}: {named} there for this process; it may use {format_cores(sorted(known))}")
+    return tuple(dict.fromkeys(cores))
+
+
+def format_cores(cores: Sequence[int]) -> str:
+    """The list that `parse_cores` reads: "0,2-3"."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def bind(cores: Sequence[int]) -> None:
+    """Bind this thread, and the threads and processes that it starts, to these cores."""
+    os.sched_setaffinity(0, cores)
+
+
+def _quota(root: Path = CGROUPS) -> float:
+    """CPUs' worth of time that this process's control group may use; infinite without a limit."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+        limit, period = next(path for path in (root / own / "cpu.max", root / "cpu.max") if path.is_file()).read_text().split()
+    except (OSError, StopIteration):
+        return math.inf
+    return math.inf if limit == "max" else int(limit) / int(period)

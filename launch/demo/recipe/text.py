@@ -1,0 +1,63 @@
+"""Write generated documents: python text.py --documents N --seed S --out FILE.jsonl.
+
+A document is {"turns": [user, assistant, ...], "kind": ...} or {"text": ..., "kind": ...}. It knows what share each kind of text has, not how it is tokenized.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import explain
+import facts
+import functions
+import rewrite
+import stories
+import sums
+import talk
+
+Document = dict[str, Any]
+
+
+def pair(kind: str, make: Callable[[random.Random], tuple[str, str]]) -> Callable[[random.Random], Document]:
+    """A document of one turn each."""
+    return lambda rng: {"turns": list(make(rng)), "kind": kind}
+
+
+KINDS: dict[str, tuple[float, Callable[[random.Random], Document]]] = {
+    "story": (34, pair("story", stories.story)),
+    "continued": (4, pair("story", stories.continued)),
+    "plain": (4, lambda rng: {"text": stories.plain(rng), "kind": "plain"}),
+    "math": (18, pair("math", sums.problem)),
+    "question": (21, pair("question", facts.fact)),
+    "explanation": (6, pair("explanation", explain.why)),
+    "advice": (8, pair("advice", explain.advice)),
+    "code": (8, pair("code", functions.function)),
+    "rewrite": (12, pair("rewrite", rewrite.rewriting)),
+    "chat": (8, lambda rng: {"turns": talk.turns(rng), "kind": "chat"}),
+}
+
+
+def documents(count: int, seed: int) -> Iterator[Document]:
+    """That many documents, the same for the same seed."""
+    rng = random.Random(seed)
+    shares, makers = zip(*KINDS.values(), strict=True)
+    for make in rng.choices(makers, shares, k=count):
+        yield make(rng)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=60000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    with args.out.open("w", encoding="utf-8") as file:
+        for document in documents(args.documents, args.seed):
+            file.write(json.dumps(document, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The coordinators of this user on this machine: each announces itself with a file in the runtime directory, so that other commands find it.
+
+A file holds an address and the process behind it, and is removed with it; one whose process has gone is ignored and cleaned away. Knows no sockets.
+"""
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from dovetail.protocol.errors import UserError
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A coordinator that runs. `started_s` tells its process from a later one of the same number."""
+
+    address: str
+    pid: int
+    started_s: float
+    keys: str = ""
+    """Folder of keys of a tcp address."""
+
+    @property
+    def alive(self) -> bool:
+        try:
+            return psutil.Process(self.pid).create_time() == self.started_s
+        except psutil.NoSuchProcess:
+            return False
+
+
+def runtime_directory() -> Path:
+    """$XDG_RUNTIME_DIR/dovetail, or dovetail-UID in the temporary directory; made with mode 0700, and refused if it is somebody else's."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "dovetail" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise UserError(f"the runtime directory {folder} is not a folder that only you can enter: remove it, or set XDG_RUNTIME_DIR")
+    return folder
+
+
+@contextmanager
+def announced(address: str, *, keys: str = "") -> Iterator[None]:
+    """This process is a coordinator at that address, for as long as the block runs."""
+    path = runtime_directory() / f"coordinator-{os.getpid()}.json"
+    mine = Announcement(address, os.getpid(), psutil.Process().create_time(), keys and str(Path(keys).absolute()))
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def announcements() -> list[Announcement]:
+    """The coordinators of this user that are alive."""
+    found = []
+    for path in sorted(runtime_directory().glob("coordinator-*.json")):
+        try:
+            announcement = Announcement(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            announcement = None
+        if announcement is not None and announcement.alive:
+            found.append(announcement)
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def only_announcement() -> Announcement | None:
+    """The one coordinator of this user, or none; `UserError` names the choices if there are several."""
+    found = announcements()
+    if len(found) > 1:
+        choices = "; ".join(f"--connect {a.address} (pid {a.pid})" for a in found)
+        raise UserError(f"{len(found)} coordinators of yours are running: choose one with {choices}")
+    return found[0] if found else None

@@ -1,0 +1,220 @@
+"""Processes of our own: started as commands, watched until they are ready, and ended in every case.
+
+A `Supervisor` owns what it starts: when its block is left - normally, by an exception, by Ctrl-C, SIGTERM or SIGHUP - every process has ended and what
+it left in the file system is gone; the kernel sees to it when the supervisor itself is killed (`child.py`). A `Stack` is a coordinator with the
+workers that the settings ask for. Knows commands and exit codes, nothing of tokens.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+from dovetail.launch.configure import Configuration
+from dovetail.launch.cores import CoreLayout, allowed_cores, format_cores, lay_out
+from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.links import open_link
+from dovetail.protocol.messages import Reported
+from dovetail.runtime.client import Client
+
+GRACE_S = 5.0
+POLL_S = 0.05
+TAIL_BYTES = 4096
+TAIL_LINES = 6
+ADDRESS_TIMEOUT_S = 30.0
+USER_ERROR = 2
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of ours. Its stderr goes to a file without a name, so that nothing is left of it."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def last_words(self) -> list[str]:
+        """The last lines of its stderr."""
+        size = os.fstat(self.log.fileno()).st_size
+        tail = os.pread(self.log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
+        return [line for line in tail.decode(errors="replace").splitlines() if line.strip()][-TAIL_LINES:]
+
+    def failure(self) -> DovetailError:
+        """Why it ended, in its own words: a `UserError` if it said that it was the user's mistake."""
+        code, words = self.process.returncode, self.last_words()
+        if code == USER_ERROR and words:
+            return UserError(f"the {self.name}: {words[-1].removeprefix('dovetail: ')}")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return DovetailError("\n  ".join((f"the {self.name} {how}" + (":" if words else " and said nothing"), *words)))
+
+
+class Supervisor:
+    """Owns processes; use it as a context, in the main thread."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._before: dict[int, object] = {}
+        self._sockets: list[Path] = []
+
+    def __enter__(self) -> "Supervisor":
+        for number in ENDING_SIGNALS:
+            self._before[number] = signal.signal(number, _unwind)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End everything. Nothing interrupts this: it takes `GRACE_S` at most."""
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            self._end(self.children)
+            self._clean()
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(signal.SIGINT, interrupt)
+
+    def start(self, name: str, arguments: Sequence[str], *, reads: bool = False) -> Child:
+        """Start a command of ours; `reads`: its stdout is for us.
+
+        It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends everything in order. The kernel ends a
+        child with the thread that started it, so this must be the main thread.
+        """
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dovetail.launch.cli", *arguments, f"--parent={os.getpid()}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+        child = Child(name, process, log)
+        self.children.append(child)
+        return child
+
+    def start_coordinator(self, cores: Sequence[int], name: str = "coordinator") -> str:
+        """Start a coordinator of our own on a private ipc address, and return the address."""
+        child = self.start(name, ["coordinator", "--listen=ipc", f"--cores={format_cores(cores)}"], reads=True)
+        assert child.process.stdout is not None
+        address = child.process.stdout.readline().decode().strip()
+        if not address:
+            child.process.wait()
+            raise child.failure()
+        self._sockets.append(Path(address.removeprefix("ipc://")))
+        return address
+
+    def check(self) -> None:
+        """Raise what the first process that has ended has to say."""
+        for child in self.children:
+            if child.ended:
+                raise child.failure()
+
+    def dead(self) -> list[Child]:
+        return [child for child in self.children if child.ended]
+
+    def _end(self, children: Sequence[Child]) -> None:
+        for child in children:
+            if not child.ended:
+                child.process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            child.log.close()
+            if child.process.stdout is not None:
+                child.process.stdout.close()
+
+    def _clean(self) -> None:
+        """What a coordinator that was killed could not remove: the folder that it made for its socket."""
+        for path in self._sockets:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A coordinator and the workers of one set of settings, as processes of ours."""
+
+    address: str
+    configuration: Configuration
+    children: tuple[Child, ...]
+
+    def connect(self) -> Client:
+        return Client(open_link(self.address, role="client"))
+
+    def losses(self) -> list[DovetailError]:
+        """What the processes that have ended meanwhile have to say."""
+        return [child.failure() for child in self.children if child.ended]
+
+
+def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "") -> Stack:
+    """Start what the settings ask for; it is not ready yet."""
+    drafting = configuration.settings.draft.kind != "none"
+    _check_pair(configuration)
+    layout = layout or lay_out(allowed_cores(), threads=configuration.settings.target.threads, shared=drafting)
+    began = len(supervisor.children)
+    address = supervisor.start_coordinator(layout.coordinator, f"{prefix}coordinator")
+    for role, cores in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:
+        place = [f"--role={role}", f"--connect={address}", f"--cores={format_cores(cores)}", f"--name={role}"]
+        supervisor.start(f"{prefix}{role} worker", ["worker", *place, *configuration.arguments(role)])
+    return Stack(address, configuration, tuple(supervisor.children[began:]))
+
+
+def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None) -> Reported:
+    """Wait until all workers of a stack are registered; what a process that ends before has to say is raised. `note` hears what is waited for."""
+    wanted = ["target", *(["draft"] if stack.configuration.settings.draft.kind != "none" else [])]
+    with stack.connect() as client:
+        while True:
+            state = client.status()
+            missing = [role for role in wanted if not any(role in worker.roles for worker in state.workers)]
+            if not missing:
+                return state
+            note(f"loading {' and '.join(missing)}")
+            supervisor.check()
+            time.sleep(POLL_S)
+
+
+@contextmanager
+def running_stack(configuration: Configuration, note: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:
+    """A stack that is ready, for as long as the block runs."""
+    with Supervisor() as supervisor:
+        note("starting")
+        stack = start_stack(supervisor, configuration)
+        wait_until_ready(supervisor, stack, note)
+        yield stack
+
+
+def blame(error: RequestError, stack: Stack | None) -> DovetailError:
+    """The error that a request ended with, or what the process that caused it has to say."""
+    losses = stack.losses() if stack is not None else []
+    return losses[0] if losses and error.code in ("worker_lost", "no_target") else error
+
+
+def _check_pair(configuration: Configuration) -> None:
+    """The embedded draft shares the vocabulary of the embedded target only: for another target, a draft has to be named."""
+    settings = configuration.settings
+    if settings.target.model and not settings.draft.model and settings.draft.kind != "none":
+        raise UserError(
+            f"no draft is named for the target {settings.target.model!r}: add --draft FOLDER with a smaller model of its vocabulary, or --draft none for the target alone"
+        )
+
+
+def _unwind(number: int, _frame: FrameType | None) -> NoReturn:
+    """A signal that ends us unwinds the stack, so that every block that owns something is left."""
+    sys.exit(128 + number)

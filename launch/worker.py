@@ -1,0 +1,89 @@
+"""`dovetail worker`: one draft or target worker on cores of its own.
+
+Binds cores and sets thread counts before torch is imported - threads inherit the binding, and torch reads the counts once - and then hands over to the
+worker's loop. Knows where the embedded models are; what a model is, the worker knows.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from dovetail.launch.child import end_on_sigterm, end_with
+from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.cores import allowed_cores, bind, lay_out, parse_cores
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.links import open_link
+from dovetail.protocol.settings import DraftSettings, TargetSettings
+from dovetail.workers.loop import Worker, serve
+
+Role = Literal["draft", "target"]
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--role", type=click.Choice(["draft", "target"]), required=True, help="What this worker does.")
+@click.option("--connect", metavar="ADDRESS", required=True, help="The coordinator: ipc://PATH or tcp://HOST:PORT.")
+@click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
+@click.option("--name", help="Name of this worker in `dovetail status`.  [default: its role]")
+@click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends.")
+@settings_flags("target", "draft", "coordinator")
+def command(configuration: Configuration, role: Role, connect: str, cores: str | None, name: str | None, parent: int | None) -> None:
+    """Run one draft or target worker by hand, on any machine, until its coordinator ends.
+
+    Without --cores nothing is bound: a target then takes target.threads threads (auto: one less than there are cores), a draft on the CPU one.
+    """
+    if parent is not None:
+        end_with(parent)
+    end_on_sigterm()
+    bound = parse_cores(cores) if cores is not None else None
+    if bound is not None:
+        bind(bound)
+    threads = thread_count(role, configuration.settings.target, bound)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    _serve(configuration, role, connect, name or role, threads)
+
+
+def thread_count(role: Role, target: TargetSettings, bound: Sequence[int] | None) -> int:
+    """Threads for this worker: what the settings say, else one for each core that it is bound to, else what the layout of one machine would give it."""
+    if role == "target" and target.threads != "auto":
+        return target.threads
+    if bound is not None:
+        return len(bound)
+    layout = lay_out(allowed_cores())
+    return len(layout.target if role == "target" else layout.draft)
+
+
+def embedded(settings: TargetSettings | DraftSettings, folder: Path) -> dict[str, str]:
+    """What to change in the settings so that an empty model is the embedded one."""
+    return {} if settings.model else {"model": str(folder)}
+
+
+def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int) -> None:
+    """Connect first: a wrong address or key is told at once, not after a model has been loaded."""
+    keys = configuration.settings.coordinator.keys
+    link = open_link(connect, keys=Path(keys) if keys else None, role=role)
+    try:
+        serve(link, _opener(configuration, role)(name, threads))
+    finally:
+        link.close()
+
+
+def _opener(configuration: Configuration, role: Role) -> Callable[[str, int], Worker]:
+    """How the worker of this role is opened: (name, threads) -> worker."""
+    if role == "target":
+        target = configuration.settings.target
+        target = target.model_copy(update=embedded(target, DEMO_FOLDER / "target"))
+        from dovetail.workers.target import open_target_worker  # torch comes in here, after the binding
+
+        return lambda name, threads: open_target_worker(target, name=name, threads=threads)
+    draft = configuration.settings.draft
+    if draft.kind == "none":
+        raise UserError("draft.kind = 'none' is no worker: leave the draft worker out to decode with the target alone")
+    draft = draft.model_copy(update=embedded(draft, DEMO_FOLDER / "draft"))
+    from dovetail.workers.draft import open_draft_worker
+
+    return lambda name, threads: open_draft_worker(draft, name=name, threads=threads)

@@ -1,0 +1,71 @@
+"""A session on its workers: who serves it, for whom, and where its time goes.
+
+Every nanosecond from the request's arrival on is put down to one account; `mark_ns` is the time up to which that has been done. Times are handed in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dovetail.protocol.spans import Span
+from dovetail.runtime.metrics import Account
+from dovetail.runtime.registry import ClientPeer, Worker
+from dovetail.runtime.session import Session, State
+
+MAX_TRACE_SPANS = 1 << 16
+ACCOUNT_OF: dict[State, Account] = {State.OPENING: "prefill", State.DRAFTING: "draft_exposed", State.VERIFYING: "verify"}
+
+
+@dataclass
+class Live:
+    """A session with its client, its workers, and the time up to which its life has been accounted for."""
+
+    session: Session
+    client: ClientPeer
+    request: int
+    target: Worker
+    draft: Worker | None
+    mark_ns: int
+    trace: bool
+    queued: bool = False
+    sent: bool = False
+    spans: list[tuple[str, Span]] = field(default_factory=list)
+
+    def awaited(self) -> Worker | None:
+        """The worker whose answer the session waits for."""
+        return self.draft if self.session.state is State.DRAFTING else self.target
+
+    def left(self, now_ns: int, size: int) -> None:
+        """The command that the session waits for has been sent."""
+        waited_for: Account = "queue" if self.queued else "coordinator"
+        self.session.accounts.add(waited_for, now_ns - self.mark_ns)
+        self.session.accounts.bytes += size
+        self.mark_ns, self.queued, self.sent = now_ns, False, True
+
+    def waits(self, now_ns: int) -> None:
+        """The command that the session waits for has to wait for its worker."""
+        self.session.accounts.add("coordinator", now_ns - self.mark_ns)
+        self.mark_ns, self.queued = now_ns, True
+
+    def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
+        """The answer that the session waits for has come."""
+        self.session.accounts.reply(ACCOUNT_OF[self.session.state], now_ns - self.mark_ns, spans)
+        self.session.accounts.bytes += size
+        self.mark_ns, self.sent = now_ns, False
+        self.keep(worker, spans)
+
+    def interrupted(self, now_ns: int) -> None:
+        """The session waits no longer for what it waited for."""
+        account: Account = "queue" if self.queued else ACCOUNT_OF[self.session.state]
+        self.session.accounts.add(account, now_ns - self.mark_ns)
+        self.mark_ns, self.queued, self.sent = now_ns, False, False
+
+    def draft_opened(self, now_ns: int) -> None:
+        """What a session waits until its draft has read the prompt belongs to the prefill."""
+        if self.session.state is State.DRAFTING and self.queued:
+            self.session.accounts.add("prefill", now_ns - self.mark_ns)
+            self.mark_ns = now_ns
+
+    def keep(self, worker: Worker, spans: Sequence[Span]) -> None:
+        """Remember the spans of a worker, on our clock, if the client wants a trace."""
+        if self.trace and len(self.spans) < MAX_TRACE_SPANS:
+            self.spans.extend((worker.name, (name, max(0, worker.clock.to_ours(start)), duration)) for name, start, duration in spans)

@@ -1,0 +1,389 @@
+"""The coordinator over in-memory links, with scripted workers: one thread, one step after the other, no model and no clock to wait for."""
+
+import contextlib
+import random
+
+import pytest
+from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
+
+from dovetail.protocol.codec import encode
+from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.links import MemoryHub, memory_links
+from dovetail.protocol.messages import Drafted, Emitted, Failed, Finished, Hello, Probe, Reported, Submit, Verified, VerifiedItem, Welcome
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from dovetail.runtime.coordinator import MAX_STRIKES, Coordinator
+
+PROMPT = (5, 6, 7)
+
+
+class House:
+    """A coordinator with its workers and one client, all in this thread."""
+
+    def __init__(self, *, draft: bool = True, target: bool = True, repeat: int = 1) -> None:
+        self.hub: MemoryHub = memory_links()
+        self.coordinator = Coordinator(self.hub)
+        self.workers: list[ScriptedWorker] = []
+        self.target = self.add(ScriptedTarget, "target", repeat) if target else None
+        self.draft = self.add(ScriptedDraft, "draft", repeat) if draft else None
+        self.client = self.connect()
+
+    def add(self, kind: type[ScriptedWorker], role: str, repeat: int = 1, user: PeerKey | None = None, **changes: object) -> ScriptedWorker:
+        worker = kind(self.hub.connect(user), role, epoch=100 + len(self.workers), repeat=repeat)
+        worker.register(**changes)
+        self.workers.append(worker)
+        self.run()
+        return worker
+
+    def connect(self) -> Client:
+        link = self.hub.connect()
+        receive = link.receive
+        link.receive = lambda timeout_s, **_: (self.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
+        return Client(link)
+
+    def run(self, most: int = 10_000) -> None:
+        """Let everybody do what there is to do."""
+        for _ in range(most):
+            self.coordinator.look_around()
+            self.coordinator.pump()
+            if not any([worker.step() for worker in self.workers]):
+                return
+
+    def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
+        return self.client.submit(tokens=prompt, **{"max_tokens": 60, "seed": 1, **options})  # type: ignore[arg-type]
+
+    def complete(self, **options: object) -> Finished:
+        return self.client.complete(self.submit(**options))  # type: ignore[arg-type]
+
+    def replies(self) -> list[object]:
+        replies = []
+        while (reply := self.client.receive(0)) is not None:
+            replies.append(reply)
+        return replies
+
+    def report(self) -> Reported:
+        return self.client.status()
+
+
+def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
+    expected = continuation(PROMPT, 60)
+    assert list(House().complete().result.token_ids) == expected
+    assert list(House(draft=False).complete().result.token_ids) == expected
+    assert list(House().complete(speculate=False).result.token_ids) == expected
+
+
+@pytest.mark.parametrize("tree", [(1, 1, 1), (2, 8, 1), (15, 8, 10), (64, 3, 4)])
+def test_output_does_not_depend_on_the_tree(tree: tuple[int, int, int]) -> None:
+    gamma, depth, width = tree
+    finished = House().complete(tree=TreeSettings(gamma=gamma, depth=depth, width=width))
+    assert list(finished.result.token_ids) == continuation(PROMPT, 60)
+
+
+def test_interleaved_sessions_each_get_their_own_continuation() -> None:
+    house = House()
+    prompts = {house.submit((i, i + 1)): (i, i + 1) for i in range(1, 30)}
+    finished = [r for r in house.replies() if isinstance(r, Finished)]
+    assert len(finished) == len(prompts)
+    for reply in finished:
+        assert list(reply.result.token_ids) == continuation(prompts[reply.request], 60)
+
+
+def test_several_sessions_share_a_verify_message() -> None:
+    house = House()
+    for i in range(1, 9):
+        house.submit((i, 2), speculate=False)
+    house.run()
+    assert house.target is not None
+    assert max(len(c.items) for c in house.target.seen if c.type == "verify") > 1
+
+
+def test_streamed_tokens_and_text_add_up_to_the_result() -> None:
+    house = House()
+    house.submit()
+    replies = house.replies()
+    result = next(r.result for r in replies if isinstance(r, Finished))
+    emitted = [r for r in replies if isinstance(r, Emitted)]
+    assert tuple(t for e in emitted for t in e.tokens) == result.token_ids
+    assert "".join(e.text for e in emitted) == result.text
+    assert sum(e.drafted for e in emitted) == result.accepted_tokens
+
+
+def test_a_speculating_session_needs_fewer_rounds_and_says_tau() -> None:
+    result = House().complete().result
+    assert result.rounds < result.completion_tokens - 1
+    assert result.tau == pytest.approx((result.completion_tokens - 1) / result.rounds)
+    assert result.acceptance_rate == pytest.approx(result.accepted_tokens / result.drafted_tokens)
+
+
+def test_every_nanosecond_of_a_request_is_accounted_for() -> None:
+    result = House().complete().result
+    parts = result.prefill_s + result.draft_exposed_s + result.verify_s + result.transport_s + result.queue_s + result.coordinator_s
+    assert parts + result.unaccounted_s == pytest.approx(result.wall_s, abs=1e-9)
+    assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
+
+
+def test_duplicate_events_change_nothing_and_are_counted() -> None:
+    house = House(repeat=3)
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    assert house.report().stale > 0
+
+
+def test_events_of_another_incarnation_are_dropped() -> None:
+    house = House()
+    house.submit()
+    worker = house.target
+    assert worker is not None
+    forged = Verified(epoch=worker.epoch + 1, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),))
+    worker.link.send(encode(forged))
+    assert [r for r in house.replies() if isinstance(r, Finished)][0].result.token_ids == tuple(continuation(PROMPT, 60))
+    assert house.report().stale >= 1
+
+
+def test_end_token_stop_string_and_length_cut_inside_an_accepted_path() -> None:
+    house = House()
+    whole = continuation(PROMPT, 60)
+    for length in range(1, 8):
+        result = house.complete(max_tokens=length).result
+        assert (list(result.token_ids), result.finish_reason) == (whole[:length], "length")
+    third = house.complete(max_tokens=3).result.text
+    word = f"w{whole[1]} w{whole[2]}"
+    stopped = house.complete(stop=(word,)).result
+    assert stopped.finish_reason == "stop"
+    assert list(stopped.token_ids) == whole[:3]
+    assert stopped.text == third[: third.index(word)]
+    ended = next(p for p in ((i, 3) for i in range(1, 200)) if END in continuation((p[0] % 90 + 1, 3), 60))
+    result = house.complete(prompt=(ended[0] % 90 + 1, 3)).result
+    assert result.finish_reason == "stop"
+    assert result.token_ids[-1] == END
+
+
+def test_cancelling_frees_both_workers_and_answers_with_what_there_is() -> None:
+    house = House()
+    house.submit()
+    house.coordinator.pump()
+    assert house.target is not None
+    house.target.step()
+    house.coordinator.pump()
+    house.client.cancel(1)
+    result = next(r.result for r in house.replies() if isinstance(r, Finished))
+    assert result.finish_reason == "cancelled"
+    assert list(result.token_ids) == continuation(PROMPT, 60)[: result.completion_tokens]
+    assert all(not worker.logs for worker in house.workers)
+    assert house.report().sessions == 0
+
+
+def test_a_client_that_goes_leaves_nothing_behind() -> None:
+    house = House()
+    other = house.connect()
+    other.submit(tokens=PROMPT, max_tokens=400)
+    house.coordinator.pump()
+    other.close()
+    house.run()
+    report = house.report()
+    assert (report.sessions, report.cancelled) == (0, 1)
+    assert all(not worker.logs for worker in house.workers)
+
+
+def test_without_the_draft_worker_a_session_goes_on_with_the_target_alone() -> None:
+    house = House()
+    request = house.submit()
+    for _ in range(3):
+        house.coordinator.pump()
+        for worker in house.workers:
+            worker.step()
+    assert house.draft is not None
+    house.workers.remove(house.draft)
+    house.draft.link.close()
+    finished = house.client.complete(request)
+    assert list(finished.result.token_ids) == continuation(PROMPT, 60)
+    report = house.report()
+    assert report.degraded
+    assert "draft" in report.reasons[0]
+
+
+def test_losing_the_target_worker_is_one_clear_error() -> None:
+    house = House()
+    house.submit()
+    house.coordinator.pump()
+    assert house.target is not None
+    house.workers.remove(house.target)
+    house.target.link.close()
+    failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "worker_lost"
+    assert "target worker target" in failed.text
+    assert house.report().sessions == 0
+
+
+def test_a_request_without_a_target_says_how_to_start_one() -> None:
+    house = House(target=False)
+    house.submit()
+    failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "no_target"
+    assert "dovetail worker --role target" in failed.text
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_lengths() -> None:
+    house = House()
+    house.submit((3,) * 600)
+    failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "prompt_too_long"
+    assert "600" in failed.text
+    assert "512" in failed.text
+
+
+def test_max_tokens_is_capped_by_the_room_in_the_context() -> None:
+    prompt = (4,) * 500
+    result = House().complete(prompt=prompt, max_tokens=300).result
+    assert result.completion_tokens <= 12
+    assert list(result.token_ids) == continuation(prompt, 12)
+
+
+def test_a_draft_of_another_vocabulary_is_refused_with_the_entries_named() -> None:
+    house = House(draft=False)
+    stranger = house.add(ScriptedDraft, "draft", tokenizer=tokenizer_bytes(prefix="v"))
+    assert stranger.failures[0].code == "vocabulary"
+    assert "id 1 is 'w1' in the target and 'v1' in the draft" in stranger.failures[0].text
+    assert len(house.report().workers) == 1
+
+
+def test_a_target_that_comes_later_turns_a_draft_of_another_vocabulary_away() -> None:
+    house = House(draft=False, target=False)
+    stranger = house.add(ScriptedDraft, "draft", tokenizer=tokenizer_bytes(prefix="v"))
+    house.add(ScriptedTarget, "target")
+    assert stranger.failures[0].code == "vocabulary"
+    assert [w.roles for w in house.report().workers] == [("target",)]
+
+
+def test_another_major_version_is_refused_with_both_named() -> None:
+    house = House(draft=False)
+    stranger = house.add(ScriptedDraft, "draft", version=(9, 0))
+    assert stranger.failures[0].code == "version"
+    assert "9.0" in stranger.failures[0].text
+
+
+def test_a_key_may_only_play_its_roles() -> None:
+    house = House(draft=False)
+    stranger = house.add(ScriptedDraft, "draft", user=PeerKey("laptop", ("client",), "0" * 40))
+    assert stranger.failures[0].code == "role"
+    assert "laptop" in stranger.failures[0].text
+
+
+def test_hostile_bytes_are_counted_and_hurt_nobody() -> None:
+    house = House()
+    stranger = house.hub.connect()
+    rng = random.Random(7)
+    for _ in range(500):
+        with contextlib.suppress(Exception):
+            stranger.send([rng.randbytes(rng.randint(0, 60)) for _ in range(rng.randint(1, 4))])
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    assert house.report().refused >= MAX_STRIKES
+
+
+def test_a_worker_that_keeps_breaking_the_protocol_is_let_go() -> None:
+    house = House()
+    assert house.draft is not None
+    for _ in range(MAX_STRIKES):
+        house.draft.link.send([b"\xc1"])
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    assert [w.roles for w in house.report().workers] == [("target",)]
+    assert house.draft.failures[0].code == "protocol"
+
+
+class LyingDraft(ScriptedDraft):
+    """Proposes what is no tree over the vocabulary."""
+
+    def propose(self, command, log):  # type: ignore[no-untyped-def]
+        return Drafted(
+            epoch=self.epoch, session=command.session, round=command.round, tokens=(VOCABULARY + 1,), parents=(-1,), scores=(0.0,), grown=1, hit=False
+        )
+
+
+class LyingTarget(ScriptedTarget):
+    """Claims to have accepted nodes that were never sent."""
+
+    def work(self, command):  # type: ignore[no-untyped-def]
+        if command.type == "open":
+            return super().work(command)
+        return [Verified(epoch=self.epoch, items=tuple(VerifiedItem(session=i.session, round=i.round, accepted=(900,), bonus=1, margins=(1.0, 1.0)) for i in command.items))]
+
+
+def test_a_proposal_that_is_no_tree_costs_only_the_speculation() -> None:
+    house = House(draft=False)
+    house.add(LyingDraft, "draft")
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    assert house.report().refused >= 1
+
+
+def test_a_verdict_about_nodes_that_were_not_sent_ends_the_request_with_an_error() -> None:
+    house = House(target=False)
+    house.add(LyingTarget, "target")
+    house.submit()
+    failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "internal"
+    assert house.report().sessions == 0
+
+
+def test_a_worker_that_is_not_registered_is_not_listened_to() -> None:
+    house = House()
+    link = house.hub.connect()
+    link.send(encode(Verified(epoch=1, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=1, margins=(1.0,)),))))
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    assert house.report().stale >= 1
+
+
+def test_status_tells_workers_round_trips_and_tau() -> None:
+    house = House()
+    house.complete()
+    report = house.report()
+    assert {w.roles for w in report.workers} == {("target",), ("draft",)}
+    assert all(w.round_trip_us is not None and w.clock_bound_us is not None for w in report.workers)
+    assert report.tau is not None
+    assert report.finished == 1
+    assert not report.degraded
+
+
+def test_ending_cancels_what_runs_and_drains_the_workers() -> None:
+    house = House()
+    house.submit(max_tokens=300)
+    house.coordinator.pump()
+    house.coordinator.end()
+    house.run()
+    assert all(worker.drained for worker in house.workers)
+    assert any(isinstance(r, Finished) and r.result.finish_reason == "cancelled" for r in house.replies())
+
+
+def test_a_trace_holds_the_spans_of_the_workers() -> None:
+    finished = House().complete(trace=True)
+    assert {process for process, _ in finished.spans} >= {"target"}
+    assert {name for _, (name, _, _) in finished.spans} >= {"prefill", "verify"}
+
+
+def test_the_same_seed_gives_the_same_key_and_no_seed_a_reported_one() -> None:
+    house = House()
+    house.complete(seed=7)
+    house.complete(seed=7)
+    first = house.complete(seed=None).result.seed
+    second = house.complete(seed=None).result.seed
+    assert house.target is not None
+    keys = [c.key for c in house.target.seen if c.type == "open"]
+    assert keys[0] == keys[1]
+    assert first != second
+    assert len(set(keys[1:])) == 3
+
+
+def test_requests_and_probes_are_told_apart_by_role() -> None:
+    house = House()
+    house.client._link.send(encode(Drafted(epoch=house.client.epoch, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False)))
+    assert house.target is not None
+    house.target.link.send(encode(Submit(epoch=house.target.epoch, request=1, tokens=(1,), sampling=Sampling(), max_tokens=1, tree=TreeSettings())))
+    house.target.link.send(encode(Probe(epoch=house.target.epoch, sent_ns=1)))
+    assert house.report().refused >= 3
+
+
+def test_welcome_carries_the_epoch_of_the_coordinator() -> None:
+    house = House()
+    assert house.target is not None
+    assert isinstance(house.target.seen[0], Welcome)
+    assert house.target.coordinator_epoch == house.coordinator.epoch
+    assert isinstance(house.client.coordinator_epoch, int)
+    assert Hello.model_fields["type"].default == "hello"

@@ -1,0 +1,95 @@
+"""Tokenizer, template, detokenizer and stop strings, on the scripted word-level tokenizer and a byte-level one trained here."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.scripted import tokenizer_bytes
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.runtime.text import Detokenizer, StopStrings, TextCodec
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<assistant>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(["the quick brown fox", "世界 hello"], trainer)
+    return tokenizer
+
+
+def codec(template: str = "") -> TextCodec:
+    facts = VocabularyFacts(digest="", size=400, begin=0, template=template)
+    return TextCodec(byte_level().to_str().encode(), facts)
+
+
+def test_turns_are_rendered_with_the_template_and_special_tokens_read_as_such() -> None:
+    ids = codec(TEMPLATE).encode_turns(["hello", "hi", "bye"])
+    text = byte_level().decode(ids, skip_special_tokens=False)
+    assert text == "<s><user>hello<assistant>hi<user>bye<assistant>"
+    assert ids.count(1) == 2
+
+
+def test_without_a_template_turns_are_plain_text() -> None:
+    assert codec().encode_turns(["hello"]) == codec().encode("hello")
+
+
+def test_a_template_that_refuses_is_the_users_mistake() -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        codec("{{ raise_exception('roles must alternate') }}").encode_turns(["a"])
+
+
+def test_a_template_cannot_reach_the_interpreter() -> None:
+    with pytest.raises(RequestError):
+        codec("{{ ''.__class__.__mro__[1].__subclasses__() }}").encode_turns(["a"])
+
+
+def test_lone_surrogates_are_refused() -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        codec().encode("\ud800")
+
+
+@given(st.text(max_size=40))
+def test_pieces_of_the_detokenizer_add_up_to_the_text(text: str) -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+def test_half_a_character_is_never_shown() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
+    assert "\N{REPLACEMENT CHARACTER}" in detokenizer.flush()
+
+
+@given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3), st.data())
+def test_stop_strings_cut_the_same_however_the_text_arrives(text: str, stops: list[str], data: st.DataObject) -> None:
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    first_end = min((text.find(s) + len(s) for s in stops if s in text), default=len(text))
+    cutter, shown, position = StopStrings(stops), "", 0
+    stopped = False
+    while position < len(text) and not stopped:
+        step = data.draw(st.integers(1, 3))
+        piece, stopped = cutter.push(text[position : position + step])
+        shown, position = shown + piece, position + step
+    if found:
+        assert stopped
+        assert position >= first_end
+        assert not any(stop in shown for stop in stops)
+        assert text.startswith(shown)
+    else:
+        assert shown + cutter.flush() == text
+
+
+def test_the_scripted_tokenizer_is_a_tokenizer() -> None:
+    assert Tokenizer.from_buffer(tokenizer_bytes()).decode([5, 6]) == "w5 w6"
+    assert json.loads(tokenizer_bytes())["version"] == "1.0"

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, slow reference versions, verified fakes."""

@@ -1,0 +1,88 @@
+"""The arrows between the folders, the doors to outside libraries, and the list of packages."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("protocol", "runtime", "workers", "launch")
+MAY_IMPORT = {
+    "protocol": {"protocol"},
+    "runtime": {"protocol", "runtime"},
+    "workers": {"protocol", "workers"},
+    "launch": set(FOLDERS),
+}
+DOORS = {
+    "zmq": ("protocol/links.py", "protocol/keys.py"),
+    "msgpack": ("protocol/codec.py",),
+    "tokenizers": ("runtime/text.py", "workers/training/"),
+    "jinja2": ("runtime/text.py",),
+    "safetensors": ("workers/models/checkpoint.py", "workers/training/"),
+    "huggingface_hub": ("workers/models/checkpoint.py",),
+    "torch": ("workers/",),
+    "transformers": ("workers/",),
+    "click": ("launch/",),
+    "rich": ("launch/",),
+}
+INSIDE_WORKERS = {"speculation": {"speculation"}, "models": {"models", "kernels"}, "devices": {"devices"}}
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "recipe" not in path.parts]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", sources(), ids=name)
+def test_a_file_imports_only_what_its_folder_may(path: Path) -> None:
+    folder = name(path).split("/")[0]
+    for imported in imports(path):
+        if imported.startswith("dovetail."):
+            assert imported.split(".")[1] in MAY_IMPORT[folder], f"{name(path)} imports {imported}"
+        assert imported.split(".")[0] not in FOLDERS, f"{name(path)} imports {imported}: twin classes"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name)
+def test_a_library_is_imported_only_at_its_door(path: Path) -> None:
+    for imported in imports(path):
+        library = imported.split(".")[0]
+        doors = DOORS.get(library)
+        assert doors is None or name(path).startswith(doors), f"{name(path)} imports {library}; its door is {' or '.join(doors or ())}"
+        assert library not in PICKLES, f"{name(path)} imports {library}"
+
+
+@pytest.mark.parametrize("path", [p for p in sources() if name(p).startswith("workers/") and name(p).count("/") == 2], ids=name)
+def test_the_rooms_of_workers_do_not_import_each_other(path: Path) -> None:
+    room = name(path).split("/")[1]
+    for imported in imports(path):
+        if imported.startswith("dovetail.workers.") and room in INSIDE_WORKERS:
+            assert imported.split(".")[2] in INSIDE_WORKERS[room], f"{name(path)} imports {imported}"
+
+
+def test_every_package_is_listed() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
+    there = {"dovetail." + name(path.parent).replace("/", ".") for path in sources() if path.name == "__init__.py"}
+    assert listed == there
+
+
+def test_no_file_loads_a_pickle() -> None:
+    forbidden = ("torch.load(", "recv_pyobj", "send_pyobj", "trust_remote_code=True")
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in forbidden), name(path)

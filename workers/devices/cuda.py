@@ -1,0 +1,22 @@
+"""NVIDIA GPUs; the only module that calls torch.cuda."""
+
+import torch
+
+from dovetail.protocol.errors import SettingsError
+
+
+def open_gpu(index: int) -> None:
+    """Check that GPU `index` is there and make its products exact in fp32: no TF32, which would round the inputs to 10 bits."""
+    if not torch.cuda.is_available():
+        raise SettingsError(f"there is no cuda:{index}: torch {torch.__version__} finds no CUDA device; use device cpu, or install torch for CUDA and a driver")
+    if index >= torch.cuda.device_count():
+        raise SettingsError(
+            f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices; use cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        )
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def library(index: int) -> str:
+    """Version of torch and CUDA, and the chip."""
+    return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"

@@ -1,0 +1,65 @@
+"""The coupled noise as tensors: the definition in `protocol/noise.py`, V tokens at a time.
+
+Noise depends on key, position and token alone, so it is computed once a position, ahead of need, while the worker waits. torch has no unsigned 64-bit
+arithmetic: int64 wraps modulo 2^64 as it should, and a logical right shift is an arithmetic one with the copied sign bits masked away.
+"""
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.noise import GOLDEN, MULTIPLIERS, position_word
+
+SIGN = 1 << 63
+
+
+def _signed(word: int) -> int:
+    """An unsigned 64-bit word as the signed one of the same bits."""
+    return (word ^ SIGN) - SIGN
+
+
+def _xor_shift(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits), the shift logical."""
+    return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = _xor_shift(x, 30) * _signed(MULTIPLIERS[0])
+    x = _xor_shift(x, 27) * _signed(MULTIPLIERS[1])
+    return _xor_shift(x, 31)
+
+
+def gumbel_noise(key: bytes, position: int, size: int, device: torch.device | None = None) -> Tensor:
+    """The noise [V] (float32) of the tokens 0..size-1 at an absolute position."""
+    steps = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(GOLDEN)
+    hashed = _mix(steps + _signed(position_word(key, position)))
+    uniform = (((hashed >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) / 2.0**52
+    return uniform.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
+
+
+class NoiseCache:
+    """The noise of one session: rows computed when asked for or ahead of need, dropped when the log has passed them."""
+
+    def __init__(self, key: bytes, size: int, device: torch.device | None = None) -> None:
+        self._key, self._size, self._device = key, size, device
+        self._rows: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, position: int) -> Tensor:
+        """The noise [V] of a position."""
+        if position not in self._rows:
+            self._rows[position] = gumbel_noise(self._key, position, self._size, self._device)
+        return self._rows[position]
+
+    def prepare(self, first: int, count: int) -> bool:
+        """Compute one missing row of the positions first..first+count-1; False if none was missing."""
+        missing = next((p for p in range(first, first + count) if p not in self._rows), None)
+        if missing is not None:
+            self.row(missing)
+        return missing is not None
+
+    def drop_before(self, position: int) -> None:
+        """Forget the rows of earlier positions."""
+        for old in [p for p in self._rows if p < position]:
+            del self._rows[old]

@@ -1,0 +1,142 @@
+"""The target worker: commands about sessions to the verifier, and what comes of them as events.
+
+Knows which command is stale, wrong or next; how tokens are computed is the verifier's business, how commands arrive the loop's.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import RequestError, SettingsError, StaleError
+from dovetail.protocol.messages import (
+    MAX_SPANS,
+    Close,
+    Closed,
+    Command,
+    Event,
+    Failed,
+    Fingerprint,
+    Hello,
+    Limits,
+    Open,
+    Opened,
+    Verified,
+    VerifiedItem,
+    Verify,
+    VerifyItem,
+)
+from dovetail.protocol.settings import MAX_GAMMA, TargetSettings, byte_count
+from dovetail.protocol.spans import Spans
+from dovetail.workers.devices import open_device
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.verifier import MAX_SESSIONS, Verifier
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a target worker says of itself."""
+
+    name: str
+    model: str
+    device: str
+    threads: int
+    fingerprint: Fingerprint
+
+
+def open_target_worker(settings: TargetSettings, *, name: str, threads: int) -> "TargetWorker":
+    """A target worker with its model loaded on its device; `UserError` names what is wrong with the settings."""
+    device = open_device(settings.device, threads)
+    model = load_language_model(settings.model, weights=settings.weights, device=device.name, inflate_bytes=_inflation(settings.inflate))
+    fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=f"{device.library}-{model.kernels}")
+    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint))
+
+
+def _inflation(text: str) -> int:
+    try:
+        return byte_count(text) if text else 0
+    except ValueError as error:
+        raise SettingsError(f"target.inflate: {error}") from None
+
+
+class TargetWorker:
+    """Open, Verify and Close, answered. A `Worker` of the loop."""
+
+    def __init__(self, model: LanguageModel, identity: Identity) -> None:
+        self.stale = 0
+        self._model, self._identity = model, identity
+        self._spans = Spans()
+        self._verifier = Verifier(model, self._spans)
+        self._epoch = 0
+
+    @property
+    def sessions(self) -> int:
+        return len(self._verifier)
+
+    def hello(self, epoch: int) -> Hello:
+        self._epoch = epoch
+        identity, checkpoint = self._identity, self._model.checkpoint
+        return Hello(
+            epoch=epoch,
+            roles=("target",),
+            name=identity.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            model=identity.model,
+            device=identity.device,
+            threads=identity.threads,
+            fingerprint=identity.fingerprint,
+            limits=Limits(context=self._model.context, nodes=MAX_GAMMA, sessions=MAX_SESSIONS),
+            vocabulary=checkpoint.vocabulary,
+            tokenizer=Array(dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer),
+        )
+
+    def handle(self, command: Command) -> Sequence[Event]:
+        match command:
+            case Open():
+                return self._open(command)
+            case Verify():
+                return self._verify(command)
+            case Close():
+                self._verifier.close(command.session)
+                return [Closed(epoch=self._epoch, session=command.session)]
+            case _:
+                raise RequestError("role", f"a target worker does not do {command.type!r}")
+
+    def idle(self) -> bool:
+        return self._verifier.prepare_noise()
+
+    def _open(self, command: Open) -> Sequence[Event]:
+        if command.session in self._verifier:
+            self.stale += 1
+            return []
+        bonus, margin = self._verifier.open(
+            command.session, key=command.key, prompt=command.prompt, capacity=command.capacity, sampling=command.sampling, tree=command.tree
+        )
+        return [Opened(epoch=self._epoch, session=command.session, bonus=bonus, margin=margin, spans=self._spans.take(MAX_SPANS))]
+
+    def _verify(self, command: Verify) -> Sequence[Event]:
+        """An item that cannot be done is answered for itself and hurts none of the others."""
+        items: list[VerifyItem] = []
+        failed: list[Event] = []
+        for item in command.items:
+            try:
+                self._verifier.check(item)
+                if any(other.session == item.session for other in items):
+                    raise StaleError(f"session {item.session} stands twice in a command")
+            except StaleError:
+                self.stale += 1
+            except RequestError as error:
+                failed.append(self._failed(item, error))
+            else:
+                items.append(item)
+        verdicts = self._verifier.verify(items) if items else []
+        verified = tuple(verdict for verdict in verdicts if isinstance(verdict, VerifiedItem))
+        failed += [self._failed(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if isinstance(verdict, RequestError)]
+        if not verified:
+            return failed
+        return [Verified(epoch=self._epoch, items=verified, spans=self._spans.take(MAX_SPANS)), *failed]
+
+    def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
+        return Failed(epoch=self._epoch, session=item.session, round=item.round, code=error.code, text=str(error))  # type: ignore[arg-type]
