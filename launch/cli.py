@@ -90,7 +90,7 @@ def _complain(text: str, code: int) -> int:
 
 def _quiet_broken_pipe() -> int:
     """Whoever read our output has gone (`| head`): nothing is left to say, not even by the interpreter's own flush at the end."""
-    sys.stdout = None  # type: ignore[assignment]
+    sys.stdout = None
     return 1
 
 

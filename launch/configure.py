@@ -260,7 +260,9 @@ def settings_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[..
 
 def _options(sections: Sequence[str]) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     path = click.Path(dir_okay=False, path_type=Path)
-    options = [click.option("-c", "--config", type=path, cls=SettingsOption, help="TOML file of settings.")]
+    options: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
+        click.option("-c", "--config", type=path, cls=SettingsOption, help="TOML file of settings.")
+    ]
     for name in _names(sections):
         setting = SETTINGS[name]
         forms = [setting.flag, *([SHORT_FORMS[name]] if name in SHORT_FORMS else [])]

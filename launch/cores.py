@@ -29,7 +29,7 @@ class CoreLayout:
 def allowed_cores() -> tuple[int, ...]:
     """The cores that this process may use: those it is bound to, no more than a container's CPU quota pays for."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    return cores[: max(1, min(len(cores), math.ceil(_quota())))]
+    return cores[: max(1, math.ceil(_quota(len(cores))))]
 
 
 def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto", shared: bool = True) -> CoreLayout:
@@ -38,10 +38,7 @@ def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto", sh
     `threads` is how many the target was told to take, from the first on. With `shared` false nobody but the coordinator needs the last core, and the
     target gets every one: its pass and the coordinator's work take turns.
     """
-    if not shared or len(cores) == 1:
-        target = tuple(cores)
-    else:
-        target = tuple(cores[:-1])
+    target = tuple(cores) if not shared or len(cores) == 1 else tuple(cores[:-1])
     if threads != "auto":
         target = tuple(cores[:threads])
     return CoreLayout(target=target, draft=(cores[-1],), coordinator=(cores[-1],))
@@ -79,11 +76,11 @@ def bind(cores: Sequence[int]) -> None:
     os.sched_setaffinity(0, cores)
 
 
-def _quota(root: Path = CGROUPS) -> float:
-    """CPUs' worth of time that this process's control group may use; infinite without a limit."""
+def _quota(most: float, root: Path = CGROUPS) -> float:
+    """CPUs' worth of time that this process's control group may use, at most `most`."""
     try:
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
         limit, period = next(path for path in (root / own / "cpu.max", root / "cpu.max") if path.is_file()).read_text().split()
     except (OSError, StopIteration):
-        return math.inf
-    return math.inf if limit == "max" else int(limit) / int(period)
+        return most
+    return most if limit == "max" else min(most, int(limit) / int(period))

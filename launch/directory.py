@@ -30,7 +30,7 @@ class Announcement:
     @property
     def alive(self) -> bool:
         try:
-            return psutil.Process(self.pid).create_time() == self.started_s
+            return bool(psutil.Process(self.pid).create_time() == self.started_s)
         except psutil.NoSuchProcess:
             return False
 

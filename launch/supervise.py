@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,7 @@ from typing import IO, NoReturn
 
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, allowed_cores, format_cores, lay_out
-from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported
 from dovetail.runtime.client import Client
@@ -67,7 +66,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-        self._before: dict[int, object] = {}
+        self._before: dict[signal.Signals, object] = {}
         self._sockets: list[Path] = []
 
     def __enter__(self) -> "Supervisor":
@@ -78,8 +77,8 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         """End everything. Nothing interrupts this: it takes `GRACE_S` at most."""
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        for ending in ENDING_SIGNALS:
+            signal.signal(ending, signal.SIG_IGN)
         try:
             self._end(self.children)
             self._clean()
@@ -96,7 +95,7 @@ class Supervisor:
         """
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         process = subprocess.Popen(
-            [sys.executable, "-m", "dovetail.launch.cli", *arguments, f"--parent={os.getpid()}"],
+            [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments, f"--parent={os.getpid()}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
             stderr=log,
@@ -190,29 +189,12 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
             time.sleep(POLL_S)
 
 
-@contextmanager
-def running_stack(configuration: Configuration, note: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:
-    """A stack that is ready, for as long as the block runs."""
-    with Supervisor() as supervisor:
-        note("starting")
-        stack = start_stack(supervisor, configuration)
-        wait_until_ready(supervisor, stack, note)
-        yield stack
-
-
-def blame(error: RequestError, stack: Stack | None) -> DovetailError:
-    """The error that a request ended with, or what the process that caused it has to say."""
-    losses = stack.losses() if stack is not None else []
-    return losses[0] if losses and error.code in ("worker_lost", "no_target") else error
-
-
 def _check_pair(configuration: Configuration) -> None:
     """The embedded draft shares the vocabulary of the embedded target only: for another target, a draft has to be named."""
     settings = configuration.settings
     if settings.target.model and not settings.draft.model and settings.draft.kind != "none":
-        raise UserError(
-            f"no draft is named for the target {settings.target.model!r}: add --draft FOLDER with a smaller model of its vocabulary, or --draft none for the target alone"
-        )
+        remedy = "add --draft FOLDER with a smaller model of its vocabulary, or --draft none for the target alone"
+        raise UserError(f"no draft is named for the target {settings.target.model!r}: {remedy}")
 
 
 def _unwind(number: int, _frame: FrameType | None) -> NoReturn:

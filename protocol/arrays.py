@@ -18,7 +18,7 @@ class Array(Frozen):
     """A dense tensor; `data` has exactly prod(shape) items."""
 
     dtype: Literal["uint8", "int32", "int64", "float16", "bfloat16", "float32"]
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 32)], ...], Field(max_length=4)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 32)], ...], Field(max_length=4, fail_fast=True)]
     data: Annotated[bytes, Field(max_length=MAX_ARRAY_BYTES)]
 
     @model_validator(mode="after")

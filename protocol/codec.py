@@ -4,20 +4,25 @@ What arrives is hostile until it has been decoded: sizes and nesting are bounded
 fields and tags are refused. The only exception that leaves `decode` is `DecodeError`. Knows no sockets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
-from dovetail.protocol.errors import DecodeError
-from dovetail.protocol.messages import Command, Event, Message, Reply, Request
+from dovetail.protocol.errors import DecodeError, ProtocolError
+from dovetail.protocol.messages import MAX_TOKENS, Command, Event, Message, Reply, Request
 
 MAX_FRAMES = 4
 MAX_BODY_BYTES = 16 << 20
 MAX_FRAME_BYTES = 64 << 20
+MAX_ITEMS = 4 << 20
+"""Items of all arrays and maps of a body; the largest message, a Finished of MAX_TOKENS tokens and 65536 spans, has 3.6 million."""
+MAX_FIELDS = 256
+_CONTAINER_ITEMS = 8
 
 M = TypeVar("M")
+C = TypeVar("C", bound=Sized)
 
 
 class Dialect(Generic[M]):
@@ -40,10 +45,13 @@ class Dialect(Generic[M]):
 
 
 def encode(message: Message) -> list[bytes]:
-    """The frames of a message: the body, then one frame for each of its arrays that is present."""
+    """The frames of a message: the body, then one frame for each of its arrays that is present; `ProtocolError` if the body is beyond the limit."""
     body = message.model_dump()
     arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
-    return [msgpack.packb(body), *arrays]
+    packed: bytes = msgpack.packb(body)
+    if len(packed) > MAX_BODY_BYTES:
+        raise ProtocolError(f"a message {body['type']!r} of {len(packed)} bytes is beyond the limit of {MAX_BODY_BYTES}")
+    return [packed, *arrays]
 
 
 def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
@@ -51,15 +59,42 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
         raise DecodeError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
     if len(frames[0]) > MAX_BODY_BYTES or any(len(f) > MAX_FRAME_BYTES for f in frames[1:]):
         raise DecodeError(f"a frame of {max(map(len, frames))} bytes is beyond the limit")
+    budget = _Budget()
     try:
+        _measure(frames[0])
         body = msgpack.unpackb(
-            frames[0], use_list=False, raw=False, strict_map_key=True, max_ext_len=0, max_map_len=256, max_str_len=MAX_BODY_BYTES, max_bin_len=MAX_BODY_BYTES
+            frames[0], use_list=False, strict_map_key=True, list_hook=budget, object_hook=budget, max_ext_len=0, max_array_len=MAX_TOKENS, max_map_len=MAX_FIELDS
         )
-    except (ValueError, RecursionError, TypeError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        raise DecodeError(f"no MessagePack: {type(error).__name__}: {str(error)[:200]}") from None
+    except (ValueError, RecursionError, TypeError, OverflowError, MemoryError, msgpack.exceptions.UnpackException) as error:
+        raise DecodeError(f"no MessagePack: {_printable(f'{type(error).__name__}: {error}'[:200])}") from None
     if not isinstance(body, dict):
         raise DecodeError(f"a message is a map, not {type(body).__name__}")
     return body
+
+
+def _measure(body: bytes) -> None:
+    """Walk over the body without building anything.
+
+    What passes is whole, and so has no more items than bytes; a few bytes that claim arrays of millions, one in the other, end here.
+    """
+    walker = msgpack.Unpacker(read_size=1, max_buffer_size=MAX_BODY_BYTES)
+    walker.feed(body)
+    walker.skip()
+    if walker.tell() != len(body):
+        raise ValueError(f"{len(body) - walker.tell()} bytes behind the message")
+
+
+class _Budget:
+    """Counts what is being built, so that a body cannot become many times its size in memory: containers are dear, items cheap."""
+
+    def __init__(self) -> None:
+        self._left = MAX_ITEMS
+
+    def __call__(self, container: C) -> C:
+        self._left -= len(container) + _CONTAINER_ITEMS
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_ITEMS} items")
+        return container
 
 
 def _attach(body: dict[str, Any], member: type[Message] | None, raw: Sequence[bytes]) -> None:
@@ -80,7 +115,12 @@ def _explain(error: ValidationError) -> str:
     """The first complaint, without the offending value: it may be large and hostile."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part)[:64] for part in first["loc"][:8])
-    return f"{where or 'message'}: {first['msg'][:300]}"
+    return _printable(f"{where or 'message'}: {first['msg'][:300]}")
+
+
+def _printable(text: str) -> str:
+    """One line, whatever a peer put into it."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 COMMAND: Dialect[Command] = Dialect(Command)

@@ -29,15 +29,15 @@ MAX_STOPS = 16
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
-Tokens = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS)]
-NodeTokens = Annotated[tuple[Token, ...], Field(max_length=MAX_NODES)]
-NodeParents = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES)]
-Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES)]
-Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1)]
+Tokens = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
+NodeTokens = Annotated[tuple[Token, ...], Field(max_length=MAX_NODES, fail_fast=True)]
+NodeParents = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
+Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
+Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 SpanField = tuple[Annotated[str, Field(max_length=64)], Nanoseconds, Nanoseconds]
-SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS)]
+SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
 Role = Literal["draft", "target", "client"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0, le=65535)]]
@@ -90,7 +90,7 @@ class VocabularyFacts(Frozen):
     """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
     size: Annotated[int, Field(ge=1, le=1 << 24)]
     """Rows of the embedding: ids at and beyond it do not exist."""
-    end: Annotated[tuple[Token, ...], Field(max_length=64)] = ()
+    end: Annotated[tuple[Token, ...], Field(max_length=64, fail_fast=True)] = ()
     """Ids that end a reply."""
     begin: Token | None = None
     template: Annotated[str, Field(max_length=1 << 18)] = ""
@@ -103,7 +103,7 @@ class Hello(Message):
     ARRAYS = ("tokenizer",)
     type: Literal["hello"] = "hello"
     version: Version = VERSION
-    roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3)]
+    roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
     name: Name
     host: Name
     pid: Count
@@ -157,7 +157,7 @@ class Open(AboutSession):
     type: Literal["open"] = "open"
     round: Literal[0] = 0
     key: Annotated[bytes, Field(min_length=16, max_length=16)]
-    prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS)]
+    prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Longest this sequence can become, prompt included."""
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
@@ -197,7 +197,7 @@ class Drafted(AboutSession):
     type: Literal["drafted"] = "drafted"
     tokens: NodeTokens
     parents: NodeParents
-    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES)]
+    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
     """Path log-probabilities (float32 values)."""
     grown: Count
     """Nodes computed for this proposal."""
@@ -227,7 +227,7 @@ class Verify(Message):
     """Score the trees of several sessions in one pass over the weights, and commit."""
 
     type: Literal["verify"] = "verify"
-    items: Annotated[tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS)]
+    items: Annotated[tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
 
 
 class VerifiedItem(Frozen):
@@ -243,7 +243,7 @@ class VerifiedItem(Frozen):
 
 class Verified(Message):
     type: Literal["verified"] = "verified"
-    items: Annotated[tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS)]
+    items: Annotated[tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
     spans: SpanFields = ()
 
 
@@ -296,10 +296,10 @@ class Submit(Message):
     request: Count
     tokens: Tokens | None = None
     text: Text | None = None
-    turns: Annotated[tuple[Text, ...], Field(max_length=MAX_TURNS)] | None = None
+    turns: Annotated[tuple[Text, ...], Field(max_length=MAX_TURNS, fail_fast=True)] | None = None
     sampling: Sampling
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=MAX_STOPS)] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=MAX_STOPS, fail_fast=True)] = ()
     seed: Count | None = None
     tree: TreeSettings
     speculate: bool = True
@@ -371,9 +371,9 @@ class Finished(Message):
     type: Literal["finished"] = "finished"
     request: Count
     result: Result
-    margins: Annotated[tuple[float, ...], Field(max_length=MAX_TOKENS)]
+    margins: Annotated[tuple[float, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
     """Of every completion token: how far the target's choice was from its runner-up."""
-    spans: Annotated[tuple[tuple[Name, SpanField], ...], Field(max_length=1 << 16)] = ()
+    spans: Annotated[tuple[tuple[Name, SpanField], ...], Field(max_length=1 << 16, fail_fast=True)] = ()
     """(process, span) on the coordinator's clock, if the request asked for a trace."""
 
 
@@ -381,7 +381,7 @@ class WorkerState(Frozen):
     """One worker in `status`."""
 
     name: Name
-    roles: Annotated[tuple[Role, ...], Field(max_length=3)]
+    roles: Annotated[tuple[Role, ...], Field(max_length=3, fail_fast=True)]
     model: Name
     device: Name
     threads: Count
@@ -406,7 +406,7 @@ class Reported(Message):
     address: Name
     pid: Count
     uptime_s: float
-    workers: Annotated[tuple[WorkerState, ...], Field(max_length=256)]
+    workers: Annotated[tuple[WorkerState, ...], Field(max_length=256, fail_fast=True)]
     sessions: Count
     finished: Count
     failed: Count
@@ -418,7 +418,7 @@ class Reported(Message):
     refused: Count
     """Peers and messages that broke the protocol."""
     degraded: bool
-    reasons: Annotated[tuple[Name, ...], Field(max_length=64)]
+    reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
 
 
 Command = Welcome | Open | Draft | Verify | Close | Probe | Drain | Failed

@@ -121,6 +121,9 @@ def byte_count(text: str) -> int:
     number = text.strip().rstrip("KMGTiB")
     unit = text.strip()[len(number) :] or "B"
     try:
-        return int(float(number) * units[unit])
+        size = int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"{text!r} is no size: write a number and a unit, such as 512MiB or 7GB") from None
+        size = -1
+    if size < 0:
+        raise ValueError(f"{text!r} is no size: write a number and a unit, such as 512MiB or 7GB")
+    return size

@@ -30,7 +30,7 @@ class Spans:
 
     def take(self, limit: int) -> tuple[Span, ...]:
         """The spans since the last call, at most the newest `limit` of them."""
-        spans, self._spans = tuple(self._spans[-limit:]), []
+        spans, self._spans = tuple(self._spans[max(0, len(self._spans) - limit) :]), []
         return spans
 
 
@@ -46,7 +46,7 @@ class ClockOffset:
 
     def add(self, sent_ns: int, peer_ns: int, received_ns: int) -> None:
         round_trip = received_ns - sent_ns
-        self._samples = [*self._samples[-self.keep + 1 :], (round_trip, peer_ns - (sent_ns + received_ns) // 2)]
+        self._samples = [*self._samples, (round_trip, peer_ns - (sent_ns + received_ns) // 2)][-self.keep :]
 
     @property
     def known(self) -> bool:

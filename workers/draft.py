@@ -16,7 +16,7 @@ from dovetail.protocol.messages import MAX_SPANS, Close, Closed, Command, Draft,
 from dovetail.protocol.settings import DraftSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.devices import Device, is_out_of_memory, open_device
+from dovetail.workers.devices import first_device, open_device
 from dovetail.workers.drafter import Drafter, DraftSession, Proposal
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.rounds import check_round, find_session
@@ -38,7 +38,7 @@ class _Held:
 class DraftWorker:
     """Open, Draft and Close of any number of sessions, one command at a time."""
 
-    def __init__(self, model: LanguageModel, device: Device, *, name: str, threads: int) -> None:
+    def __init__(self, model: LanguageModel, *, name: str, device: str, threads: int) -> None:
         self._model, self._device, self._name, self._threads = model, device, name, threads
         self._spans = Spans()
         self._drafter = Drafter(model, self._spans)
@@ -61,7 +61,7 @@ class DraftWorker:
             host=socket.gethostname(),
             pid=os.getpid(),
             model=checkpoint.source,
-            device=self._device.name,
+            device=self._device,
             threads=self._threads,
             limits=Limits(context=self._model.context, sessions=MAX_OPEN),
             vocabulary=checkpoint.vocabulary,
@@ -89,9 +89,6 @@ class DraftWorker:
         """Compute the noise of one coming position of one session."""
         return any(self._drafter.prepare(held.session) for held in self._held.values())
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return is_out_of_memory(error)
-
     def _open(self, command: Open) -> Opened:
         number = command.session
         if number in self._held:
@@ -108,7 +105,10 @@ class DraftWorker:
             tree=command.tree,
         )
         if not session.readable:
-            print(f"{self._name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._model.context}: nothing is drafted", file=sys.stderr)
+            print(
+                f"{self._name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._model.context}: nothing is drafted",
+                file=sys.stderr,
+            )
         self._held[number] = _Held(session)
         return Opened(epoch=self._epoch, session=number, spans=self._spans.take(MAX_SPANS))
 
@@ -154,6 +154,7 @@ def open_draft_worker(settings: DraftSettings, *, name: str, threads: int) -> Dr
         raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto' or 'small'")
     if not settings.model:
         raise SettingsError("draft.model is empty: name the folder or the hub id of a smaller model of the target's family")
-    device = open_device(settings.device, threads=threads)
+    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
-    return DraftWorker(load_language_model(settings.model, weights=weights, device=device.name), device, name=name, threads=threads)
+    model = load_language_model(settings.model, weights=weights, device=device.name)
+    return DraftWorker(model, name=name, device=device.name, threads=threads)

@@ -98,7 +98,9 @@ class Drafter:
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
         if (largest := max(tokens)) >= self.model.vocabulary_size:
-            raise RequestError("vocabulary", f"token {largest} is beyond the draft's vocabulary of {self.model.vocabulary_size}; choose a draft of the same family")
+            raise RequestError(
+                "vocabulary", f"token {largest} is beyond the draft's vocabulary of {self.model.vocabulary_size}; choose a draft of the same family"
+            )
 
     def open(self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings) -> DraftSession:
         """A session with the prompt read, where the draft's context holds it; no id at or beyond `vocabulary_size`, the target's, will be proposed."""

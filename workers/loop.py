@@ -79,6 +79,8 @@ class _Loop:
     def run(self) -> None:
         try:
             while not isinstance(command := self._next(), Drain):
+                if isinstance(command, Failed):
+                    raise UserError(f"the coordinator turned this worker away: {command.text}")
                 for event in self._do(command):
                     self._link.send(encode(event))
         except LinkClosed:

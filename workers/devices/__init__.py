@@ -34,6 +34,11 @@ def open_device(name: str, threads: int) -> Device:
     raise SettingsError(f"there is no device {name!r}; write cpu or cuda:N")
 
 
+def first_device() -> str:
+    """Where a draft goes unless told otherwise: the first GPU if there is one, else the CPU."""
+    return "cuda:0" if cuda.is_there() else "cpu"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory of a device is exhausted; torch says so of the CPU's in words only."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))

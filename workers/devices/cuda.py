@@ -5,6 +5,11 @@ import torch
 from dovetail.protocol.errors import SettingsError
 
 
+def is_there() -> bool:
+    """Whether torch finds a GPU that it can use."""
+    return torch.cuda.is_available()
+
+
 def open_gpu(index: int) -> None:
     """Check that GPU `index` is there and make its products exact in fp32: no TF32, which would round the inputs to 10 bits."""
     if not torch.cuda.is_available():

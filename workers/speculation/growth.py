@@ -11,7 +11,6 @@ Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cac
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -182,11 +181,10 @@ def frontier(tree: GrowingTree, level: int, shape: Shape) -> Nodes:
     """
     if level == 0:
         return np.array([] if tree.root_expanded else [ROOT], np.intp)
-    best = _best_first(np.flatnonzero(tree.levels == level), tree.scores)[: shape.width]
-    open_ = best[tree.rows[best] == NO_ROW]
-    if not len(open_):
-        return open_
-    return open_[np.isin(open_, tree.best(shape.nodes - 1, shape.depth))]
+    best: Nodes = _best_first(np.flatnonzero(tree.levels == level), tree.scores)[: shape.width]
+    if len(best := best[tree.rows[best] == NO_ROW]):
+        best = best[np.isin(best, tree.best(shape.nodes - 1, shape.depth))]
+    return best
 
 
 def likeliest(logits: Tensor, width: int, sharpening: float) -> tuple[Ints, Floats]:
@@ -194,8 +192,8 @@ def likeliest(logits: Tensor, width: int, sharpening: float) -> tuple[Ints, Floa
     scaled = logits.float() / sharpening
     values, ids = scaled.topk(min(width, logits.shape[1]))
     gains = values - scaled.logsumexp(-1, keepdim=True)
-    packed: NDArray[Any] = torch.stack((ids.to(torch.int32), gains.view(torch.int32))).cpu().numpy()
-    return packed[0], packed[1].view(np.float32)
+    tokens, bits = torch.stack((ids.to(torch.int32), gains.view(torch.int32))).cpu().unbind()
+    return tokens.numpy(), bits.view(torch.float32).numpy()
 
 
 def _best_first(nodes: Nodes, scores: Floats) -> Nodes:

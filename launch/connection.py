@@ -1,0 +1,92 @@
+"""Which coordinator a command speaks with: the one it is told, the only one of this user, or one of its own for as long as it runs."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.launch.configure import DEMO_FOLDER, Configuration
+from dovetail.launch.directory import only_announcement
+from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.launch.terminal import note, spinner
+from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.links import open_link
+from dovetail.protocol.messages import Failed, Reported, WorkerState
+from dovetail.runtime.client import Client
+
+MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
+"""The codes of `messages.Failed` that say that the user can do better."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A registered client, what it speaks with, and the processes behind it if they are ours."""
+
+    client: Client
+    state: Reported
+    stack: Stack | None = None
+
+    def models(self) -> str:
+        """In words, which models decode: "target demo (fp32) · draft demo"."""
+        inflation = self.stack.configuration.settings.target.inflate if self.stack else ""
+        parts = []
+        for role in ("target", "draft"):
+            worker = next((w for w in self.state.workers if role in w.roles), None)
+            if worker is not None:
+                parts.append(_describe(role, worker, inflation if role == "target" else ""))
+        return " · ".join(parts)
+
+    def failure(self, reply: Failed) -> DovetailError:
+        """Why a request failed; where a process of ours caused it, what that process has to say."""
+        losses = self.stack.losses() if self.stack is not None else []
+        if losses and reply.code in ("worker_lost", "no_target"):
+            return losses[0]
+        return RequestError(reply.code, reply.text) if reply.code in MISTAKES else DovetailError(reply.text)
+
+
+@contextmanager
+def connected(configuration: Configuration, address: str | None) -> Iterator[Connection]:
+    """A connection to the coordinator at `address`; without one, to the only one of this user; if there is none, to one of our own."""
+    keys = configuration.settings.coordinator.keys
+    models_named = _names_models(configuration)
+    if address is not None and models_named:
+        raise UserError(f"{models_named} is a matter of the workers and does nothing with --connect: leave one of the two out")
+    if address is None and not models_named and (found := only_announcement()) is not None:
+        address, keys = found.address, keys or found.keys
+        note(f"using the coordinator at {address} (pid {found.pid})")
+    if address is not None:
+        with Client(open_link(address, keys=Path(keys) if keys else None, role="client")) as client:
+            yield Connection(client, client.status())
+        return
+    with ExitStack() as owned:
+        supervisor = owned.enter_context(Supervisor())
+        with spinner() as say:
+            say("starting")
+            stack = start_stack(supervisor, configuration)
+            state = wait_until_ready(supervisor, stack, say)
+        client = owned.enter_context(stack.connect())
+        yield Connection(client, state, stack)
+
+
+def find_coordinator(configuration: Configuration, address: str | None) -> Client:
+    """A client of the coordinator at `address`, or of the only one of this user; `UserError` if there is none."""
+    keys = configuration.settings.coordinator.keys
+    if address is None:
+        found = only_announcement()
+        if found is None:
+            raise UserError("no coordinator of yours is running on this machine: start one with `dovetail coordinator`, or name one with --connect ADDRESS")
+        address, keys = found.address, keys or found.keys
+    return Client(open_link(address, keys=Path(keys) if keys else None, role="client"))
+
+
+def _names_models(configuration: Configuration) -> str:
+    """The first flag that is about the workers; `--draft none` is not, it is a wish that any coordinator can fulfil."""
+    flags = (n for n, origin in configuration.origins.items() if n.split(".")[0] in ("target", "draft") and origin.startswith("--"))
+    return next((f"--{name}" for name in flags if not (name == "draft.kind" and configuration.value(name) == "none")), "")
+
+
+def _describe(role: str, worker: WorkerState, inflation: str) -> str:
+    model = "demo" if Path(worker.model).is_relative_to(DEMO_FOLDER) else worker.model
+    weights = worker.fingerprint.split("/")[1] if worker.fingerprint else ""
+    details = ", ".join(filter(None, (weights, f"inflated to {inflation}" if inflation else "")))
+    return f"{role} {model}" + (f" ({details})" if details else "")

@@ -1,0 +1,255 @@
+"""`dovetail generate`: one prompt, streamed; or a file of prompts, several at a time."""
+
+import json
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from dovetail.launch.answers import Answers, open_answers
+from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.connection import Connection, connected
+from dovetail.launch.prompts import Prompt, read_prompts
+from dovetail.launch.terminal import note, progress_bar
+from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
+from dovetail.protocol.messages import Emitted, Failed, Finished, Result
+from dovetail.runtime.trace import write_trace
+
+CANCEL_GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What holds for every request of a command."""
+
+    configuration: Configuration
+    raw: bool = False
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    trace: bool = False
+
+    def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
+        """Ask for the reply to these turns (user first, then alternating), or for the plain continuation of a text."""
+        settings = self.configuration.settings
+        return connection.client.submit(
+            text=turns[0] if self.raw else None,
+            turns=None if self.raw else turns,
+            sampling=settings.sampling,
+            max_tokens=settings.sampling.max_tokens,
+            stop=self.stop,
+            seed=self.seed,
+            tree=settings.tree,
+            speculate=settings.draft.kind != "none",
+            trace=self.trace,
+        )
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("prompt", required=False)
+@click.option("--connect", metavar="ADDRESS", help="The coordinator to use.  [default: the only one of this user, else one of our own]")
+@click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help='File of prompts, a line {"id", "turns"} each.')
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help='File that gets a line {"id", "results"} for each; what it holds already is skipped.'
+)
+@click.option("--parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Prompts of a file that are decoded at a time.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Seed of the sampling.  [default: a random one, reported]")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Text before which the reply ends; can be given several times.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the time line of all processes, for ui.perfetto.dev.")
+@click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")
+@settings_flags(*ALL_SECTIONS)
+def command(
+    configuration: Configuration,
+    prompt: str | None,
+    connect: str | None,
+    prompts: Path | None,
+    out: Path | None,
+    parallel: int,
+    raw: bool,
+    seed: int | None,
+    stop: tuple[str, ...],
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Decode PROMPT, or what stands on standard input, and stream the reply; or a file of prompts.
+
+    The text goes to stdout, a summary to stderr.
+    """
+    wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
+    if prompts is not None:
+        _check_file_mode(prompt, out, as_json=as_json, trace=trace)
+        assert out is not None
+        _decode_file(wish, connect, read_prompts(prompts), out, parallel)
+        return
+    if out is not None:
+        raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
+    text = _read_prompt(prompt)
+    with connected(configuration, connect) as connection:
+        finished = _decode_one(wish, connection, text, stream=not as_json)
+        for loss in connection.stack.losses() if connection.stack else []:
+            note(f"the target went on alone: {loss}")
+        note(summary(finished.result, connection.models()))
+    if trace is not None:
+        write_trace(trace, finished.spans)
+    if as_json:
+        click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
+
+
+def _check_file_mode(prompt: str | None, out: Path | None, *, as_json: bool, trace: Path | None) -> None:
+    if prompt is not None:
+        raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
+    if out is None:
+        raise UserError("--prompts FILE needs --out FILE for the answers")
+    if as_json or trace is not None:
+        raise UserError("--json and --trace are for a single prompt: the answers to --prompts are JSON lines anyway")
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The argument, or standard input where there is none or it is "-"."""
+    if prompt is None and sys.stdin.isatty():
+        raise UserError("there is no prompt: write it as an argument, pipe it in, or name a file with --prompts")
+    if prompt is None or prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"the prompt on standard input is no UTF-8 text: {error}") from None
+    if not prompt.strip():
+        raise UserError("the prompt is empty: write some text")
+    return prompt
+
+
+# -- one prompt --------------------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) -> Finished:
+    """Decode and, if asked, stream to stdout. Ctrl-C cancels the request."""
+    request = wish.submit(connection, (text,))
+    shown = ""
+    try:
+        while True:
+            reply = connection.client.receive(None)
+            if isinstance(reply, Emitted) and stream:
+                click.echo(reply.text, nl=False)
+                shown = reply.text or shown
+            elif isinstance(reply, Finished):
+                if stream and not shown.endswith("\n"):
+                    click.echo()
+                return reply
+            elif isinstance(reply, Failed):
+                if shown:
+                    click.echo()
+                raise connection.failure(reply)
+    except KeyboardInterrupt:
+        _cancel(connection, [request])
+        raise
+
+
+def _cancel(connection: Connection, requests: list[int]) -> None:
+    """Cancel what is under way and wait until the coordinator has heard it."""
+    try:
+        for request in requests:
+            connection.client.cancel(request)
+        left = set(requests)
+        for reply in connection.client.replies(CANCEL_GRACE_S):
+            left -= {reply.request} if isinstance(reply, Finished) else {reply.session} if isinstance(reply, Failed) else set()
+            if not left:
+                return
+    except LinkClosed:
+        return
+
+
+def summary(result: Result, models: str) -> str:
+    """One line on what a request cost, in the field's words."""
+    parts = [f"{result.completion_tokens} tokens in {result.wall_s:.2f} s", f"{result.tokens_per_s:.1f} tokens/s"]
+    if result.tau is not None:
+        parts.append(f"tau {result.tau:.2f}")
+    if result.acceptance_rate is not None:
+        parts.append(f"acceptance {result.acceptance_rate:.2f}")
+    parts.append(f"{result.rounds} rounds")
+    shares = (("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
+    parts.append(" ".join(f"{name} {seconds / result.wall_s:.0%}".replace("%", " %") for name, seconds in shares))
+    return " · ".join((*parts, f"seed {result.seed}", models))
+
+
+# -- a file of prompts -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Dialogue:
+    """One prompt of a file on its way: the history so far, and the results of the turns that are answered."""
+
+    prompt: Prompt
+    history: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def next_turns(self) -> tuple[str, ...]:
+        self.history.append(self.prompt.turns[len(self.results)])
+        return tuple(self.history)
+
+    def answered(self, result: Result) -> bool:
+        """Take the answer to a turn; whether it was the last one."""
+        self.history.append(result.text)
+        self.results.append(result)
+        return len(self.results) == len(self.prompt.turns)
+
+
+def _decode_file(wish: Wish, connect: str | None, prompts: list[Prompt], out: Path, parallel: int) -> None:
+    if wish.raw and (several := next((p for p in prompts if len(p.turns) > 1), None)):
+        raise UserError(f"prompt {several.id!r} has {len(several.turns)} turns, and --raw continues a single text: leave --raw out")
+    with open_answers(out) as answers:
+        left = [prompt for prompt in prompts if prompt.id not in answers.done]
+        if len(left) < len(prompts):
+            note(f"{len(prompts) - len(left)} of {len(prompts)} prompts are done already")
+        if not left:
+            return
+        with connected(wish.configuration, connect) as connection, progress_bar(len(left), "prompts") as step:
+            errors = _Batch(wish, connection, answers).run(left, parallel, step)
+    for prompt, error in errors:
+        note(f"{prompt.id}: {error}")
+    if errors:
+        text = f"{len(errors)} of {len(prompts)} prompts were not answered"
+        raise UserError(text) if all(isinstance(error, UserError) for _, error in errors) else DovetailError(text)
+
+
+class _Batch:
+    """Several dialogues in flight over one client."""
+
+    def __init__(self, wish: Wish, connection: Connection, answers: Answers) -> None:
+        self._wish, self._connection, self._answers = wish, connection, answers
+        self._flying: dict[int, _Dialogue] = {}
+
+    def run(self, prompts: list[Prompt], parallel: int, step: Callable[[str], None]) -> list[tuple[Prompt, DovetailError]]:
+        """Decode all; returns those that failed, and why."""
+        waiting = deque(_Dialogue(prompt) for prompt in prompts)
+        errors: list[tuple[Prompt, DovetailError]] = []
+        try:
+            while waiting or self._flying:
+                while waiting and len(self._flying) < parallel:
+                    self._send(waiting.popleft())
+                reply = self._connection.client.receive(None)
+                if isinstance(reply, Finished):
+                    dialogue = self._flying.pop(reply.request)
+                    if not dialogue.answered(reply.result):
+                        self._send(dialogue)
+                        continue
+                    self._answers.write(dialogue.prompt.id, dialogue.results)
+                    step(dialogue.prompt.id)
+                elif isinstance(reply, Failed):
+                    errors.append((self._fallen(reply).prompt, self._connection.failure(reply)))
+                    step("")
+        except KeyboardInterrupt:
+            _cancel(self._connection, list(self._flying))
+            raise
+        return errors
+
+    def _send(self, dialogue: _Dialogue) -> None:
+        self._flying[self._wish.submit(self._connection, dialogue.next_turns())] = dialogue
+
+    def _fallen(self, reply: Failed) -> _Dialogue:
+        """The dialogue that a failure is about; one about none of them ends the whole command."""
+        if reply.session not in self._flying:
+            raise self._connection.failure(reply)
+        return self._flying.pop(reply.session)

@@ -1,0 +1,46 @@
+"""Files of prompts: one JSON object a line, `{"id", "turns"}`, whatever else it says. A bad line is named by its number."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.protocol.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a user says, turn by turn; each turn is answered before the next."""
+
+    id: str
+    turns: tuple[str, ...]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, in its order; `UserError` names the line that is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the prompts in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    prompts = [_prompt(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise UserError(f"{path} holds no prompts: write a line such as {json.dumps({'id': '1', 'turns': ['Hello']})} for each")
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise UserError(f"{path} has two prompts of id {prompt.id!r}: ids tell what is done, so give each its own")
+        seen.add(prompt.id)
+    return prompts
+
+
+def _prompt(where: str, line: str) -> Prompt:
+    try:
+        content: Any = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:
+        raise UserError(f'{where} is no prompt: write an object with "id", a text that is not empty, and "turns"')
+    turns = content.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise UserError(f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": ["..."]')
+    return Prompt(content["id"], tuple(turns))

@@ -1,0 +1,41 @@
+"""`dovetail status`: the coordinator, its workers and its sessions."""
+
+import json
+
+import click
+
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.connection import find_coordinator
+from dovetail.launch.terminal import format_cell, print_table
+from dovetail.protocol.messages import Reported, WorkerState
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--connect", metavar="ADDRESS", help="The coordinator to ask.  [default: the only one of this user]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@settings_flags("coordinator")
+def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
+    """Show the state of a coordinator."""
+    with find_coordinator(configuration, connect) as client:
+        state = client.status()
+    if as_json:
+        click.echo(json.dumps(state.model_dump(exclude={"type", "epoch"})))
+    else:
+        _show(state)
+
+
+def _show(state: Reported) -> None:
+    counts = f"{state.sessions} running, {state.finished} finished, {state.failed} failed, {state.cancelled} cancelled"
+    click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
+    click.echo(f"sessions    {counts}; {state.rounds} rounds, tau {format_cell(state.tau)}; {state.stale} stale, {state.refused} refused")
+    for reason in state.reasons:
+        click.echo(f"degraded    {reason}")
+    if state.workers:
+        headings = ("worker", "roles", "model", "device", "threads", "busy", "sessions", "round trip us", "memory MB", "fingerprint", "host", "pid")
+        print_table(headings, [_row(worker) for worker in state.workers])
+
+
+def _row(worker: WorkerState) -> tuple[object, ...]:
+    busy = f"{worker.busy_share:.0%}"
+    place = (worker.name, "+".join(worker.roles), worker.model, worker.device, worker.threads)
+    return (*place, busy, worker.sessions, worker.round_trip_us, round(worker.rss_mb), worker.fingerprint, worker.host, worker.pid)

@@ -1,0 +1,160 @@
+"""`dovetail train`: train a small model on token files, or distil a draft from a target. It knows options and progress bars, not how training works.
+
+What needs torch is imported when a training begins, so that help does not wait for it.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dovetail.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from dovetail.workers.training import small
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+PLAIN_LINE_EVERY_S = 15.0
+
+
+@click.group(name="train")
+def command() -> None:
+    """Train models."""
+
+
+@command.command(name="small")
+@click.option("--text", "texts", multiple=True, type=FILE, help="A token file to learn from; may be given more than once.")
+@click.option("--target", type=FOLDER, help="Distil a draft for this model.")
+@click.option("--prompts", type=FILE, help="Prompts (JSON lines) that the target answers first; the draft learns from the answers.")
+@click.option("--init", type=FOLDER, help="Begin with the weights of this model instead of random ones.")
+@click.option("--tokenizer", type=FOLDER, help="The folder of the tokenizer of a new model that has neither --init nor --target.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The folder to write; an unfinished run beside it is resumed.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="How long to train.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, of the order of the text and of what a target writes.")
+@click.option("--hidden", type=click.IntRange(min=8), default=128, show_default=True, help="Width of a new model.")
+@click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of a new model.")
+@click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True, help="Attention heads of a new model.")
+@click.option("--kv-heads", type=click.IntRange(min=1), default=2, show_default=True, help="Key and value heads of a new model.")
+@click.option("--mlp", type=click.IntRange(min=8), default=352, show_default=True, help="Width of the MLP of a new model.")
+@click.option("--max-parameters", type=click.IntRange(min=1), help="Refuse a new model with more parameters than this.")
+def small_command(
+    texts: tuple[Path, ...], target: Path | None, prompts: Path | None, init: Path | None, tokenizer: Path | None, out: Path, minutes: float, seed: int,
+    hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, max_parameters: int | None,
+) -> None:  # fmt: skip
+    """Train a small model on token files, or distil a draft from a target.
+
+    \b
+    dovetail train small --text tokens.bin --init MODEL --out NEW
+    dovetail train small --target MODEL --prompts prompts.jsonl --out DRAFT
+    """
+    shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
+    result = train_small(
+        texts=texts, target=target, prompts=prompts, init=init, tokenizer=tokenizer, out=out, minutes=minutes, seed=seed, shape=shape,
+        max_parameters=max_parameters,
+    )  # fmt: skip
+    click.echo(f"{out}: {result.parameters:,} parameters, {result.tokens:,} tokens in {result.minutes:.1f} minutes, loss {result.loss:.3f}")
+
+
+def train_small(
+    *, out: Path, texts: Sequence[Path] = (), target: Path | None = None, prompts: Path | None = None, init: Path | None = None, tokenizer: Path | None = None,
+    minutes: float = 10.0, seed: int = 0, shape: dict[str, int] | None = None, max_parameters: int | None = None,
+) -> "small.Outcome":  # fmt: skip
+    """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`, where it has written already), and write the folder `out`."""
+    _check_sources(texts, target, prompts, init, tokenizer)
+    with _quiet_loading():
+        from dovetail.workers.training import small
+
+        wanted = small.Shape(**(shape or {}))
+        source = init or target or tokenizer
+        if source is not None and init is None:
+            _check_shape(wanted, len(small.load_tokenizer(source)), max_parameters)
+        settings = small.Settings(minutes=minutes, seed=seed)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _progress() as show:
+            if target is None:
+                return small.train_folder(texts, out, settings, init=init, shape=wanted, tokenizer=tokenizer, progress=show)
+            files = list(texts)
+            if prompts is not None:
+                written = out.with_name(out.name + ".outputs.bin")
+                if not written.is_file():
+                    small.write_outputs(target, small.read_prompts(prompts), written, small.Writing(seed=seed), progress=show)
+                files.append(written)
+            return small.distil_folder(target, files, out, wanted, settings, init=init, progress=show)
+
+
+def _check_sources(texts: Sequence[Path], target: Path | None, prompts: Path | None, init: Path | None, tokenizer: Path | None) -> None:
+    if prompts is not None and target is None:
+        raise UserError("--prompts needs --target: it is the target that answers them")
+    if target is None and not texts:
+        raise UserError("nothing to learn from: give --text FILE, or --target DIR with --prompts FILE")
+    if target is not None and prompts is None and not texts:
+        raise UserError("--target needs --prompts FILE, or --text FILE with what it has written already")
+    if target is None and init is None and tokenizer is None:
+        raise UserError("a new model needs --tokenizer DIR; or give --init DIR to begin with the weights of another")
+
+
+def _check_shape(shape: "small.Shape", vocabulary: int, limit: int | None) -> None:
+    if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+        raise UserError(f"--hidden {shape.hidden} must be a multiple of --heads {shape.heads}, and that of --kv-heads {shape.kv_heads}")
+    if shape.hidden // shape.heads % 2:
+        raise UserError(f"--hidden {shape.hidden} / --heads {shape.heads} must be even: positions turn pairs of numbers")
+    if limit is not None and shape.parameters(vocabulary) > limit:
+        raise UserError(f"this shape has {shape.parameters(vocabulary):,} parameters, more than --max-parameters {limit:,}")
+
+
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Transformers draws bars of its own while it loads and saves; ours is the only one."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _progress() -> "Iterator[Callable[[small.Progress], None]]":
+    """A bar on a terminal; elsewhere a plain line now and then."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_lines()
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(at: "small.Progress") -> None:
+            if at.stage not in tasks:
+                tasks[at.stage] = bars.add_task(at.stage, total=1.0, note="")
+            bars.update(tasks[at.stage], completed=at.done, note=_note(at))
+
+        yield show
+
+
+def _plain_lines() -> "Callable[[small.Progress], None]":
+    last = -PLAIN_LINE_EVERY_S
+
+    def show(at: "small.Progress") -> None:
+        nonlocal last
+        if at.done >= 1 or time.monotonic() - last >= PLAIN_LINE_EVERY_S:
+            last = time.monotonic()
+            click.echo(f"{at.stage} {at.done:.0%}: {_note(at)}", err=True)
+
+    return show
+
+
+def _note(at: "small.Progress") -> str:
+    loss = "" if at.loss != at.loss else f", loss {at.loss:.3f}"
+    return f"{at.tokens:,} tokens{loss}"

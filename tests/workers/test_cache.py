@@ -1,0 +1,74 @@
+"""The cache moves the rows that are kept, and no others."""
+
+import pytest
+import torch
+
+from dovetail.workers.models.cache import KVCache
+
+
+def filled(length: int, capacity: int = 12) -> KVCache:
+    """A cache whose row in slot s holds s everywhere, the first `length` of them committed."""
+    cache = KVCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, dtype=torch.float32, device=torch.device("cpu"))
+    cache.rows[:] = torch.arange(float(capacity))[:, None]
+    cache.keep(range(length), length)
+    return cache
+
+
+def slots(cache: KVCache) -> list[int]:
+    """What each slot holds, if all layers, keys and values and heads agree."""
+    first = cache.rows[0, 0, 0, :, 0]
+    assert torch.equal(cache.rows, first[:, None].expand_as(cache.rows))
+    return [int(v) for v in first]
+
+
+def test_kept_slots_move_behind_the_committed_ones_in_the_order_given() -> None:
+    cache = filled(4)
+    cache.keep([4, 7, 6, 10], committed=3)
+    assert slots(cache) == [0, 1, 2, 3, 4, 7, 6, 10, 8, 9, 10, 11]
+    assert cache.length == 7
+
+
+def test_rows_that_stay_where_they_are_are_not_touched() -> None:
+    cache = filled(4)
+    version = cache.rows._version
+    cache.keep([4, 5, 6], committed=2)
+    assert cache.rows._version == version
+    assert cache.length == 6
+
+
+def test_overlapping_moves_read_before_they_write() -> None:
+    cache = filled(2)
+    cache.keep([5, 4, 3, 2], committed=4)
+    assert slots(cache)[:6] == [0, 1, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize(("kept", "committed"), [([3], 1), ([12], 1), ([-1], 1), ([4], 2), ([4], -1)])
+def test_slots_that_are_committed_or_beyond_the_end_are_refused(kept: list[int], committed: int) -> None:
+    with pytest.raises(ValueError, match="cannot commit"):
+        filled(4).keep(kept, committed)
+
+
+def test_rows_are_written_and_viewed_without_a_copy() -> None:
+    cache = filled(2)
+    key, value = torch.full((3, 2, 4), 50.0), torch.full((3, 2, 4), 60.0)
+    cache.write(1, key, value, start=5)
+    keys, values = cache.view(1, stop=7)
+    assert keys.shape == (3, 7, 4)
+    assert torch.equal(keys[:, 5:], key)
+    assert torch.equal(values[:, 5:], value)
+    assert keys.data_ptr() == cache.rows[1, 0].data_ptr()
+    assert slots(filled(0))[:7] == [int(v) for v in cache.rows[0, 0, 0, :7, 0]]
+
+
+@pytest.mark.parametrize("start", [1, 11])
+def test_committed_rows_and_the_end_cannot_be_overwritten(start: int) -> None:
+    with pytest.raises(ValueError, match="may be written"):
+        filled(2).write(0, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), start)
+
+
+def test_truncating_forgets_only_what_lies_behind() -> None:
+    cache = filled(6)
+    cache.truncate(4)
+    assert cache.length == 4
+    with pytest.raises(ValueError, match="cannot cut"):
+        cache.truncate(5)
