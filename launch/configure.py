@@ -103,18 +103,18 @@ class Configuration:
         section, key = name.split(".")
         return getattr(getattr(self.settings, section), key)
 
-    def from_flag(self, name: str) -> bool:
-        return self.origins[name].startswith("--")
+    def given(self, name: str) -> bool:
+        """Whether the user said it, by whatever means."""
+        return self.origins[name] not in ("default", "demo")
 
     def arguments(self, *sections: str) -> list[str]:
         """The flags that give another command the same settings, whatever its environment and defaults say."""
         names = (n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default")
         return [f"--{name}={self.value(name)}" for name in names]
 
-    def with_flags(self, values: Mapping[str, str]) -> "Configuration":
-        """These settings with some replaced, as flags would."""
-        parsed = {name: _setting(name, f"--{name}").parse(text, f"--{name}") for name, text in values.items()}
-        return _merge([("kept", {n: self.value(n) for n in SETTINGS}), *((f"--{n}", {n: v}) for n, v in parsed.items())], dict(self.origins))
+    def over(self, origin: str, values: Mapping[str, Any]) -> "Configuration":
+        """These settings with some replaced, by dotted name."""
+        return _validated({**{name: self.value(name) for name in SETTINGS}, **values}, {**self.origins, **dict.fromkeys(values, origin)})
 
 
 def configure(*, flags: Mapping[str, str] | None = None, file: Path | None = None, environment: Mapping[str, str] | None = None) -> Configuration:
@@ -124,10 +124,20 @@ def configure(*, flags: Mapping[str, str] | None = None, file: Path | None = Non
     if file is not None:
         layers.append((str(file), read_file(file)))
     layers += [(s.variable, {s.name: s.parse(text, s.variable)}) for s, text in _variables(environment)]
-    layers += [(f"--{name}", {name: _setting(name, f"--{name}").parse(text, f"--{name}")}) for name, text in (flags or {}).items()]
+    layers += [(f"--{name}", {name: parse_setting(name, text, f"--{name}")}) for name, text in (flags or {}).items()]
     if not any(values.get("target.model") for _, values in layers):
         layers.insert(0, ("demo", read_file(DEMO_SETTINGS)))
-    return _merge(layers, dict.fromkeys(SETTINGS, "default"))
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(SETTINGS, "default")
+    for origin, layer in layers:
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+    return _validated(values, origins)
+
+
+def parse_setting(name: str, text: str, origin: str) -> Any:
+    """The value that a text spells for the setting of this dotted name; `SettingsError` if there is no such setting or the text spells none."""
+    return _setting(name, origin).parse(text, origin)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -173,13 +183,7 @@ def _suggest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]], origins: dict[str, str]) -> Configuration:
-    """Lay the layers over each other, the last on top, and validate the whole."""
-    values: dict[str, Any] = {}
-    for origin, layer in layers:
-        values.update(layer)
-        if origin != "kept":
-            origins.update(dict.fromkeys(layer, origin))
+def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> Configuration:
     tree: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, key = name.split(".")
@@ -238,8 +242,11 @@ class SettingsCommand(click.Command):
                     formatter.write_dl(rows)
 
 
-def settings_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the flags of these sections and `--config`, and calls it with the settings in force as `configuration`."""
+def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the flags of these sections and `--config`, and calls it with the settings in force as `configuration`.
+
+    `without` are short forms that the command has another use for.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -251,21 +258,21 @@ def settings_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[..
             return function(configuration=configure(flags=given, file=config), **parameters)
 
         decorated: Callable[..., Any] = with_configuration
-        for option in reversed(list(_options(sections))):
+        for option in reversed(_options(sections, without)):
             decorated = option(decorated)
         return decorated
 
     return decorate
 
 
-def _options(sections: Sequence[str]) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     path = click.Path(dir_okay=False, path_type=Path)
     options: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
         click.option("-c", "--config", type=path, cls=SettingsOption, help="TOML file of settings.")
     ]
     for name in _names(sections):
         setting = SETTINGS[name]
-        forms = [setting.flag, *([SHORT_FORMS[name]] if name in SHORT_FORMS else [])]
+        forms = [setting.flag, *(short for short in [SHORT_FORMS.get(name)] if short is not None and short not in without)]
         default = f"  [default: {setting.default if setting.default != '' else 'empty'}]"
         options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), cls=SettingsOption, help=(setting.field.description or "") + default))
         if name == "draft.model":

@@ -1,6 +1,6 @@
 """Which coordinator a command speaks with: the one it is told, the only one of this user, or one of its own for as long as it runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,8 @@ from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until
 from dovetail.launch.terminal import note, spinner
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import Failed, Reported, WorkerState
+from dovetail.protocol.messages import Failed, Finished, Reported, WorkerState
+from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
@@ -35,6 +36,18 @@ class Connection:
             if worker is not None:
                 parts.append(_describe(role, worker, inflation if role == "target" else ""))
         return " · ".join(parts)
+
+    def decode(
+        self, turns: Sequence[str], *, sampling: Sampling, tree: TreeSettings, max_tokens: int, seed: int | None = None, speculate: bool = True
+    ) -> Finished:
+        """Decode one request to its end; what went wrong is raised as `failure` says it."""
+        request = self.client.submit(turns=turns, sampling=sampling, tree=tree, max_tokens=max_tokens, seed=seed, speculate=speculate)
+        while True:
+            reply = self.client.receive(None)
+            if isinstance(reply, Finished) and reply.request == request:
+                return reply
+            if isinstance(reply, Failed):
+                raise self.failure(reply)
 
     def failure(self, reply: Failed) -> DovetailError:
         """Why a request failed; where a process of ours caused it, what that process has to say."""

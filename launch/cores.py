@@ -1,7 +1,7 @@
 """Which cores there are for us, and which process gets which of them.
 
 The target is bound by arithmetic and memory bandwidth and gets all cores but the last; the last one is for a draft on the CPU, for the host side of a draft
-on a GPU, and for the coordinator's few microseconds a round. A core that two busy processes share costs the target far more than it brings: its threads
+on a GPU, and for the coordinator's few microseconds a round. That holds for the target alone too, whose output then is the same to the last rounding. A core that two busy processes share costs the target far more than it brings: its threads
 wait for each other at every layer. Knows cores by number only; memory nodes and hyper-threads are not told apart.
 """
 
@@ -32,16 +32,14 @@ def allowed_cores() -> tuple[int, ...]:
     return cores[: max(1, math.ceil(_quota(len(cores))))]
 
 
-def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto", shared: bool = True) -> CoreLayout:
+def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto") -> CoreLayout:
     """Target on all cores but the last, draft and coordinator on the last; a single core is shared by all.
 
-    `threads` is how many the target was told to take, from the first on. With `shared` false nobody but the coordinator needs the last core, and the
-    target gets every one: its pass and the coordinator's work take turns.
+    `threads` is how many the target was told to take, from the first on. Nothing here depends on the draft: the number of threads can change a rounding,
+    and with it stands the promise that the output is the same with any draft and with none.
     """
-    target = tuple(cores) if not shared or len(cores) == 1 else tuple(cores[:-1])
-    if threads != "auto":
-        target = tuple(cores[:threads])
-    return CoreLayout(target=target, draft=(cores[-1],), coordinator=(cores[-1],))
+    target = cores[: max(1, len(cores) - 1)] if threads == "auto" else cores[:threads]
+    return CoreLayout(target=tuple(target), draft=(cores[-1],), coordinator=(cores[-1],))
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -55,8 +53,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
         raise UserError(f"--cores {text!r} is no list of cores: write numbers and ranges, such as 0,2-3") from None
     known = os.sched_getaffinity(0)
     if not cores or (missing := sorted(set(cores) - known)):
-        named = f"core {missing[0]} is" if cores else "no core is"
-        raise UserError(f"--cores {text}: {named} there for this process; it may use {format_cores(sorted(known))}")
+        wrong = f"there is no core {missing[0]} for this process" if cores else "it names no core"
+        raise UserError(f"--cores {text}: {wrong}; it may use {format_cores(sorted(known))}")
     return tuple(dict.fromkeys(cores))
 
 

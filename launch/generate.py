@@ -170,7 +170,7 @@ def summary(result: Result, models: str) -> str:
         parts.append(f"acceptance {result.acceptance_rate:.2f}")
     parts.append(f"{result.rounds} rounds")
     shares = (("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
-    parts.append(" ".join(f"{name} {seconds / result.wall_s:.0%}".replace("%", " %") for name, seconds in shares))
+    parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
     return " · ".join((*parts, f"seed {result.seed}", models))
 
 

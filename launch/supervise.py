@@ -29,7 +29,6 @@ GRACE_S = 5.0
 POLL_S = 0.05
 TAIL_BYTES = 4096
 TAIL_LINES = 6
-ADDRESS_TIMEOUT_S = 30.0
 USER_ERROR = 2
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -87,7 +86,7 @@ class Supervisor:
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.signal(signal.SIGINT, interrupt)
 
-    def start(self, name: str, arguments: Sequence[str], *, reads: bool = False) -> Child:
+    def start(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli", reads: bool = False) -> Child:
         """Start a command of ours; `reads`: its stdout is for us.
 
         It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends everything in order. The kernel ends a
@@ -95,7 +94,7 @@ class Supervisor:
         """
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments, f"--parent={os.getpid()}"],
+            [sys.executable, "-P", "-m", module, *arguments, f"--parent={os.getpid()}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
             stderr=log,
@@ -107,7 +106,11 @@ class Supervisor:
 
     def start_coordinator(self, cores: Sequence[int], name: str = "coordinator") -> str:
         """Start a coordinator of our own on a private ipc address, and return the address."""
-        child = self.start(name, ["coordinator", "--listen=ipc", f"--cores={format_cores(cores)}"], reads=True)
+        return self.start_hub(name, ["coordinator", "--listen=ipc", f"--cores={format_cores(cores)}"])
+
+    def start_hub(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli") -> str:
+        """Start a process that listens at a private ipc address and says on stdout at which, once it does."""
+        child = self.start(name, arguments, module=module, reads=True)
         assert child.process.stdout is not None
         address = child.process.stdout.readline().decode().strip()
         if not address:
@@ -166,7 +169,7 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     """Start what the settings ask for; it is not ready yet."""
     drafting = configuration.settings.draft.kind != "none"
     _check_pair(configuration)
-    layout = layout or lay_out(allowed_cores(), threads=configuration.settings.target.threads, shared=drafting)
+    layout = layout or lay_out(allowed_cores(), threads=configuration.settings.target.threads)
     began = len(supervisor.children)
     address = supervisor.start_coordinator(layout.coordinator, f"{prefix}coordinator")
     for role, cores in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:

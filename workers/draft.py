@@ -106,7 +106,7 @@ class DraftWorker:
         )
         if not session.readable:
             print(
-                f"{self._name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._model.context}: nothing is drafted",
+                f"{self._name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._model.context}: nothing is drafted for it",
                 file=sys.stderr,
             )
         self._held[number] = _Held(session)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import tiny_llama
 
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from support.models import tiny_llama
 
 
 @pytest.fixture(scope="session", autouse=True)

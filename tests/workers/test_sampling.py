@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import reference_law
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.speculation.sampling import choose, process_logits
+from support.models import reference_law
 
 
 def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -80,12 +80,13 @@ def _download(source: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, sorted by name; where there is an index, exactly those that it lists."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return _indexed_files(folder, index)
+    """The safetensors files that transformers will load, sorted by name: model.safetensors, else exactly those that the index lists."""
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder} holds an adapter (adapter_config.json); merge it into its model and save that")
     if (single := folder / "model.safetensors").is_file():
         return [single]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return _indexed_files(folder, index)
     pickled = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern))
     if pickled:
         raise CheckpointError(f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; convert them to safetensors")

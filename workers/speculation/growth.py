@@ -136,7 +136,8 @@ class GrowingTree:
         scores[~below_root] += self.scores[parents[~below_root]]
         levels[~below_root] += self.levels[parents[~below_root]]
         children = _Pool(tokens.reshape(-1), parents, levels, ranks, np.full(len(flat), NO_ROW, np.int32), flat, scores)
-        children = _select(children, np.isfinite(flat))
+        if not (there := np.isfinite(flat)).all():
+            children = _select(children, there)
         self._pool = _Pool(**{name: np.concatenate((getattr(self._pool, name), getattr(children, name))) for name in _COLUMNS})
         return len(children.tokens)
 

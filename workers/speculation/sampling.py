@@ -48,6 +48,6 @@ def choose(logits: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
     z = logits if noise is None else logits + noise
     ids = z.argmax(-1)
     if z.shape[-1] == 1:
-        return ids, torch.full(ids.shape, LARGEST_MARGIN)
+        return ids, torch.full_like(z[..., 0], LARGEST_MARGIN)
     best = z.topk(2, dim=-1).values
     return ids, (best[..., 0] - best[..., 1]).clamp(max=LARGEST_MARGIN)

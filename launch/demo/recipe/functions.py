@@ -1,9 +1,17 @@
+# ruff: noqa: E501
 """Short Python functions with a prompt each. Names of parameters vary; it knows no other programming language."""
 
 import random
 
-PARAMETERS = {"A": ("a", "x", "first", "left"), "B": ("b", "y", "second", "right"), "N": ("n", "number", "x", "value"), "L": ("numbers", "values", "items", "data"),
-              "S": ("text", "s", "word", "string"), "W": ("words", "names", "strings"), "D": ("d", "table", "mapping")}
+PARAMETERS = {
+    "A": ("a", "x", "first", "left"),
+    "B": ("b", "y", "second", "right"),
+    "N": ("n", "number", "x", "value"),
+    "L": ("numbers", "values", "items", "data"),
+    "S": ("text", "s", "word", "string"),
+    "W": ("words", "names", "strings"),
+    "D": ("d", "table", "mapping"),
+}
 # name | what it does | parameters | body (one statement a line, `;` between) | an example
 FUNCTIONS = """
 add|adds two numbers|A, B|return A + B|add(2, 3)=5
@@ -101,14 +109,32 @@ repeat_K|repeats a string K times|S|return S * K
 divided_by_K|divides a number by K|N|return N / K
 remainder_by_K|returns the remainder of a number divided by K|N|return N % K
 """.strip().split("\n")
-ASKS = ("Write a Python function that {w}.", "Write a function that {w}.", "Write a short Python function that {w}.", "Can you write a Python function that {w}?", "I need a Python function that {w}.",
-        "Write a function called {n} that {w}.", "Write a Python function {n} that {w}.", "Please write a function which {w}.", "Show me a Python function that {w}.", "Give me a function that {w}.")
+ASKS = (
+    "Write a Python function that {w}.",
+    "Write a function that {w}.",
+    "Write a short Python function that {w}.",
+    "Can you write a Python function that {w}?",
+    "I need a Python function that {w}.",
+    "Write a function called {n} that {w}.",
+    "Write a Python function {n} that {w}.",
+    "Please write a function which {w}.",
+    "Show me a Python function that {w}.",
+    "Give me a function that {w}.",
+)
 
 
 def third_to_plain(what: str) -> str:
     """`adds two numbers` -> `Add two numbers.`"""
     verb, rest = what.split(" ", 1)
-    plain = {"divides": "divide", "doubles": "double", "reverses": "reverse", "removes": "remove", "capitalizes": "capitalize", "raises": "raise", "multiplies": "multiply"}.get(verb, verb.removesuffix("s"))
+    plain = {
+        "divides": "divide",
+        "doubles": "double",
+        "reverses": "reverse",
+        "removes": "remove",
+        "capitalizes": "capitalize",
+        "raises": "raise",
+        "multiplies": "multiply",
+    }.get(verb, verb.removesuffix("s"))
     return f"{plain.capitalize()} {rest}."
 
 
@@ -135,7 +161,9 @@ def function(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.28:
         with_example = bool(example) and rng.random() < 0.5
         shown = f'    """{third_to_plain(what)}\n\n    >>> {call}\n    {result}\n    """' if with_example else doc
-        return rng.choice(("Complete the Python function.", "Write the body of this function.", "Complete this function.", "Finish the Python code.")) + f"\n\n{head}\n{shown}", text
+        return rng.choice(
+            ("Complete the Python function.", "Write the body of this function.", "Complete this function.", "Finish the Python code.")
+        ) + f"\n\n{head}\n{shown}", text
     answer = head + "\n" + (doc + "\n" if rng.random() < 0.4 else "") + text
     if example and rng.random() < 0.3:
         answer += f"\n\nprint({call})  # {result}"

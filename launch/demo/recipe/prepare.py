@@ -2,8 +2,8 @@
 
 python prepare.py --tokenizer MODEL --generated FILE.jsonl --corpus FOLDER --out FOLDER   (needs numpy, tokenizers, zstandard)
 
-The corpus is a folder of zstandard-compressed JSON lines, `{"prompt", "response", "source"}` or `{"text", "source"}`. This program knows the chat
-format of the model and which sources are simple enough, not what the documents say.
+The corpus is a folder of zstandard-compressed JSON lines, `{"prompt", "response", "source"}` or `{"text", "source"}`. This program knows
+the chat format of the model and which sources are simple enough, not what the documents say.
 """
 
 import argparse
@@ -22,10 +22,19 @@ from tokenizers import Tokenizer
 
 BEGIN, USER, ASSISTANT, END = 0, "<|user|>\n", "<|assistant|>\n", "<|end|>\n"
 SHARES = {  # share kept of a source, most characters of a document
-    "ms_qna_chitchat": (1.0, 1800), "bitext_support_short": (0.6, 1800), "bitext_support_long": (0.3, 800), "svamp": (1.0, 1800), "gsm8k_train": (1.0, 380),
-    "african_storybook": (1.0, 1700), "pratham_books": (1.0, 1700), "synthetic_persona_chat": (0.6, 1800), "rasbt_instruction_data": (1.0, 1800),
-    "self_instruct_seed": (1.0, 700), "mbpp": (1.0, 450), "tldr_pages": (0.12, 1800),
-}  # fmt: skip
+    "african_storybook": (1.0, 1700),
+    "bitext_support_long": (0.3, 800),
+    "bitext_support_short": (0.6, 1800),
+    "gsm8k_train": (1.0, 380),
+    "mbpp": (1.0, 450),
+    "ms_qna_chitchat": (1.0, 1800),
+    "pratham_books": (1.0, 1700),
+    "rasbt_instruction_data": (1.0, 1800),
+    "self_instruct_seed": (1.0, 700),
+    "svamp": (1.0, 1800),
+    "synthetic_persona_chat": (0.6, 1800),
+    "tldr_pages": (0.12, 1800),
+}
 PLACEHOLDERS = ("{{", "[User", "[user", "[Name")
 TALK_LIMIT = 900
 
@@ -103,7 +112,12 @@ def main() -> None:
         print("generated:", write(tokenizer, list(generated(args.generated)), args.out / "generated.bin", args.seed), "tokens")
     if args.corpus:
         found = list(simple(args.corpus, args.seed))
-        print("corpus:", write(tokenizer, [text for _, text in found], args.out / "corpus.bin", args.seed), "tokens", dict(Counter(s for s, _ in found)))
+        print(
+            "corpus:",
+            write(tokenizer, [text for _, text in found], args.out / "corpus.bin", args.seed),
+            "tokens",
+            dict(Counter(s for s, _ in found)),
+        )
 
 
 if __name__ == "__main__":

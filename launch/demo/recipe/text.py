@@ -1,6 +1,7 @@
 """Write generated documents: python text.py --documents N --seed S --out FILE.jsonl.
 
-A document is {"turns": [user, assistant, ...], "kind": ...} or {"text": ..., "kind": ...}. It knows what share each kind of text has, not how it is tokenized.
+A document is {"turns": [user, assistant, ...], "kind": ...} or {"text": ..., "kind": ...}. It knows what
+share each kind of text has, not how it is tokenized.
 """
 
 import argparse

@@ -1,0 +1,136 @@
+"""`dovetail selftest`: on this machine, with these models, speculation changes no token.
+
+Every case decodes the same prompts with the same seed twice, by the target alone and with the draft, and compares token ids.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from dovetail.launch.comparison import Difference, first_difference
+from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.connection import Connection, connected
+from dovetail.launch.prompts import Prompt, read_prompts
+from dovetail.launch.terminal import note, print_table, progress_bar
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+
+SEED = 20260101
+TOKENS = 48
+"""Of each reply, where the settings do not say otherwise: long enough for a dozen rounds, short enough for a coffee."""
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.7),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.0, top_k=40),
+    Sampling(temperature=1.0, top_p=0.9),
+    Sampling(temperature=0.8, min_p=0.05),
+)
+CHAIN = {"gamma": 4, "depth": 4, "width": 1}
+WIDE = {"gamma": 59, "depth": 8, "width": 10}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to sample and one shape of tree."""
+
+    sampling: Sampling
+    tree: TreeSettings
+
+    @property
+    def name(self) -> str:
+        given = {key: value for key, value in self.sampling.model_dump().items() if key == "temperature" or value != Sampling.model_fields[key].default}
+        sampling = " ".join(f"{key} {value:g}" for key, value in given.items())
+        return f"{sampling} · gamma {self.tree.gamma} depth {self.tree.depth} width {self.tree.width}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of a case: how many tokens were compared, and the widest of the first differences."""
+
+    case: str
+    tokens: int
+    difference: Difference | None
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None or self.difference.near_tie
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--connect", metavar="ADDRESS", help="The coordinator to test.  [default: the only one of this user, else one of our own]")
+@click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts.  [default: the demonstration's]")
+@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="How many of the prompts.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@settings_flags(*ALL_SECTIONS)
+@click.pass_context
+def command(context: click.Context, configuration: Configuration, connect: str | None, prompts: Path | None, limit: int, as_json: bool) -> None:
+    """Compare token ids with and without speculation, at several temperatures, truncations and tree sizes; exit code 1 if they differ.
+
+    A difference where the target's two best choices lay less than 1e-4 apart is a near-tie: rounding decided. It is reported and does not fail.
+    """
+    if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
+        raise UserError("without a draft there is nothing to compare: leave --draft none and --gamma 0 out")
+    chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
+    cases = _cases(configuration.settings.tree)
+    tokens = configuration.settings.sampling.max_tokens if configuration.given("sampling.max_tokens") else TOKENS
+    with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
+        runs = _Runs(connection, chosen, tokens)
+        checks = []
+        for case in cases:
+            step(case.name)
+            checks.append(runs.check(case))
+        note(connection.models())
+    ok = all(check.ok for check in checks)
+    if as_json:
+        rows = [{"case": c.case, "ok": c.ok, "tokens": c.tokens, "margin": c.difference.margin if c.difference else None} for c in checks]
+        click.echo(json.dumps({"checks": rows, "ok": ok}))
+    else:
+        print_table(("case", "ok", "tokens", "margin", ""), [(c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c)) for c in checks])
+    context.exit(0 if ok else 1)
+
+
+def _remark(check: Check) -> str:
+    if check.difference is None:
+        return ""
+    return f"{'near-tie' if check.difference.near_tie else 'differs'} at token {check.difference.position}"
+
+
+def _cases(tree: TreeSettings) -> list[Case]:
+    """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and with a large tree."""
+    others = [tree.model_copy(update=shape) for shape in (CHAIN, WIDE)]
+    return [
+        *(Case(sampling, tree) for sampling in SAMPLINGS),
+        *(Case(sampling, other) for other in others for sampling in (Sampling(), Sampling(temperature=1.0))),
+    ]
+
+
+class _Runs:
+    """Decodes the prompts; what the target alone answers is kept, since several trees are compared with it."""
+
+    def __init__(self, connection: Connection, prompts: list[Prompt], tokens: int) -> None:
+        self._connection, self._prompts, self._tokens = connection, prompts, tokens
+        self._alone: dict[tuple[Sampling, str], Finished] = {}
+
+    def check(self, case: Case) -> Check:
+        """Compare all prompts; `DovetailError` if nothing was drafted, for then nothing was compared."""
+        tokens = drafted = 0
+        differences = []
+        for prompt in self._prompts:
+            alone = self._alone.get((case.sampling, prompt.id)) or self._decode(case, prompt, speculate=False)
+            self._alone[case.sampling, prompt.id] = alone
+            speculated = self._decode(case, prompt, speculate=True)
+            tokens += speculated.result.completion_tokens
+            drafted += speculated.result.drafted_tokens
+            if (difference := first_difference(alone, speculated)) is not None:
+                differences.append(difference)
+        if not drafted:
+            raise DovetailError(f"{case.name}: the draft worker proposed nothing, so nothing was compared")
+        return Check(case.name, tokens, max(differences, key=lambda d: d.margin, default=None))
+
+    def _decode(self, case: Case, prompt: Prompt, *, speculate: bool) -> Finished:
+        turns = prompt.turns[:1]
+        return self._connection.decode(turns, sampling=case.sampling, tree=case.tree, max_tokens=self._tokens, seed=SEED, speculate=speculate)

@@ -1,0 +1,94 @@
+"""The settings: defaults that hold, and refusals that name what they refuse."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dovetail.protocol import settings
+from dovetail.protocol.settings import DraftSettings, Sampling, Settings, TargetSettings, TreeSettings, byte_count
+
+
+def test_the_defaults_are_valid_settings() -> None:
+    assert Settings.model_validate(Settings().model_dump()) == Settings()
+
+
+@pytest.mark.parametrize("content", [{"targett": {}}, {"tree": {"gama": 3}}, {"sampling": {"temprature": 1.0}}])
+def test_an_unknown_key_is_an_error(content: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        Settings.model_validate(content)
+
+
+@pytest.mark.parametrize("policy", [p for p in settings.POLICIES if p not in settings.BUILT_POLICIES])
+def test_a_policy_that_is_not_built_is_refused_by_name(policy: str) -> None:
+    with pytest.raises(ValidationError, match=f"the tree policy '{policy}' is not built yet; choose 'dynamic'"):
+        TreeSettings(policy=policy)
+
+
+def test_a_misspelt_policy_is_told_from_one_that_is_not_built() -> None:
+    with pytest.raises(ValidationError, match="there is no tree policy 'dynamc'; choose 'dynamic'"):
+        TreeSettings(policy="dynamc")
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "complaint"),
+    [
+        (DraftSettings, "kind", "eagle3", "draft kind 'eagle3' is not built yet"),
+        (DraftSettings, "kind", "eagle4", "there is no draft kind 'eagle4'"),
+        (DraftSettings, "weights", "int4", "type of draft weights 'int4' is not built yet"),
+        (TargetSettings, "weights", "int8", "type of target weights 'int8' is not built yet"),
+        (TargetSettings, "weights", "fp31", "there is no type of target weights 'fp31'"),
+        (TargetSettings, "threads", 0, "greater than or equal to 1"),
+        (TargetSettings, "threads", "many", "auto"),
+        (TreeSettings, "gamma", -1, "greater than or equal to 0"),
+        (TreeSettings, "gamma", settings.MAX_GAMMA + 1, "less than or equal to 1023"),
+        (TreeSettings, "depth", 0, "greater than or equal to 1"),
+        (TreeSettings, "sharpening", 0.0, "greater than 0"),
+        (Sampling, "temperature", -0.1, "greater than or equal to 0"),
+        (Sampling, "temperature", float("nan"), "finite"),
+        (Sampling, "temperature", "1", "valid number"),
+        (Sampling, "top_k", True, "valid integer"),
+        (Sampling, "top_p", 0.0, "greater than 0"),
+        (Sampling, "min_p", 1.1, "less than or equal to 1"),
+    ],
+)
+def test_a_value_out_of_range_or_of_another_type_is_refused(model: type[settings.Frozen], field: str, value: object, complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        model.model_validate({field: value})
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().tree.gamma = 3  # type: ignore[misc]
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for section in Settings.model_fields.values():
+        assert isinstance(section.annotation, type)
+        assert issubclass(section.annotation, settings.Frozen)
+        for name, field in section.annotation.model_fields.items():
+            assert field.description, name
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("12", 12), ("12B", 12), ("1KB", 1000), ("1KiB", 1024), ("512MiB", 512 << 20), ("7GB", 7 * 10**9), ("7GiB", 7 << 30), ("1.5 GiB", 3 << 29), ("2TiB ", 2 << 40)],
+)
+def test_a_size_is_read_in_powers_of_ten_or_two(text: str, size: int) -> None:
+    assert byte_count(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "1 mb", "1XB", "1iB", "-5GB", "infGB", "nanB", "1e999TB", "five"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size: write a number and a unit"):
+        byte_count(text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
+    try:
+        assert byte_count(text) >= 0
+    except ValueError as error:
+        assert "is no size" in str(error)

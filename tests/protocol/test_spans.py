@@ -1,0 +1,63 @@
+"""Spans and the offset between two clocks."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.protocol.spans import ClockOffset, Spans
+
+
+def test_a_measured_span_lies_between_the_readings_around_it() -> None:
+    spans = Spans()
+    before = time.monotonic_ns()
+    with spans.measure("draft"):
+        pass
+    after = time.monotonic_ns()
+    ((name, start, duration),) = spans.take(10)
+    assert name == "draft"
+    assert before <= start <= start + duration <= after
+
+
+def test_a_span_that_ends_with_an_error_is_recorded() -> None:
+    spans = Spans()
+    with pytest.raises(KeyError), spans.measure("verify"):
+        raise KeyError
+    assert [span[0] for span in spans.take(10)] == ["verify"]
+
+
+@given(st.integers(0, 8), st.integers(0, 8))
+def test_take_gives_the_newest_and_forgets_all(count: int, limit: int) -> None:
+    spans = Spans()
+    for i in range(count):
+        spans.add(str(i), i, i + 1)
+    assert [int(name) for name, _, _ in spans.take(limit)] == list(range(count))[max(0, count - limit) :]
+    assert spans.take(100) == ()
+
+
+@given(st.integers(-(10**15), 10**15), st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=40))
+def test_the_true_offset_lies_within_the_bound(offset: int, probes: list[tuple[int, int]]) -> None:
+    clock = ClockOffset()
+    now = 10**15
+    for there_ns, back_ns in probes:
+        clock.add(now, now + there_ns + offset, now + there_ns + back_ns)
+        now += 10**10
+    assert abs(clock.offset_ns - offset) <= clock.bound_ns + 1
+    assert clock.bound_ns <= min(there + back for there, back in probes[-32:])
+    assert abs(clock.to_ours(now + offset) - now) <= clock.bound_ns + 1
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_only_the_last_probes_count(keep: int) -> None:
+    clock = ClockOffset(keep=keep)
+    clock.add(0, 500, 2)
+    for _ in range(keep):
+        clock.add(0, 700, 100)
+    assert clock.offset_ns == 650
+
+
+def test_nothing_is_known_before_the_first_probe() -> None:
+    clock = ClockOffset()
+    assert not clock.known
+    assert (clock.offset_ns, clock.bound_ns) == (0, 0)

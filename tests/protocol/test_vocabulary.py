@@ -1,0 +1,77 @@
+"""Vocabularies as tokenizer.json files of the four kinds give them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences, vocabulary_digest
+
+
+def tokenizer(vocabulary: Any, **more: Any) -> bytes:
+    return json.dumps({"model": {"type": "any", "vocab": vocabulary}, **more}).encode()
+
+
+def test_a_mapping_of_tokens_to_ids_is_read() -> None:
+    assert read_vocabulary(tokenizer({"a": 0, "b": 1})) == {0: "a", 1: "b"}
+
+
+def test_a_unigram_list_of_pieces_is_numbered_in_order() -> None:
+    assert read_vocabulary(tokenizer([["<unk>", 0.0], ["a", -1.5]])) == {0: "<unk>", 1: "a"}
+
+
+def test_added_tokens_belong_to_the_vocabulary() -> None:
+    assert read_vocabulary(tokenizer({"a": 0}, added_tokens=[{"id": 5, "content": "<|end|>"}])) == {0: "a", 5: "<|end|>"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"model": {}}',
+        b'{"model": 3}',
+        b'{"model": {"vocab": 3}}',
+        b'{"model": {"vocab": [3]}}',
+        b'{"model": {"vocab": [[]]}}',
+        b'{"model": {"vocab": {"a": "b"}}}',
+        b'{"model": {"vocab": {"a": []}}}',
+        b'{"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}',
+        b'{"model": {"vocab": {}}, "added_tokens": 1}',
+        b'{"model": {"vocab": {}}, "added_tokens": [{"id": 1, "content": 2}]}',
+        b"[" * 100000,
+    ],
+)
+def test_what_holds_no_vocabulary_is_refused(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        read_vocabulary(content)
+
+
+def test_the_digest_depends_on_ids_and_tokens_and_on_nothing_else() -> None:
+    assert vocabulary_digest({0: "a", 1: "b"}) == vocabulary_digest({1: "b", 0: "a"})
+    others = [{0: "a"}, {0: "b", 1: "a"}, {0: "a", 2: "b"}, {0: "a", 1: "b", 2: "c"}]
+    assert len({vocabulary_digest(v) for v in [{0: "a", 1: "b"}, *others]}) == 5
+
+
+def test_the_digest_of_one_vocabulary_never_changes() -> None:
+    assert vocabulary_digest({0: "a", 1: "é", 300: "世"}) == "b7c016e26007d0bd9a3dc945fb8c67dde8f29e40080775323fca11930db7f03e"
+
+
+def test_tokens_with_lone_surrogates_have_a_digest() -> None:
+    assert len(vocabulary_digest({0: "\ud800"})) == 64
+
+
+def test_differences_name_the_first_ids_in_order() -> None:
+    target = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
+    draft = {0: "a", 1: "B", 3: "D", 4: "E"}
+    assert vocabulary_differences(target, draft) == [
+        "id 1 is 'b' in the target and 'B' in the draft",
+        "id 2 is 'c' in the target and no token in the draft",
+        "id 3 is 'd' in the target and 'D' in the draft",
+    ]
+    assert vocabulary_differences(target, target) == []

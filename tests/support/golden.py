@@ -1,0 +1,158 @@
+"""Representative messages and their golden bytes, by which two versions of the protocol are compared.
+
+`tests/protocol/golden/NAME.bin` holds the frames of one message, each behind its length (u32, little-endian). A golden file changes only together
+with `messages.VERSION`; to write the files anew after such a change, from the root of the repository:
+
+    python tests/support/golden.py
+"""
+
+import importlib
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "protocol" / "golden"
+
+
+def pack_frames(frames: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
+
+
+def unpack_frames(content: bytes) -> list[bytes]:
+    frames = []
+    while content:
+        (length,) = struct.unpack_from("<I", content)
+        frames.append(content[4 : 4 + length])
+        content = content[4 + length :]
+    return frames
+
+
+def representative() -> dict[str, Any]:
+    """Name of the golden file -> a message that uses every field of its type."""
+    m = importlib.import_module("dovetail.protocol.messages")
+    array = importlib.import_module("dovetail.protocol.arrays").Array
+    settings = importlib.import_module("dovetail.protocol.settings")
+    sampling = settings.Sampling(temperature=0.7, top_k=50, top_p=0.95, min_p=0.05)
+    tree = settings.TreeSettings(gamma=6, depth=5, width=10, sharpening=0.5)
+    spans = (("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000))
+    fingerprint = m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local")
+    vocabulary = m.VocabularyFacts(digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = array(dtype="uint8", shape=(2,), data=b"{}")
+    result = m.Result(
+        text="Hello, wörld 世界",
+        token_ids=(9707, 11, 1879),
+        prompt_tokens=5,
+        completion_tokens=3,
+        finish_reason="stop",
+        seed=(1 << 63) - 1,
+        fingerprint=str(fingerprint),
+        rounds=2,
+        tau=1.0,
+        accepted_tokens=1,
+        drafted_tokens=12,
+        grown_nodes=40,
+        acceptance_rate=0.5,
+        accepted_per_position=(0.5, 0.0),
+        hit_rate=None,
+        wall_s=0.25,
+        time_to_first_token_s=0.125,
+        tokens_per_s=12.0,
+        prefill_s=0.1,
+        draft_exposed_s=0.02,
+        verify_s=0.1,
+        transport_s=0.001,
+        queue_s=0.0,
+        coordinator_s=0.002,
+        unaccounted_s=0.027,
+        bytes_per_round=412.5,
+    )
+    worker = m.WorkerState(
+        name="target-1",
+        roles=("target",),
+        model="demo/target",
+        device="cpu",
+        threads=2,
+        fingerprint=str(fingerprint),
+        host="localhost",
+        pid=4242,
+        worker_epoch=77,
+        sessions=1,
+        busy_share=0.75,
+        round_trip_us=104.5,
+        clock_offset_us=-3.25,
+        clock_bound_us=52.0,
+        rss_mb=812.5,
+        stale=0,
+    )
+    return {
+        "hello": m.Hello(
+            epoch=(1 << 63) - 1,
+            roles=("target",),
+            name="target-1",
+            host="localhost",
+            pid=4242,
+            model="demo/target",
+            device="cpu",
+            threads=2,
+            fingerprint=fingerprint,
+            limits=m.Limits(context=4096, nodes=1024, sessions=8),
+            vocabulary=vocabulary,
+            tokenizer=tokenizer,
+        ),
+        "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
+        "welcome": m.Welcome(epoch=1),
+        "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
+        "open": m.Open(epoch=1, session=3, key=bytes(range(16)), prompt=(151644, 872, 198), capacity=515, vocabulary_size=151936, sampling=sampling, tree=tree),
+        "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, spans=spans),
+        "draft": m.Draft(epoch=1, session=3, round=2, prefix=18, accepted=(0, 2), bonus=1879, max_nodes=6, max_depth=5, max_width=10, deadline_ms=12.5),
+        "drafted": m.Drafted(epoch=3, session=3, round=2, tokens=(11, 13, 1879), parents=(-1, -1, 0), scores=(-0.25, -1.5, -2.0), grown=40, hit=True, spans=spans),
+        "verify": m.Verify(epoch=1, items=(m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0)),)),
+        "verified": m.Verified(epoch=2, items=(m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0)),), spans=spans),
+        "close": m.Close(epoch=1, session=3),
+        "closed": m.Closed(epoch=2, session=3),
+        "probe": m.Probe(epoch=1, sent_ns=123_456_789),
+        "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30),
+        "drain": m.Drain(epoch=1),
+        "submit": m.Submit(
+            epoch=5, request=9, tokens=(1, 2), text="plain", turns=("Hi", "Hello.", "More"), sampling=sampling, max_tokens=512, stop=("\n\n",), seed=7, tree=tree, speculate=False, trace=True
+        ),
+        "cancel": m.Cancel(epoch=5, request=9),
+        "status": m.Status(epoch=5),
+        "stop": m.Stop(epoch=5),
+        "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=1, text="Hello,"),
+        "finished": m.Finished(epoch=1, request=9, result=result, margins=(0.5, 0.25, 1.0), spans=(("target-1", spans[0]),)),
+        "reported": m.Reported(
+            epoch=1,
+            address="ipc:///run/user/1000/dovetail/coordinator",
+            pid=4241,
+            uptime_s=12.5,
+            workers=(worker,),
+            sessions=1,
+            finished=2,
+            failed=0,
+            cancelled=1,
+            rounds=40,
+            tau=3.5,
+            stale=0,
+            refused=0,
+            degraded=True,
+            reasons=("there is no draft worker",),
+        ),
+    }
+
+
+def write_all() -> None:
+    codec = importlib.import_module("dovetail.protocol.codec")
+    FOLDER.mkdir(exist_ok=True)
+    for name, message in representative().items():
+        (FOLDER / f"{name}.bin").write_bytes(pack_frames(codec.encode(message)))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:  # gives a bare checkout its import name, as conftest.py does for the tests
+        (Path(folder) / "dovetail").symlink_to(FOLDER.parents[2], target_is_directory=True)
+        sys.path.insert(0, folder)
+        write_all()

@@ -1,0 +1,27 @@
+"""Comparing outputs token by token: equal, or different at a near-tie, or wrong."""
+
+from collections.abc import Sequence
+
+from dovetail.protocol.messages import Finished
+
+NEAR_TIE = 1e-4
+"""Margins between the target's choice and its runner-up below which rounding may decide; fp32 logits of another summation order differ by about 1e-5."""
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Where two token sequences part; None if they are equal."""
+    parted = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return None if list(left) == list(right) else parted
+
+
+def difference(ours: Finished, reference: Sequence[int]) -> str | None:
+    """None if equal or parted at a near-tie, which is printed with its margin; else what is wrong."""
+    at = first_difference(ours.result.token_ids, reference)
+    if at is None:
+        return None
+    margin = ours.margins[at] if at < len(ours.margins) else float("inf")
+    words = f"token {at} differs with a margin of {margin:.3g}: {ours.result.token_ids[at : at + 5]} here, {tuple(reference[at : at + 5])} there"
+    if margin < NEAR_TIE:
+        print(f"near-tie: {words}")
+        return None
+    return words

@@ -1,0 +1,91 @@
+"""Hypothesis strategies for valid messages, derived from the declared types and their bounds."""
+
+import types
+from math import prod
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from dovetail.protocol import settings
+from dovetail.protocol.arrays import ITEM_BYTES, Array
+from dovetail.protocol.messages import Message
+from dovetail.protocol.settings import Frozen
+
+MOST = 5
+"""Longest text and tuple drawn, where the bounds allow more."""
+
+WORDS = {
+    (settings.TreeSettings, "policy"): settings.BUILT_POLICIES,
+    (settings.DraftSettings, "kind"): settings.BUILT_DRAFT_KINDS,
+    (settings.DraftSettings, "weights"): settings.BUILT_DRAFT_WEIGHTS,
+    (settings.TargetSettings, "weights"): settings.BUILT_TARGET_WEIGHTS,
+}
+"""Fields whose values a validator restricts."""
+
+
+def messages_of(member: type[Message]) -> st.SearchStrategy[Message]:
+    """Valid messages of one type."""
+    return _model(member)  # type: ignore[return-value]
+
+
+def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
+    if model is Array:
+        return _arrays()
+    fields = {name: st.sampled_from(WORDS[model, name]) if (model, name) in WORDS else _value(field.annotation, field.metadata) for name, field in model.model_fields.items()}
+    return st.fixed_dictionaries(fields).map(model.model_validate)
+
+
+@st.composite
+def _arrays(draw: st.DrawFn) -> Array:
+    dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
+    length = prod(shape) * ITEM_BYTES[dtype]
+    return Array.model_validate({"dtype": dtype, "shape": shape, "data": draw(st.binary(min_size=length, max_size=length))})
+
+
+def _value(kind: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
+    """Values of an annotation within the bounds of its metadata."""
+    arguments = get_args(kind)
+    if get_origin(kind) is Annotated:
+        inner = [bound for item in arguments[1:] for bound in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _value(arguments[0], [*metadata, *inner])
+    if get_origin(kind) in (Union, types.UnionType):
+        return st.one_of([_value(argument, metadata) for argument in arguments])
+    if get_origin(kind) is Literal:
+        return st.sampled_from(arguments)
+    if get_origin(kind) is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*(_value(argument, []) for argument in arguments))
+    least, most = _bound(metadata, annotated_types.MinLen, 0), _bound(metadata, annotated_types.MaxLen, MOST)
+    most = min(most, max(least, MOST))
+    if get_origin(kind) is tuple:
+        return st.lists(_value(arguments[0], []), min_size=least, max_size=most).map(tuple)
+    return _plain(kind, metadata, least, most)
+
+
+def _plain(kind: Any, metadata: list[Any], least: int, most: int) -> st.SearchStrategy[Any]:
+    if kind is type(None):
+        return st.none()
+    if kind is bool:
+        return st.booleans()
+    if kind is str:
+        return st.text(min_size=least, max_size=most)
+    if kind is bytes:
+        return st.binary(min_size=least, max_size=most)
+    if kind is int:
+        low = _bound(metadata, annotated_types.Ge, None)
+        high = _bound(metadata, annotated_types.Le, None)
+        below = _bound(metadata, annotated_types.Lt, None)
+        return st.integers(low, below - 1 if below is not None else high)
+    if kind is float:
+        above, low = _bound(metadata, annotated_types.Gt, None), _bound(metadata, annotated_types.Ge, None)
+        high = _bound(metadata, annotated_types.Le, None)
+        return st.floats(above if above is not None else low, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
+    return _model(kind)
+
+
+def _bound(metadata: list[Any], bound: type[Any], otherwise: Any) -> Any:
+    """The value of the first bound of a kind, else `otherwise`."""
+    found = (getattr(item, {"MinLen": "min_length", "MaxLen": "max_length"}.get(bound.__name__, bound.__name__.lower())) for item in metadata if isinstance(item, bound))
+    return next(found, otherwise)

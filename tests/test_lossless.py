@@ -1,0 +1,115 @@
+"""The promise itself, over real processes and the embedded pair: the same tokens with and without speculation, and as transformers generates."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from support.losslessness import difference
+
+from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+
+PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+TREES = {f"{t.gamma}/{t.depth}/{t.width}": t for t in (TreeSettings(gamma=g, depth=d, width=w) for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8)))}
+FILTERS = {"plain": {}, "top-k": {"top_k": 20}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.05}, "all": {"top_k": 50, "top_p": 0.95, "min_p": 0.02}}
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with Supervisor() as supervisor:
+        stack = start_stack(supervisor, configure(environment={}))
+        wait_until_ready(supervisor, stack)
+        with stack.connect() as connected:
+            yield connected
+
+
+def complete(client: Client, turns: Sequence[str], *, seed: int = 0, tree: TreeSettings | None = None, tokens: int = TOKENS, **sampling: float) -> Finished:
+    request = client.submit(
+        turns=turns, sampling=Sampling.model_validate(sampling), max_tokens=tokens, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None
+    )
+    return client.complete(request)
+
+
+def check_all(client: Client, prompts: Sequence[Sequence[str]], trees: dict[str, TreeSettings], **options: float) -> None:
+    """Every tree gives what the target alone gives."""
+    for turns in prompts:
+        alone = complete(client, turns, **options)  # type: ignore[arg-type]
+        assert alone.result.drafted_tokens == 0
+        for name, tree in trees.items():
+            wrong = difference(complete(client, turns, tree=tree, **options), alone.result.token_ids)  # type: ignore[arg-type]
+            assert wrong is None, f"tree {name}, {options}, {turns}: {wrong}"
+
+
+def test_greedy_output_is_the_same_with_any_tree(client: Client) -> None:
+    check_all(client, PROMPTS[:4], TREES)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_sampled_output_is_the_same_with_and_without_speculation(client: Client, filters: str, seed: int) -> None:
+    check_all(client, PROMPTS[seed : seed + 2], {"15/8/10": TREES["15/8/10"]}, temperature=1.0, seed=seed, **FILTERS[filters])  # type: ignore[arg-type]
+
+
+def test_sampled_output_is_the_same_with_any_tree(client: Client) -> None:
+    check_all(client, PROMPTS[:2], TREES, temperature=1.0, seed=11)
+
+
+def test_speculation_happens_and_saves_target_passes(client: Client) -> None:
+    rounds = tokens = 0
+    for turns in PROMPTS[:8]:
+        result = complete(client, turns, tree=TREES["15/8/10"]).result
+        rounds, tokens = rounds + result.rounds, tokens + result.completion_tokens - 1
+    assert tokens / rounds > 1.5
+
+
+def test_interleaved_requests_give_what_each_gives_alone(client: Client) -> None:
+    alone = [complete(client, turns, temperature=1.0, seed=5).result.token_ids for turns in PROMPTS[:6]]
+    requests = {
+        client.submit(turns=turns, sampling=Sampling(temperature=1.0), max_tokens=TOKENS, seed=5, tree=TREES["6/5/10"]): i for i, turns in enumerate(PROMPTS[:6])
+    }
+    while requests:
+        reply = client.receive(60)
+        assert reply is not None
+        if isinstance(reply, Finished):
+            wrong = difference(reply, alone[requests.pop(reply.request)])
+            assert wrong is None, wrong
+
+
+def test_different_seeds_give_different_samples_and_the_same_seed_the_same(client: Client) -> None:
+    outputs = [complete(client, PROMPTS[0], temperature=1.0, seed=seed).result.token_ids for seed in (1, 2, 1)]
+    assert outputs[0] == outputs[2] != outputs[1]
+
+
+@pytest.mark.parametrize("turns", PROMPTS[:3], ids=lambda turns: turns[0][:20])
+def test_greedy_output_is_what_transformers_generates(client: Client, turns: list[str]) -> None:
+    reference, prompt = generated(DEMO_FOLDER / "target", turns)
+    finished = complete(client, turns, tree=TREES["15/8/10"])
+    assert finished.result.prompt_tokens == len(prompt)
+    wrong = difference(finished, reference)
+    assert wrong is None, wrong
+
+
+def generated(folder: Path, turns: list[str]) -> tuple[list[int], list[int]]:
+    """Greedy tokens and prompt of transformers' own `generate`, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    messages = [{"role": "user", "content": turns[0]}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
+    ids = prompt["input_ids"][0].tolist()
+    return output[0].tolist()[len(ids) :], ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
+def test_all_shipped_prompts_with_all_trees(client: Client, temperature: float) -> None:
+    check_all(client, PROMPTS, TREES, temperature=temperature, seed=42, tokens=128)

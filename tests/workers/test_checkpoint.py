@@ -1,0 +1,222 @@
+"""A folder that would load into something wrong is refused, with the file and the tensor named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.attention import Segment
+from dovetail.workers.models.checkpoint import find_folder, open_checkpoint, read_tokenizer
+from dovetail.workers.models.language_model import load_language_model
+from support.models import VOCABULARY
+
+
+@pytest.fixture
+def folder(llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama to be damaged."""
+    return Path(shutil.copytree(llama_folder, tmp_path / "model"))
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of the weight file by name ("__" for "."); None takes one away."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refusal(source: object) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_language_model(str(source), weights="fp32", device="cpu")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_whole_folder_opens_with_its_facts(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.tokenizer == (folder / "tokenizer.json").read_bytes()
+    assert (checkpoint.vocabulary.size, checkpoint.vocabulary.end, checkpoint.vocabulary.begin) == (VOCABULARY, (1,), 0)
+
+
+def test_the_digest_covers_weights_and_configuration_but_not_the_place(folder: Path, llama_folder: Path) -> None:
+    before = open_checkpoint(str(llama_folder)).digest
+    assert open_checkpoint(str(folder)).digest == before
+    edit_json(folder / "config.json", rms_norm_eps=1e-4)
+    changed = open_checkpoint(str(folder)).digest
+    assert changed != before
+    edit_tensors(folder, lm_head__weight=torch.zeros(VOCABULARY, 64))
+    assert open_checkpoint(str(folder)).digest not in (before, changed)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    edit_tensors(folder, model__layers__1__mlp__up_proj__weight=None)
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_a_superfluous_tensor_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_tensors(folder, model__surplus=torch.ones(3))
+    load_language_model(str(folder), weights="fp32", device="cpu")
+    assert "model.surplus" in caplog.text
+
+
+def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
+    edit_tensors(folder, model__norm__weight=torch.ones(63))
+    assert "cannot be loaded" in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_named_with_file_and_tensor(folder: Path, value: float) -> None:
+    tensor = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    tensor[3, 4] = value
+    edit_tensors(folder, model__layers__0__mlp__up_proj__weight=tensor)
+    text = refusal(folder)
+    assert "model.safetensors" in text
+    assert "model.layers.0.mlp.up_proj.weight" in text
+
+
+@pytest.mark.parametrize("keep", [0, 5, 400, 20_000])
+def test_a_truncated_file_is_refused(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "no whole safetensors file" in refusal(folder)
+
+
+def test_garbage_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+    assert "no whole safetensors file" in refusal(folder)
+
+
+def test_pickled_weights_are_refused_with_the_remedy(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "convert them to safetensors" in refusal(folder)
+
+
+def test_a_folder_without_weights_or_configuration_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "has no config.json" in refusal(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    assert "save_pretrained" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"model": 3}'])
+def test_broken_json_is_refused(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    refusal(folder)
+
+
+def write_index(folder: Path, files: dict[str, str]) -> None:
+    """Make the weight file the first of several; `files` names those in which certain tensors are said to be."""
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {name: files.get(name, "model-1.safetensors") for name in names}})
+    )
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", ".."])
+def test_an_index_cannot_point_elsewhere(folder: Path, name: str) -> None:
+    write_index(folder, {"model.norm.weight": name})
+    assert "no safetensors file beside it" in refusal(folder)
+
+
+def test_an_index_must_be_true(folder: Path) -> None:
+    write_index(folder, {"model.norm.weight": "model-2.safetensors"})
+    assert "model-2.safetensors is missing" in refusal(folder)
+    save_file({"other": torch.ones(1)}, folder / "model-2.safetensors")
+    assert "lacks tensor model.norm.weight" in refusal(folder)
+
+
+def test_sharded_weights_load(folder: Path, llama_folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    write_index(folder, {"model.norm.weight": "model-2.safetensors"})
+    save_file({"model.norm.weight": tensors.pop("model.norm.weight")}, folder / "model-2.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model-1.safetensors", metadata={"format": "pt"})
+    sharded, whole = (load_language_model(str(f), weights="fp32", device="cpu") for f in (folder, llama_folder))
+    logits = [m.forward(torch.tensor([3]), torch.tensor([0]), [Segment(m.new_cache(1), 0, 1)]) for m in (sharded, whole)]
+    assert torch.equal(*logits)
+
+
+def test_the_file_that_is_checked_is_the_one_that_is_loaded(folder: Path) -> None:
+    """Where model.safetensors lies beside an index, transformers loads the former."""
+    tensors = load_file(folder / "model.safetensors")
+    write_index(folder, {})
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight" in refusal(folder)
+
+
+def test_an_adapter_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    assert "merge it" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"model_type": "no-such-model"}, "cannot be loaded"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"vocab_size": 0}, "size"),
+        ({"eos_token_id": "one"}, "end"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_by_name(folder: Path, changes: dict[str, object], named: str) -> None:
+    (folder / "generation_config.json").unlink()
+    edit_json(folder / "config.json", **changes)
+    assert named in refusal(folder)
+
+
+def test_remote_code_is_neither_run_nor_asked_about(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    edit_json(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    assert "cannot be loaded" in refusal(folder)
+
+
+@pytest.mark.parametrize("source", ["", "/no/such/folder", "./no-such-folder", "a/b/c/d", "../x"])
+def test_what_is_neither_folder_nor_hub_id_is_refused(source: str) -> None:
+    with pytest.raises(CheckpointError):
+        find_folder(source)
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    assert "is a file" in refusal(folder / "config.json")
+
+
+def test_a_model_that_is_not_in_the_cache_is_refused_with_the_command_that_fetches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="hf download some-one/model --revision abc"):
+        find_folder("some-one/model@abc")
+
+
+def test_special_tokens_may_be_lists_and_generation_config_has_the_last_word(folder: Path) -> None:
+    edit_json(folder / "config.json", eos_token_id=[5, 6], bos_token_id=None)
+    edit_json(folder / "generation_config.json", eos_token_id=[1, 7], bos_token_id=None)
+    facts = read_tokenizer(folder)[1]
+    assert (facts.end, facts.begin) == ((1, 7), None)
+    (folder / "generation_config.json").unlink()
+    assert read_tokenizer(folder)[1].end == (5, 6)
+
+
+def test_the_chat_template_is_found_in_either_place(folder: Path) -> None:
+    assert read_tokenizer(folder)[1].template == ""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "tools", "template": "b"}, {"name": "default", "template": "a"}]}))
+    assert read_tokenizer(folder)[1].template == "a"
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert read_tokenizer(folder)[1].template == "{{ messages }}"

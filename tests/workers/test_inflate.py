@@ -1,0 +1,79 @@
+"""An inflated model is as large as asked for and computes the same function."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.attention import Segment
+from dovetail.workers.models.checkpoint import open_checkpoint
+from dovetail.workers.models.inflate import linear_bytes, plan_inflation, write_inflated
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from support.models import reference_logits, tiny_llama, tiny_qwen2, transformers_model
+
+TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+"""The sums gain exact zeros, which moves the places where a matrix product cuts them: fp32 rounding, logits are of size 10."""
+
+
+def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
+    return model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [Segment(model.new_cache(len(tokens)), 0, len(tokens))])
+
+
+def greedy(model: LanguageModel, tokens: list[int], count: int) -> list[int]:
+    log = list(tokens)
+    for _ in range(count):
+        log.append(int(logits_of(model, log)[-1].argmax()))
+    return log[len(tokens) :]
+
+
+@pytest.mark.parametrize("size_bytes", [500_000, 1_000_000, 5_000_000])
+def test_inflated_logits_are_those_of_the_original(llama_folder: Path, llama: LanguageModel, size_bytes: int) -> None:
+    inflated = load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes)
+    torch.testing.assert_close(logits_of(inflated, TOKENS), logits_of(llama, TOKENS), **TOLERANCE)
+    assert greedy(inflated, TOKENS, 20) == greedy(llama, TOKENS, 20)
+
+
+def test_biases_and_tied_embeddings_survive(tmp_path: Path) -> None:
+    tiny_qwen2(tmp_path)
+    inflated = load_language_model(str(tmp_path), weights="fp32", device="cpu", inflate_bytes=1_000_000)
+    torch.testing.assert_close(logits_of(inflated, TOKENS), reference_logits(tmp_path, TOKENS), **TOLERANCE)
+
+
+@pytest.mark.parametrize("size_bytes", [500_000, 1_000_000, 5_000_000, 20_000_000])
+def test_the_size_is_met_within_three_percent_by_layers_first_and_width_then(llama_folder: Path, size_bytes: int) -> None:
+    plan = plan_inflation(transformers_model(llama_folder), size_bytes)
+    assert abs(plan.linear_bytes / size_bytes - 1) < 0.03
+    assert 2 <= plan.layers <= 4
+    assert plan.units >= 96
+
+
+def test_the_folder_that_is_written_is_the_very_model_that_inflation_makes(llama_folder: Path, tmp_path: Path) -> None:
+    size_bytes = 1_000_000
+    write_inflated(str(llama_folder), size_bytes, tmp_path)
+    assert abs(linear_bytes(transformers_model(tmp_path)) / size_bytes - 1) < 0.03
+    written = load_language_model(str(tmp_path), weights="fp32", device="cpu")
+    inflated = load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes)
+    assert torch.equal(logits_of(written, TOKENS), logits_of(inflated, TOKENS))
+    torch.testing.assert_close(reference_logits(tmp_path, TOKENS), reference_logits(llama_folder, TOKENS), **TOLERANCE)
+    assert open_checkpoint(str(tmp_path)).vocabulary == open_checkpoint(str(llama_folder)).vocabulary
+
+
+def test_the_dead_weights_are_no_zeros(llama_folder: Path, tmp_path: Path) -> None:
+    write_inflated(str(llama_folder), 1_000_000, tmp_path)
+    for layer in transformers_model(tmp_path).model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+            assert 0.01 < float(linear.weight.detach().std()) < 1.0
+
+
+def test_the_digest_tells_inflations_apart(llama_folder: Path, llama: LanguageModel) -> None:
+    digests = {load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size).checkpoint_digest for size in (500_000, 600_000)}
+    assert len(digests | {llama.checkpoint_digest}) == 3
+
+
+def test_a_size_below_the_models_own_is_refused(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    with pytest.raises(CheckpointError, match="is below the"):
+        load_language_model(str(tmp_path), weights="fp32", device="cpu", inflate_bytes=1000)

@@ -1,0 +1,258 @@
+"""A real target worker behind a link: what it answers, what it counts, what it survives."""
+
+import select
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.protocol.codec import EVENT, encode
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.links import MemoryHub, memory_links
+from dovetail.protocol.messages import (
+    Close,
+    Closed,
+    Draft,
+    Drain,
+    Event,
+    Failed,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Probe,
+    Probed,
+    Verified,
+    Verify,
+    VerifyItem,
+    Welcome,
+)
+from dovetail.protocol.noise import session_key
+from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
+from dovetail.workers.loop import serve
+from dovetail.workers.target import TargetWorker, open_target_worker
+from support.models import VOCABULARY, reference_tokens
+
+EPOCH = 77
+PROMPT = (0, 3, 17, 9)
+KEY = session_key(0, 0, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def settings(llama_folder: Path) -> TargetSettings:
+    return TargetSettings(model=str(llama_folder))
+
+
+class Coordinator:
+    """The other end of the worker's link; keeps the first Hello."""
+
+    def __init__(self, worker: TargetWorker) -> None:
+        self.hub: MemoryHub = memory_links()
+        self.link = self.hub.connect()
+        self.worker = worker
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+        self.peer, frames = self._receive()
+        hello: Hello = EVENT.decode(frames)
+        self.hello = hello
+
+    def _serve(self) -> None:
+        try:
+            serve(self.link, self.worker)
+        except BaseException as error:
+            self.error = error
+
+    def _receive(self) -> tuple[bytes, list[bytes]]:
+        while (received := self.hub.receive()) is None:
+            assert select.select([self.hub.fileno()], [], [], 30.0)[0], self.error
+        return received
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.hub.send(self.peer, encode(message))
+
+    def next(self) -> Event:
+        event: Event = EVENT.decode(self._receive()[1])
+        return event
+
+    def ask(self, message: Message) -> Event:
+        self.send(message)
+        return self.next()
+
+    def probe(self) -> Probed:
+        answer = self.ask(Probe(epoch=EPOCH, sent_ns=5))
+        assert isinstance(answer, Probed)
+        return answer
+
+    def end(self) -> None:
+        self.hub.close()
+        self.thread.join(30.0)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def coordinator(settings: TargetSettings) -> Iterator[Coordinator]:
+    """A coordinator that has welcomed the worker."""
+    coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
+    coordinator.send(Welcome(epoch=EPOCH))
+    yield coordinator
+    coordinator.end()
+    assert coordinator.error is None
+
+
+def opening(session: int = 1, **changes: Any) -> Open:
+    fields = {"session": session, "key": KEY, "prompt": PROMPT, "capacity": 40, "vocabulary_size": VOCABULARY, "sampling": Sampling(), "tree": TreeSettings()}
+    return Open(**{"epoch": EPOCH, **fields, **changes})
+
+
+def verifying(*items: tuple[int, int, int], epoch: int = EPOCH) -> Verify:
+    return Verify(epoch=epoch, items=tuple(VerifyItem(session=s, round=r, prefix=p, tokens=(), parents=()) for s, r, p in items))
+
+
+def test_the_introduction_says_what_the_worker_is(coordinator: Coordinator, llama_folder: Path) -> None:
+    hello = coordinator.hello
+    assert (hello.roles, hello.name, hello.device, hello.threads) == (("target",), "target-0", "cpu", 1)
+    assert hello.tokenizer is not None
+    assert hello.tokenizer.data == (llama_folder / "tokenizer.json").read_bytes()
+    assert hello.vocabulary is not None
+    assert hello.vocabulary.size == VOCABULARY
+    assert hello.fingerprint is not None
+    assert "torch" in hello.fingerprint.kernels
+    assert "1t" in hello.fingerprint.kernels
+
+
+def test_a_session_is_opened_verified_and_closed(coordinator: Coordinator, llama_folder: Path) -> None:
+    opened = coordinator.ask(opening())
+    assert isinstance(opened, Opened)
+    assert [name for name, _, _ in opened.spans] == ["prefill"]
+    emitted = [opened.bonus]
+    for round in range(1, 5):
+        verified = coordinator.ask(verifying((1, round, len(PROMPT) + round)))
+        assert isinstance(verified, Verified)
+        assert [name for name, _, _ in verified.spans] == ["verify", "commit"]
+        assert verified.epoch == coordinator.hello.epoch
+        emitted.append(verified.items[0].bonus)
+    assert emitted == reference_tokens(llama_folder, PROMPT, 5, key=KEY, sampling=Sampling())
+    assert coordinator.probe().sessions == 1
+    assert isinstance(coordinator.ask(Close(epoch=EPOCH, session=1)), Closed)
+    assert isinstance(coordinator.ask(Close(epoch=EPOCH, session=99)), Closed)
+    assert coordinator.probe().sessions == 0
+
+
+def test_a_probe_is_answered_with_clocks_and_counts(coordinator: Coordinator) -> None:
+    before = coordinator.probe()
+    coordinator.ask(opening())
+    after = coordinator.probe()
+    assert (before.sent_ns, before.stale) == (5, 0)
+    assert before.rss_bytes > 1 << 20
+    assert before.busy_ns == 0 < after.busy_ns <= after.clock_ns - before.clock_ns
+
+
+def test_duplicates_are_dropped_and_counted(coordinator: Coordinator) -> None:
+    coordinator.ask(opening())
+    coordinator.send(opening())
+    first = coordinator.ask(verifying((1, 1, 5)))
+    coordinator.send(verifying((1, 1, 5)), verifying((1, 1, 6)))
+    assert coordinator.probe().stale == 3
+    second = coordinator.ask(verifying((1, 2, 6)))
+    assert isinstance(first, Verified)
+    assert isinstance(second, Verified)
+
+
+def test_a_wrong_prefix_an_early_round_and_an_unknown_session_fail_and_change_nothing(coordinator: Coordinator) -> None:
+    coordinator.ask(opening())
+    for item, code in (((1, 1, 6), "prefix"), ((1, 2, 5), "prefix"), ((8, 1, 5), "session")):
+        failed = coordinator.ask(verifying(item))
+        assert isinstance(failed, Failed)
+        assert (failed.session, failed.round, failed.code) == (item[0], item[1], code)
+    assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
+
+
+def test_a_bad_item_hurts_none_of_the_others(coordinator: Coordinator) -> None:
+    coordinator.ask(opening(1))
+    coordinator.ask(opening(2))
+    verified = coordinator.ask(verifying((1, 1, 5), (9, 1, 5), (2, 1, 5), (2, 1, 5)))
+    failed = coordinator.next()
+    assert isinstance(verified, Verified)
+    assert [item.session for item in verified.items] == [1, 2]
+    assert verified.items[0].bonus == verified.items[1].bonus
+    assert isinstance(failed, Failed)
+    assert failed.session == 9
+    assert coordinator.probe().stale == 1
+
+
+def test_commands_of_another_incarnation_are_dropped(coordinator: Coordinator) -> None:
+    coordinator.send(opening(epoch=EPOCH + 1), Drain(epoch=1))
+    probed = coordinator.probe()
+    assert (probed.stale, probed.sessions) == (2, 0)
+
+
+def test_answers_to_a_hello_that_come_again_are_dropped(coordinator: Coordinator) -> None:
+    coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="role", text="no"))
+    assert coordinator.probe().stale == 2
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"\xff" * 1000], [b"a", b"b"], [b"\x91" * 5000]])
+def test_hostile_bytes_do_not_hurt(coordinator: Coordinator, frames: list[bytes]) -> None:
+    coordinator.ask(opening())
+    coordinator.hub.send(coordinator.peer, frames)
+    assert coordinator.probe().stale == 1
+    assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
+
+
+def test_a_prompt_that_is_too_long_is_answered_in_one_line(coordinator: Coordinator) -> None:
+    failed = coordinator.ask(opening(prompt=(3,) * 500, capacity=600))
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round, failed.code) == (1, 0, "prompt_too_long")
+    assert "\n" not in failed.text
+
+
+def test_a_command_for_another_role_is_answered(coordinator: Coordinator) -> None:
+    failed = coordinator.ask(Draft(epoch=EPOCH, session=1, round=1, prefix=5, accepted=(), bonus=3, max_nodes=1, max_depth=1, max_width=1))
+    assert isinstance(failed, Failed)
+    assert failed.code == "role"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RuntimeError("boom"), "internal"), (MemoryError("no"), "memory"), (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory")],
+)
+def test_a_failure_inside_is_answered_and_the_worker_goes_on(
+    coordinator: Coordinator, error: Exception, code: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    coordinator.ask(opening())
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator.worker._model, "forward", fail)
+        failed = coordinator.ask(verifying((1, 1, 5)))
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round, failed.code) == (1, 1, code)
+    assert ("Traceback" in capfd.readouterr().err) == (code == "internal")
+    assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
+
+
+def test_drain_ends_it(settings: TargetSettings) -> None:
+    coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
+    coordinator.send(Welcome(epoch=EPOCH), Drain(epoch=EPOCH))
+    coordinator.thread.join(30.0)
+    assert not coordinator.thread.is_alive()
+    assert coordinator.error is None
+
+
+def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
+    coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
+    coordinator.send(Failed(epoch=EPOCH, code="vocabulary", text="id 3 is 'a' in the target and 'b' in the draft"))
+    coordinator.thread.join(30.0)
+    assert isinstance(coordinator.error, UserError)
+    assert "id 3 is 'a'" in str(coordinator.error)
+
+
+def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
+    coordinator.ask(opening())
+    coordinator.end()

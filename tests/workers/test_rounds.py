@@ -1,0 +1,30 @@
+"""The round rules."""
+
+import pytest
+
+from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.workers.rounds import check_round, find_session
+
+
+def test_the_next_round_of_the_same_length_passes() -> None:
+    check_round(1, last=3, round=4, length=10, prefix=10)
+
+
+@pytest.mark.parametrize("round_", [0, 2, 3])
+def test_a_round_that_is_done_is_stale_whatever_it_assumes(round_: int) -> None:
+    with pytest.raises(StaleError):
+        check_round(1, last=3, round=round_, length=10, prefix=99)
+
+
+@pytest.mark.parametrize(("round_", "prefix", "words"), [(5, 10, "round 5 was asked for after round 3"), (4, 11, "assumes 11 tokens, the log here has 10")])
+def test_a_round_too_many_or_another_length_is_refused(round_: int, prefix: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refusal:
+        check_round(1, last=3, round=round_, length=10, prefix=prefix)
+    assert refusal.value.code == "prefix"
+
+
+def test_a_session_is_found_or_refused() -> None:
+    assert find_session({4: "here"}, 4) == "here"
+    with pytest.raises(RequestError, match="session 5 is not open") as refusal:
+        find_session({4: "here"}, 5)
+    assert refusal.value.code == "session"
