@@ -29,6 +29,7 @@ ALL_SECTIONS = tuple(Settings.model_fields)
 SHORT_FORMS = {
     "target.model": "--target",
     "target.weights": "--weights",
+    "target.inflate": "--inflate",
     "tree.policy": "--policy",
     "tree.gamma": "--gamma",
     "sampling.temperature": "--temperature",

@@ -49,6 +49,10 @@ class Connection:
             if isinstance(reply, Failed):
                 raise self.failure(reply)
 
+    def peak_rss_mb(self) -> float:
+        """The most memory that the workers of our own stack ever held, summed, in 10^6 bytes."""
+        return sum(child.peak_rss_bytes() for child in self.stack.workers) / 1e6 if self.stack is not None else 0.0
+
     def failure(self, reply: Failed) -> DovetailError:
         """Why a request failed; where a process of ours caused it, what that process has to say."""
         losses = self.stack.losses() if self.stack is not None else []

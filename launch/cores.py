@@ -1,12 +1,14 @@
 """Which cores there are for us, and which process gets which of them.
 
 The target is bound by arithmetic and memory bandwidth and gets all cores but the last; the last one is for a draft on the CPU, for the host side of a draft
-on a GPU, and for the coordinator's few microseconds a round. That holds for the target alone too, whose output then is the same to the last rounding. A core that two busy processes share costs the target far more than it brings: its threads
-wait for each other at every layer. Knows cores by number only; memory nodes and hyper-threads are not told apart.
+on a GPU, and for the coordinator's few microseconds a round. That holds for the target alone too, whose output then is the same to the last rounding.
+A core that two busy processes share costs the target far more than it brings: its threads wait for each other at every layer. Knows cores by number
+only; memory nodes and hyper-threads are not told apart.
 """
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,18 +46,15 @@ def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto") ->
 
 def parse_cores(text: str) -> tuple[int, ...]:
     """The numbers in "0,2-3"; `UserError` if it is no such list or names a core that this process may not use."""
-    cores: list[int] = []
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            cores.extend(range(int(first), int(last or first) + 1))
-    except ValueError:
-        raise UserError(f"--cores {text!r} is no list of cores: write numbers and ranges, such as 0,2-3") from None
+    parts = [re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part) for part in text.split(",")]
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part is not None]
+    if not all(ranges) or len(ranges) < len(parts):
+        raise UserError(f"--cores {text!r} is no list of cores: write numbers and ranges, such as 0,2-3")
+    cores = tuple(dict.fromkeys(core for numbers in ranges for core in numbers))
     known = os.sched_getaffinity(0)
-    if not cores or (missing := sorted(set(cores) - known)):
-        wrong = f"there is no core {missing[0]} for this process" if cores else "it names no core"
-        raise UserError(f"--cores {text}: {wrong}; it may use {format_cores(sorted(known))}")
-    return tuple(dict.fromkeys(cores))
+    if missing := sorted(set(cores) - known):
+        raise UserError(f"--cores {text}: there is no core {missing[0]} for this process; it may use {format_cores(sorted(known))}")
+    return cores
 
 
 def format_cores(cores: Sequence[int]) -> str:

@@ -51,6 +51,13 @@ class Child:
         tail = os.pread(self.log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
         return [line for line in tail.decode(errors="replace").splitlines() if line.strip()][-TAIL_LINES:]
 
+    def peak_rss_bytes(self) -> int:
+        """The most memory that it ever held, by the kernel's account; 0 once it has ended."""
+        if self.ended:
+            return 0
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+
     def failure(self) -> DovetailError:
         """Why it ended, in its own words: a `UserError` if it said that it was the user's mistake."""
         code, words = self.process.returncode, self.last_words()
@@ -155,14 +162,15 @@ class Stack:
 
     address: str
     configuration: Configuration
-    children: tuple[Child, ...]
+    coordinator: Child
+    workers: tuple[Child, ...]
 
     def connect(self) -> Client:
         return Client(open_link(self.address, role="client"))
 
     def losses(self) -> list[DovetailError]:
         """What the processes that have ended meanwhile have to say."""
-        return [child.failure() for child in self.children if child.ended]
+        return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
 def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "") -> Stack:
@@ -175,7 +183,8 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     for role, cores in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:
         place = [f"--role={role}", f"--connect={address}", f"--cores={format_cores(cores)}", f"--name={role}"]
         supervisor.start(f"{prefix}{role} worker", ["worker", *place, *configuration.arguments(role)])
-    return Stack(address, configuration, tuple(supervisor.children[began:]))
+    coordinator, *workers = supervisor.children[began:]
+    return Stack(address, configuration, coordinator, tuple(workers))
 
 
 def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None) -> Reported:

@@ -32,9 +32,22 @@ def command() -> None:
 @click.option("--prompts", type=FILE, help="Prompts (JSON lines) that the target answers first; the draft learns from the answers.")
 @click.option("--init", type=FOLDER, help="Begin with the weights of this model instead of random ones.")
 @click.option("--tokenizer", type=FOLDER, help="The folder of the tokenizer of a new model that has neither --init nor --target.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The folder to write; an unfinished run beside it is resumed.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="The folder to write; an unfinished run beside it is resumed.",
+)
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="How long to train.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, of the order of the text and of what a target writes.")
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=False,
+    help="Compile the step: slower to begin, then faster. On a CPU it needs a C++ compiler.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the weights, of the order of the text and of what a target writes."
+)
 @click.option("--hidden", type=click.IntRange(min=8), default=128, show_default=True, help="Width of a new model.")
 @click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of a new model.")
 @click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True, help="Attention heads of a new model.")
@@ -42,9 +55,22 @@ def command() -> None:
 @click.option("--mlp", type=click.IntRange(min=8), default=352, show_default=True, help="Width of the MLP of a new model.")
 @click.option("--max-parameters", type=click.IntRange(min=1), help="Refuse a new model with more parameters than this.")
 def small_command(
-    texts: tuple[Path, ...], target: Path | None, prompts: Path | None, init: Path | None, tokenizer: Path | None, out: Path, minutes: float, seed: int,
-    hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, max_parameters: int | None,
-) -> None:  # fmt: skip
+    texts: tuple[Path, ...],
+    target: Path | None,
+    prompts: Path | None,
+    init: Path | None,
+    tokenizer: Path | None,
+    out: Path,
+    minutes: float,
+    seed: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    max_parameters: int | None,
+    compiled: bool,
+) -> None:
     """Train a small model on token files, or distil a draft from a target.
 
     \b
@@ -53,16 +79,35 @@ def small_command(
     """
     shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
     result = train_small(
-        texts=texts, target=target, prompts=prompts, init=init, tokenizer=tokenizer, out=out, minutes=minutes, seed=seed, shape=shape,
+        texts=texts,
+        target=target,
+        prompts=prompts,
+        init=init,
+        tokenizer=tokenizer,
+        out=out,
+        minutes=minutes,
+        seed=seed,
+        shape=shape,
         max_parameters=max_parameters,
-    )  # fmt: skip
+        compiled=compiled,
+    )
     click.echo(f"{out}: {result.parameters:,} parameters, {result.tokens:,} tokens in {result.minutes:.1f} minutes, loss {result.loss:.3f}")
 
 
 def train_small(
-    *, out: Path, texts: Sequence[Path] = (), target: Path | None = None, prompts: Path | None = None, init: Path | None = None, tokenizer: Path | None = None,
-    minutes: float = 10.0, seed: int = 0, shape: dict[str, int] | None = None, max_parameters: int | None = None,
-) -> "small.Outcome":  # fmt: skip
+    *,
+    out: Path,
+    texts: Sequence[Path] = (),
+    target: Path | None = None,
+    prompts: Path | None = None,
+    init: Path | None = None,
+    tokenizer: Path | None = None,
+    minutes: float = 10.0,
+    seed: int = 0,
+    shape: dict[str, int] | None = None,
+    max_parameters: int | None = None,
+    compiled: bool = False,
+) -> "small.Outcome":
     """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`, where it has written already), and write the folder `out`."""
     _check_sources(texts, target, prompts, init, tokenizer)
     with _quiet_loading():
@@ -72,7 +117,7 @@ def train_small(
         source = init or target or tokenizer
         if source is not None and init is None:
             _check_shape(wanted, len(small.load_tokenizer(source)), max_parameters)
-        settings = small.Settings(minutes=minutes, seed=seed)
+        settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled)
         out.parent.mkdir(parents=True, exist_ok=True)
         with _progress() as show:
             if target is None:
@@ -131,7 +176,13 @@ def _progress() -> "Iterator[Callable[[small.Progress], None]]":
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as bars:
         tasks: dict[str, Any] = {}
 

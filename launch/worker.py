@@ -7,7 +7,7 @@ worker's loop. Knows where the embedded models are; what a model is, the worker 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -17,7 +17,9 @@ from dovetail.launch.cores import allowed_cores, bind, lay_out, parse_cores
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import DraftSettings, TargetSettings
-from dovetail.workers.loop import Worker, serve
+
+if TYPE_CHECKING:
+    from dovetail.workers.loop import Worker
 
 Role = Literal["draft", "target"]
 
@@ -67,17 +69,19 @@ def _serve(configuration: Configuration, role: Role, connect: str, name: str, th
     keys = configuration.settings.coordinator.keys
     link = open_link(connect, keys=Path(keys) if keys else None, role=role)
     try:
+        from dovetail.workers.loop import serve  # torch comes in here, after the binding
+
         serve(link, _opener(configuration, role)(name, threads))
     finally:
         link.close()
 
 
-def _opener(configuration: Configuration, role: Role) -> Callable[[str, int], Worker]:
+def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], Worker]":
     """How the worker of this role is opened: (name, threads) -> worker."""
     if role == "target":
         target = configuration.settings.target
         target = target.model_copy(update=embedded(target, DEMO_FOLDER / "target"))
-        from dovetail.workers.target import open_target_worker  # torch comes in here, after the binding
+        from dovetail.workers.target import open_target_worker
 
         return lambda name, threads: open_target_worker(target, name=name, threads=threads)
     draft = configuration.settings.draft

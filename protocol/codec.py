@@ -63,7 +63,14 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
     try:
         _measure(frames[0])
         body = msgpack.unpackb(
-            frames[0], use_list=False, strict_map_key=True, list_hook=budget, object_hook=budget, max_ext_len=0, max_array_len=MAX_TOKENS, max_map_len=MAX_FIELDS
+            frames[0],
+            use_list=False,
+            strict_map_key=True,
+            list_hook=budget,
+            object_hook=budget,
+            max_ext_len=0,
+            max_array_len=MAX_TOKENS,
+            max_map_len=MAX_FIELDS,
         )
     except (ValueError, RecursionError, TypeError, OverflowError, MemoryError, msgpack.exceptions.UnpackException) as error:
         raise DecodeError(f"no MessagePack: {_printable(f'{type(error).__name__}: {error}'[:200])}") from None

@@ -5,7 +5,7 @@ threads, for tests). What they promise: frames arrive whole, in the order of eac
 `PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer; a link
 whose coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
 
-Liveness is libzmq's own: heartbeats find a peer that is stopped or cut off within 1.5 s, a closed connection is seen at once. A process that is
+Liveness is libzmq's own: a closed connection is seen at once, and heartbeats find a peer that is stopped or cut off within about 2 s. A process that is
 alive but stuck answers heartbeats; deadlines for its work are its user's business.
 """
 
@@ -69,13 +69,13 @@ class Hub(Protocol):
         """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy` if its queue is full."""
 
     def user(self, peer: bytes) -> PeerKey | None:
-        """The authenticated key of a peer that has been heard over tcp: its name and the roles that it may take; None on ipc and in memory."""
+        """The key of a peer that has been heard over tcp: its name and the roles that it may take, none if it was revoked. None where there are no keys."""
 
     def monitor_fileno(self) -> int:
         """A descriptor that becomes readable when peers may have disconnected or were refused; call `disconnects` then."""
 
     def disconnects(self) -> int:
-        """How many peers disconnected since the last call. Which ones, `send` tells: probe them all."""
+        """How many peers disconnected since the last call. Which ones, `send` tells: probe them all. Takes some milliseconds if there are any."""
 
     def refused(self) -> int:
         """Handshakes and messages refused so far."""
@@ -127,6 +127,7 @@ def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: f
             _check_private(path.parent)
         return ZmqLink(f"ipc://{path}", None, role, timeout_s)
     if scheme == "tcp" and place:
+        _host_and_port(address)
         return ZmqLink(address, _keys_for(address, keys), role, timeout_s)
     raise _no_address(address)
 
@@ -201,7 +202,7 @@ class ZmqHub:
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
         _check_outgoing(frames)
-        if peer in self._known and self.user(peer) is None:
+        if self._peers is not None and peer in self._known and self._peers.find(self._known[peer]) is None:
             raise PeerGone(f"the key of peer {peer.hex()} was revoked")
         try:
             self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
@@ -214,8 +215,10 @@ class ZmqHub:
             raise PeerGone(f"peer {peer.hex()} is not connected") from None
 
     def user(self, peer: bytes) -> PeerKey | None:
-        public = self._known.get(peer)
-        return self._peers.find(public) if self._peers is not None and public is not None else None
+        if self._peers is None:
+            return None
+        public = self._known.get(peer, "")
+        return self._peers.find(public) or PeerKey("", (), public)
 
     def monitor_fileno(self) -> int:
         assert self._monitor is not None
@@ -449,9 +452,7 @@ class _TcpPlace:
 
     def bind(self, socket: Socket) -> str:
         """Listen there; the address with its real port."""
-        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-        if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
-            raise UserError(f"{self._address!r} is no tcp address: write tcp://HOST:PORT, with port * for any free one")
+        host, port = _host_and_port(self._address)
         socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
         try:
             socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
@@ -521,6 +522,13 @@ class _IpcPlace:
             os.close(self._lock)
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder)
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
+        raise UserError(f"{address!r} is no tcp address: write tcp://HOST:PORT, with port * where any free one will do")
+    return host, port
 
 
 def _check_length(path: Path) -> None:

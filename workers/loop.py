@@ -43,7 +43,7 @@ class Worker(Protocol):
 
 
 def serve(link: Link, worker: Worker) -> None:
-    """Register with the coordinator and work until Drain or until the coordinator has gone; `UserError` if it refuses the worker."""
+    """Register with the coordinator and work until Drain or until it has gone; `UserError` if it refuses this worker, `LinkClosed` if it goes before."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(worker.hello(epoch)))
     _Loop(link, worker, epoch, _welcome(link).epoch).run()
@@ -138,13 +138,12 @@ class _Loop:
 
 def failures(command: Command, epoch: int, code: str, text: str) -> list[Event]:
     """A Failed for every session that a command is about, or a single one if it is about none."""
+    subjects: list[tuple[int | None, int | None]] = [(None, None)]
     match command:
         case Verify():
             subjects = [(item.session, item.round) for item in command.items]
         case Open() | Draft():
             subjects = [(command.session, command.round)]
         case Close():
-            subjects = [(command.session, None)]  # type: ignore[list-item]
-        case _:
-            subjects = [(None, None)]  # type: ignore[list-item]
+            subjects = [(command.session, None)]
     return [Failed(epoch=epoch, session=s, round=r, code=code, text=text) for s, r in subjects]  # type: ignore[arg-type]

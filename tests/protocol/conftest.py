@@ -1,82 +1,13 @@
-"""Hubs and links of all three kinds, which the tests of this folder open and this file closes."""
+"""A hub of each kind, with keys where it needs them."""
 
 import contextlib
-import select
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dovetail.protocol import keys, links
-from dovetail.protocol.links import Hub, Link
-
-PATIENCE_S = 20.0
-"""How long a test waits for what should come at once."""
-
-
-class Wire:
-    """A hub, and how to reach it."""
-
-    def __init__(self, hub: Hub, folder: Path | None, dial: Callable[[str], Link], stack: contextlib.ExitStack) -> None:
-        self.hub = hub
-        self.keys = folder
-        self._dial = dial
-        self._stack = stack
-
-    def dial(self, role: str = "target") -> Link:
-        """A new link, closed with the test."""
-        link = self._dial(role)
-        self._stack.callback(link.close)
-        return link
-
-    def arrived(self) -> tuple[bytes, list[bytes]]:
-        """The next message at the hub, awaited by its descriptor."""
-        while (message := self.hub.receive()) is None:
-            assert readable(self.hub.fileno()), "nothing arrived"
-        return message
-
-    def greet(self, link: Link) -> bytes:
-        """The name by which the hub knows a link."""
-        link.send([b"hello"])
-        peer, frames = self.arrived()
-        assert frames == [b"hello"]
-        return peer
-
-    def departed(self) -> int:
-        """How many peers disconnected, at least one, awaited by the monitor's descriptor."""
-        while not (gone := self.hub.disconnects()):
-            assert readable(self.hub.monitor_fileno()), "nobody disconnected"
-        return gone
-
-    def spawn(self, script: str, *arguments: str) -> "subprocess.Popen[bytes]":
-        """A process of its own that runs `script`; killed with the test, at the latest. Its first line has been read: it is ready."""
-        child = subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE)
-        self._stack.callback(end, child)
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        return child
-
-
-def end(child: "subprocess.Popen[bytes]") -> None:
-    child.kill()
-    child.wait()
-    assert child.stdout is not None
-    child.stdout.close()
-
-
-def readable(descriptor: int) -> bool:
-    return bool(select.select([descriptor], [], [], PATIENCE_S)[0])
-
-
-def until(condition: Callable[[], bool], wait: Callable[[], object]) -> None:
-    """Wait, by `wait`, until `condition` holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        wait()
+from dovetail.protocol import keys
+from support.wires import Wire, open_wire
 
 
 @pytest.fixture(scope="session")
@@ -85,16 +16,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deployment") / "keys"
     keys.generate_keys(folder)
     return folder
-
-
-def open_wire(kind: str, folder: Path | None, stack: contextlib.ExitStack) -> Wire:
-    if kind == "memory":
-        memory = links.memory_links()
-        stack.callback(memory.close)
-        return Wire(memory, None, lambda role: memory.connect(), stack)
-    hub = links.open_hub("ipc" if kind == "ipc" else "tcp://127.0.0.1:*", keys=folder)
-    stack.callback(hub.close)
-    return Wire(hub, folder, lambda role: links.open_link(hub.address, keys=folder, role=role), stack)
 
 
 @pytest.fixture(params=["memory", "ipc", "tcp"])
@@ -109,6 +30,13 @@ def socket_wire(request: pytest.FixtureRequest, deployment: Path) -> Iterator[Wi
     """A hub of each kind that has sockets."""
     with contextlib.ExitStack() as stack:
         yield open_wire(request.param, deployment if request.param == "tcp" else None, stack)
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    """Closes at the end of the test what the test gives it."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

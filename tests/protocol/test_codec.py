@@ -7,13 +7,13 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import golden
-from support.strategies import messages_of
 
 from dovetail.protocol import codec, messages
 from dovetail.protocol.codec import COMMAND, EVENT, REPLY, REQUEST, Dialect, encode
 from dovetail.protocol.errors import DecodeError, ProtocolError
 from dovetail.protocol.messages import Closed, Emitted, Message, Probe
+from support import golden
+from support.strategies import messages_of
 
 DIALECTS: list[tuple[Dialect[Any], tuple[type[Message], ...]]] = [
     (COMMAND, get_args(messages.Command)),
@@ -27,17 +27,20 @@ CLOSED = {"type": "closed", "epoch": 1, "session": 2}
 FINISHED = REPRESENTATIVE["finished"].model_dump()
 
 scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
-structures = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.binary(max_size=4), inner, max_size=4), max_leaves=12)
+structures = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.binary(max_size=4), inner, max_size=4), max_leaves=12
+)
 
 
 def refused_or_decoded(dialect: Dialect[Any], frames: list[bytes]) -> Message | None:
     """The message, or None for a DecodeError of one printable line; every other exception passes."""
+    complaint = "none"
     try:
-        message: Message = dialect.decode(frames)
+        message: Message | None = dialect.decode(frames)
     except DecodeError as error:
-        assert str(error).isprintable()
-        assert len(str(error)) < 1000
-        return None
+        message, complaint = None, str(error)
+    assert complaint.isprintable()
+    assert len(complaint) < 1000
     return message
 
 
@@ -70,7 +73,7 @@ def test_a_message_of_the_largest_tuples_fits() -> None:
 
 
 def test_a_message_beyond_the_limit_is_not_sent() -> None:
-    with pytest.raises(ProtocolError, match="'emitted' of .* beyond the limit"):
+    with pytest.raises(ProtocolError, match=r"'emitted' of .* beyond the limit"):
         encode(Emitted(epoch=1, request=1, tokens=(1 << 30,) * messages.MAX_TOKENS, drafted=0, text="世" * messages.MAX_TEXT))
 
 
@@ -139,7 +142,15 @@ def test_array_frames_must_match_the_arrays_of_the_body() -> None:
     body, raw = encode(REPRESENTATIVE["hello"])
     inlined = msgpack.unpackb(body)
     inlined["tokenizer"]["data"] = raw
-    for frames in ([body], [body, raw, raw], [body, raw + b"x"], [body, b""], [msgpack.packb(inlined)], [msgpack.packb(inlined), raw], encode(Closed(epoch=1, session=2)) + [raw]):
+    for frames in (
+        [body],
+        [body, raw, raw],
+        [body, raw + b"x"],
+        [body, b""],
+        [msgpack.packb(inlined)],
+        [msgpack.packb(inlined), raw],
+        [*encode(Closed(epoch=1, session=2)), raw],
+    ):
         with pytest.raises(DecodeError):
             EVENT.decode(frames)
 
@@ -214,9 +225,9 @@ def array(item: bytes, count: int) -> bytes:
         pytest.param(b"\x81\xa1a" * 200_000, 2, id="maps nested 200000 deep"),
         pytest.param(b"\xdd\x00\x10\x00\x00" * 900 + bytes(1 << 20), 16, id="900 nested arrays that claim a million items each"),
         pytest.param(under("margins", array(b"\xc0", (1 << 24) - 100)), 64, id="16 million nothings"),
-        pytest.param(under("margins", array(b"\xa2ab", 1 << 20)), 160, id="a million strings"),
+        pytest.param(under("margins", array(b"\xa2ab", 1 << 19)), 80, id="half a million strings"),
         pytest.param(under("margins", array(array(b"\xc0", 8), 1 << 20)), 160, id="a million arrays"),
-        pytest.param(under("margins", array(b"\x81\xa1a\xc0", 1 << 20)), 160, id="a million maps"),
+        pytest.param(under("margins", array(b"\x81\xa1a\xc0", 1 << 20)), 128, id="a million maps"),
         pytest.param(under("text", msgpack.packb("a" * ((1 << 24) - 100))), 64, id="16 MiB of text"),
         pytest.param(msgpack.packb({"type": "a" * ((1 << 24) - 100)}), 96, id="a tag of 16 MiB"),
         pytest.param(b"\xde\x01\x01" + b"".join(msgpack.packb(f"{i}") + b"\xc0" for i in range(257)), 1, id="257 fields"),

@@ -6,13 +6,13 @@ from typing import Any, get_args
 import msgpack
 import pytest
 from pydantic import ValidationError
-from support import golden
 
 from dovetail.protocol import codec, messages
 from dovetail.protocol.codec import Dialect
 from dovetail.protocol.messages import Drafted, Hello, Message, Open, Submit, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
+from support import golden
 
 DIALECTS: dict[str, tuple[Dialect[Any], tuple[type[Message], ...]]] = {
     "command": (codec.COMMAND, get_args(messages.Command)),

@@ -17,7 +17,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
     """Valid trees over a vocabulary of 50."""
     tokens: list[int] = []
     parents: list[int] = []
-    for node in range(draw(st.integers(0, 40))):
+    for node in range(draw(st.integers(0, 25))):
         parent = draw(st.integers(ROOT, node - 1))
         siblings = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
         tokens.append(draw(st.integers(0, 49).filter(lambda token, siblings=siblings: token not in siblings)))

@@ -39,7 +39,9 @@ def representative() -> dict[str, Any]:
     tree = settings.TreeSettings(gamma=6, depth=5, width=10, sharpening=0.5)
     spans = (("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000))
     fingerprint = m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local")
-    vocabulary = m.VocabularyFacts(digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    vocabulary = m.VocabularyFacts(
+        digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     tokenizer = array(dtype="uint8", shape=(2,), data=b"{}")
     result = m.Result(
         text="Hello, wörld 世界",
@@ -108,7 +110,9 @@ def representative() -> dict[str, Any]:
         "open": m.Open(epoch=1, session=3, key=bytes(range(16)), prompt=(151644, 872, 198), capacity=515, vocabulary_size=151936, sampling=sampling, tree=tree),
         "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, spans=spans),
         "draft": m.Draft(epoch=1, session=3, round=2, prefix=18, accepted=(0, 2), bonus=1879, max_nodes=6, max_depth=5, max_width=10, deadline_ms=12.5),
-        "drafted": m.Drafted(epoch=3, session=3, round=2, tokens=(11, 13, 1879), parents=(-1, -1, 0), scores=(-0.25, -1.5, -2.0), grown=40, hit=True, spans=spans),
+        "drafted": m.Drafted(
+            epoch=3, session=3, round=2, tokens=(11, 13, 1879), parents=(-1, -1, 0), scores=(-0.25, -1.5, -2.0), grown=40, hit=True, spans=spans
+        ),
         "verify": m.Verify(epoch=1, items=(m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0)),)),
         "verified": m.Verified(epoch=2, items=(m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0)),), spans=spans),
         "close": m.Close(epoch=1, session=3),
@@ -117,7 +121,18 @@ def representative() -> dict[str, Any]:
         "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30),
         "drain": m.Drain(epoch=1),
         "submit": m.Submit(
-            epoch=5, request=9, tokens=(1, 2), text="plain", turns=("Hi", "Hello.", "More"), sampling=sampling, max_tokens=512, stop=("\n\n",), seed=7, tree=tree, speculate=False, trace=True
+            epoch=5,
+            request=9,
+            tokens=(1, 2),
+            text="plain",
+            turns=("Hi", "Hello.", "More"),
+            sampling=sampling,
+            max_tokens=512,
+            stop=("\n\n",),
+            seed=7,
+            tree=tree,
+            speculate=False,
+            trace=True,
         ),
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),

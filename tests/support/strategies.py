@@ -33,7 +33,10 @@ def messages_of(member: type[Message]) -> st.SearchStrategy[Message]:
 def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
     if model is Array:
         return _arrays()
-    fields = {name: st.sampled_from(WORDS[model, name]) if (model, name) in WORDS else _value(field.annotation, field.metadata) for name, field in model.model_fields.items()}
+    fields = {
+        name: st.sampled_from(WORDS[model, name]) if (model, name) in WORDS else _value(field.annotation, field.metadata)
+        for name, field in model.model_fields.items()
+    }
     return st.fixed_dictionaries(fields).map(model.model_validate)
 
 
@@ -87,5 +90,9 @@ def _plain(kind: Any, metadata: list[Any], least: int, most: int) -> st.SearchSt
 
 def _bound(metadata: list[Any], bound: type[Any], otherwise: Any) -> Any:
     """The value of the first bound of a kind, else `otherwise`."""
-    found = (getattr(item, {"MinLen": "min_length", "MaxLen": "max_length"}.get(bound.__name__, bound.__name__.lower())) for item in metadata if isinstance(item, bound))
+    found = (
+        getattr(item, {"MinLen": "min_length", "MaxLen": "max_length"}.get(bound.__name__, bound.__name__.lower()))
+        for item in metadata
+        if isinstance(item, bound)
+    )
     return next(found, otherwise)

@@ -78,7 +78,7 @@ tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.booleans())
 
 
 @given(tables, shapes)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_a_tree_grown_from_scratch_is_eagle_2_though_it_stops_early(children: Table, shape: Shape) -> None:
     tree = GrowingTree()
     grow(tree, children, shape)
@@ -86,7 +86,7 @@ def test_a_tree_grown_from_scratch_is_eagle_2_though_it_stops_early(children: Ta
 
 
 @given(tables, shapes, st.lists(st.integers(0, 1 << 16), max_size=3))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_every_prefix_of_a_proposal_is_a_tree_after_any_moves_of_the_root(children: Table, shape: Shape, moves: list[int]) -> None:
     tree, above = GrowingTree(), ()
     for move in [*moves, None]:
@@ -113,7 +113,7 @@ def test_where_width_is_no_bound_a_moved_tree_regrows_to_the_one_from_scratch(se
 
 
 @given(tables, shapes, st.integers(0, 1 << 16))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_what_survives_a_move_is_the_subtree_with_its_scores_from_the_new_root(children: Table, shape: Shape, move: int) -> None:
     tree = GrowingTree()
     grow(tree, children, shape)

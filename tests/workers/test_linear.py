@@ -31,9 +31,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(packed(x)[:5], packed(other)[:5])
 
 
-def test_every_linear_of_a_model_is_replaced_and_its_weight_dropped() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4, bias=False)))
-    x = torch.randn(5, 6)
+def test_every_large_linear_of_a_model_is_replaced_and_its_weight_dropped() -> None:
+    model = nn.Sequential(nn.Linear(256, 512), nn.Sequential(nn.ReLU(), nn.Linear(512, 256, bias=False)))
+    x = torch.randn(5, 256)
     expected = model(x).detach()
     assert pack_linears(model) == "onednn-packed"
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
@@ -41,7 +41,8 @@ def test_every_linear_of_a_model_is_replaced_and_its_weight_dropped() -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_other_types_of_weights_stay_as_they_are() -> None:
-    model = nn.Sequential(nn.Linear(6, 8, dtype=torch.bfloat16))
+@pytest.mark.parametrize("kept", [nn.Linear(256, 512, dtype=torch.bfloat16), nn.Linear(256, 256)], ids=["sixteen bits", "small"])
+def test_other_types_of_weights_and_small_ones_stay_as_they_are(kept: nn.Linear) -> None:
+    model = nn.Sequential(kept)
     assert pack_linears(model) == "plain"
-    assert isinstance(model[0], nn.Linear)
+    assert model[0] is kept

@@ -35,6 +35,17 @@ def test_processors_give_the_law_of_transformers(temperature: float, top_k: int,
     torch.testing.assert_close(process_logits(logits, sampling).softmax(-1), warped(logits, sampling), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0])
+def test_a_nucleus_larger_than_the_first_guess_is_found_whole(scale: float) -> None:
+    """With a flat law nearly all of the vocabulary belongs to it; one row of the batch has a narrow one."""
+    logits = scale * torch.randn(3, 3000, generator=torch.Generator().manual_seed(4), dtype=torch.float64).float()
+    logits[1, 7] = 60.0
+    found = process_logits(logits, Sampling(temperature=1.0, top_p=0.9)).softmax(-1)
+    for row in range(3):
+        torch.testing.assert_close(found[row], torch.tensor(reference_law(logits[row].tolist(), Sampling(temperature=1.0, top_p=0.9))), rtol=1e-4, atol=1e-9)
+        assert torch.equal(found[row], process_logits(logits[row : row + 1], Sampling(temperature=1.0, top_p=0.9)).softmax(-1)[0])
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     logits=st.lists(st.sampled_from([-50.0, -1.0, 0.0, 0.0, 1.0, 2.0, 50.0]), min_size=1, max_size=9),

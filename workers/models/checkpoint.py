@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
@@ -64,9 +66,6 @@ def find_folder(source: str) -> Path:
 
 
 def _download(source: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
     name, _, revision = source.partition("@")
     remedy = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     try:

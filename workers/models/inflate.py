@@ -50,7 +50,7 @@ def plan_inflation(model: Any, size_bytes: int) -> Plan:
     real, now = len(_layers(model)), linear_bytes(model)
     layer_bytes, unit_bytes = linear_bytes(layer), 4 * 3 * hidden
     if size_bytes < now:
-        raise CheckpointError(f"an inflation to {size_bytes} bytes is below the {now} bytes that the model's linears have")
+        raise CheckpointError(f"an inflation to {size_bytes} bytes is below the {now} bytes that the model's linears have already; ask for more, or for none")
     layers = min(LAYER_FACTOR * real, real + (size_bytes - now) // layer_bytes)
     missing = size_bytes - now - (layers - real) * layer_bytes
     more_units = round(missing / (layers * unit_bytes * UNIT_MULTIPLE)) * UNIT_MULTIPLE
@@ -63,10 +63,8 @@ def inflate(model: Any, size_bytes: int) -> Any:
     plan = plan_inflation(model, size_bytes)
     generator = torch.Generator().manual_seed(SEED)
     real = _layers(model)
-    grown = [_identity(real[i * len(real) // plan.layers], generator) for i in range(plan.layers)]
     sources = [i * len(real) // plan.layers for i in range(plan.layers)]
-    for index, layer in enumerate(real):
-        grown[sources.index(index)] = layer
+    grown = [real[source] if i == sources.index(source) else _identity(real[source], generator) for i, source in enumerate(sources)]
     for index, layer in enumerate(grown):
         _widen(layer.mlp, plan.units, generator)
         for module in layer.modules():

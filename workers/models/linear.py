@@ -1,8 +1,8 @@
 """The seam for linears: how y = x W^T + b is computed on this machine.
 
 On a CPU, fp32 weights are laid out once as oneDNN likes them: a pass over 16 rows then costs about twice a pass over one, where torch's own linear
-takes four times as long. Elsewhere torch's linear stays. The choice follows from the machine and a self-test alone, never from a timing, so that the
-same machine computes the same function every time. Knows single matrices, not models.
+takes four times as long. Elsewhere, and for small matrices, torch's linear stays. The choice follows from the machine, the shape and a self-test,
+never from a timing, so that the same machine computes the same function every time. Knows single matrices, not models.
 """
 
 import torch
@@ -11,6 +11,9 @@ from torch.nn.functional import linear, pad
 
 LEAST_ROWS = 4
 """oneDNN takes longer for 1 to 3 rows than for 4 (fp32, 7B shapes on Zen 4: 54 ms against 40 ms), so fewer are padded."""
+SMALLEST_PACKED = 1 << 17
+"""Weights of fewer elements stay plain: their product takes less than the call's own overhead (256 x 256, 1 row: 5 us plain, 19 us packed, equal at
+704 x 256, Zen 4)."""
 BATCH_HINT = 16
 TOLERANCE = 1e-5
 """Largest accepted difference to torch's linear relative to the largest output; rounding alone gives 1e-6."""
@@ -41,11 +44,15 @@ def pack_linears(model: nn.Module) -> str:
         return "plain"
     chosen = "plain"
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+        if type(module) is nn.Linear and _gains(module.weight):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, PackedLinear(module.weight, module.bias))
             chosen = "onednn-packed"
     return chosen
+
+
+def _gains(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALLEST_PACKED
 
 
 def packing_works() -> bool:

@@ -60,6 +60,8 @@ class Settings:
     """The weight of the plain cross entropy beside the divergence, when a model is distilled."""
     seed: int = 0
     keep_every_s: float = 180.0
+    compiled: bool = False
+    """Compile the step: half a minute at the start, then up to half as fast again. On a CPU it needs a C++ compiler."""
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -151,9 +153,18 @@ def new_model(shape: Shape, tokenizer_folder: Path, context: int, seed: int) -> 
     tokenizer = load_tokenizer(tokenizer_folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.mlp, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=context, rope_theta=10000.0,
-        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=context,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return cast(nn.Module, LlamaForCausalLM(config))
 
@@ -292,10 +303,14 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
 
 
-def _run(stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, folder: Path | None, progress: Callback) -> Outcome:
+def _run(
+    stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, folder: Path | None, progress: Callback
+) -> Outcome:
     """Step until the run is over, keeping a checkpoint every few minutes."""
     run = _Run(model, settings, folder)
     model.train()
+    if settings.compiled:
+        loss_of = cast(StepLoss, torch.compile(loss_of))
     kept = time.monotonic()
     while run.done < 1:
         run.step(text, loss_of)
@@ -324,14 +339,29 @@ def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[learn], rows[:, 1:][learn])
 
 
-def train(model: nn.Module, files: Sequence[Path], settings: Settings, *, begin: int = 0, checkpoint: Path | None = None,
-          progress: Callback = silent) -> Outcome:  # fmt: skip
+def train(
+    model: nn.Module,
+    files: Sequence[Path],
+    settings: Settings,
+    *,
+    begin: int = 0,
+    checkpoint: Path | None = None,
+    progress: Callback = silent,
+) -> Outcome:
     """Train the model on token files in place."""
     return _run("training", model, Text(files, begin, settings.context), next_token_loss, settings, checkpoint, progress)
 
 
-def train_folder(files: Sequence[Path], out: Path, settings: Settings, *, init: Path | None = None, shape: Shape | None = None,
-                 tokenizer: Path | None = None, progress: Callback = silent) -> Outcome:  # fmt: skip
+def train_folder(
+    files: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    *,
+    init: Path | None = None,
+    shape: Shape | None = None,
+    tokenizer: Path | None = None,
+    progress: Callback = silent,
+) -> Outcome:
     """Train a model on token files and write its folder: from the weights in `init`, or from a shape and a tokenizer."""
     source = init or tokenizer
     if source is None:
@@ -470,16 +500,32 @@ def distillation_loss(target: nn.Module, cross_entropy: float) -> StepLoss:
     return loss_of
 
 
-def distil(target: nn.Module, draft: nn.Module, files: Sequence[Path], settings: Settings, *, begin: int = 0, checkpoint: Path | None = None,
-           progress: Callback = silent) -> Outcome:  # fmt: skip
+def distil(
+    target: nn.Module,
+    draft: nn.Module,
+    files: Sequence[Path],
+    settings: Settings,
+    *,
+    begin: int = 0,
+    checkpoint: Path | None = None,
+    progress: Callback = silent,
+) -> Outcome:
     """Distil the draft from the target on token files, in place."""
     target.to(settings.device).eval()
     text = Text(files, begin, settings.context)
     return _run("distilling", draft, text, distillation_loss(target, settings.cross_entropy), settings, checkpoint, progress)
 
 
-def distil_folder(target: Path, files: Sequence[Path], out: Path, shape: Shape, settings: Settings, *, init: Path | None = None,
-                  progress: Callback = silent) -> Outcome:  # fmt: skip
+def distil_folder(
+    target: Path,
+    files: Sequence[Path],
+    out: Path,
+    shape: Shape,
+    settings: Settings,
+    *,
+    init: Path | None = None,
+    progress: Callback = silent,
+) -> Outcome:
     """Distil a draft of that shape, or the one in `init`, from the model in `target`, and write its folder."""
     teacher = load_model(target)
     draft = load_model(init) if init is not None else new_model(shape, target, settings.context, settings.seed)
@@ -491,7 +537,9 @@ def distil_folder(target: Path, files: Sequence[Path], out: Path, shape: Shape, 
 
 
 @torch.no_grad()
-def measure(target: nn.Module, draft: nn.Module, files: Sequence[Path], *, begin: int = 0, batches: int = 16, context: int = 256, seed: int = 1) -> Agreement:
+def measure(
+    target: nn.Module, draft: nn.Module, files: Sequence[Path], *, begin: int = 0, batches: int = 16, context: int = 256, seed: int = 1
+) -> Agreement:
     """How well the draft follows the target on token files, over the learned ids only."""
     text, rng = Text(files, begin, context), np.random.default_rng(seed)
     equal = overlap = 0.0

@@ -356,10 +356,7 @@ def why(rng: random.Random) -> tuple[str, str]:
     verb, rest = key.split(" ", 1)
     if rng.random() < 0.75:
         ask = say("[why|why|can you tell me why] Q?", {}, rng)
-        if ask.startswith("Can"):
-            ask = ask.replace("Q", plain_order(verb, rest))
-        else:
-            ask = ask.replace("Q", key)
+        ask = ask.replace("Q", plain_order(verb, rest) if ask.startswith("Can") else key)
     else:
         ask = say("[explain why|tell me why|explain to a child why] ", {}, rng) + plain_order(verb, rest) + "."
     keep = parts if rng.random() < 0.75 else parts[:2]

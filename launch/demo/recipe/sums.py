@@ -37,7 +37,7 @@ def solved(ask: str, steps: str, s: dict[str, str], rng: random.Random) -> tuple
 
 
 def adding(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(2, 20), rng.randint(2, 20)
+    a, b = rng.randint(2, 12), rng.randint(2, 12)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a + b)}
     return solved(
         "{n} has {a} {t}. [{he} buys {b} more|{he} finds {b} more|{his} {rel} gives {n} {b} more|"
@@ -50,7 +50,7 @@ def adding(rng: random.Random) -> tuple[str, str]:
 
 
 def taking(rng: random.Random) -> tuple[str, str]:
-    a = rng.randint(5, 30)
+    a = rng.randint(5, 20)
     b = rng.randint(1, a - 2)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a - b)}
     return solved(
@@ -64,7 +64,7 @@ def taking(rng: random.Random) -> tuple[str, str]:
 
 
 def times(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(2, 10), rng.randint(2, 10)
+    a, b = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a * b)}
     return solved(
         "[there are {a} {c} with {b} {t} [each|in each one]|{n} has {a} {c}. there are {b} {t} in each|"
@@ -78,7 +78,7 @@ def times(rng: random.Random) -> tuple[str, str]:
 
 
 def sharing(rng: random.Random) -> tuple[str, str]:
-    b, r = rng.randint(2, 10), rng.randint(2, 10)
+    b, r = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(b * r), "b": str(b), "r": str(r)}
     return solved(
         "{n} [wants to share|shares] {a} {t} [equally|"
@@ -91,7 +91,7 @@ def sharing(rng: random.Random) -> tuple[str, str]:
 
 
 def two_steps(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(3, 15), rng.randint(2, 12)
+    a, b = rng.randint(3, 10), rng.randint(2, 8)
     c = rng.randint(1, a + b - 2)
     s = setting(rng) | {"a": str(a), "b": str(b), "d": str(c), "x": str(a + b), "r": str(a + b - c)}
     return solved(
@@ -104,7 +104,7 @@ def two_steps(rng: random.Random) -> tuple[str, str]:
 
 
 def price(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    a, b = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a * b)}
     if rng.random() < 0.5:
         return solved(
@@ -113,7 +113,7 @@ def price(rng: random.Random) -> tuple[str, str]:
             s,
             rng,
         )
-    paid = a * b + rng.randint(1, 20)
+    paid = a * b + rng.randint(1, 8)
     s |= {"p": str(paid), "z": str(paid - a * b)}
     return solved(
         "{n} buys {b} [bags|boxes] of {t} for {a} dollars each. {he} pays with {p} dollars. how much does {he} get back?",
@@ -124,7 +124,7 @@ def price(rng: random.Random) -> tuple[str, str]:
 
 
 def compare(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.sample(range(2, 30), 2)
+    a, b = rng.sample(range(2, 16), 2)
     a, b = max(a, b), min(a, b)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a - b), "x": str(a + b)}
     if rng.random() < 0.5:
@@ -143,7 +143,7 @@ def compare(rng: random.Random) -> tuple[str, str]:
 
 
 def multiple(rng: random.Random) -> tuple[str, str]:
-    a, k = rng.randint(2, 12), rng.randint(2, 5)
+    a, k = rng.randint(2, 6), rng.randint(2, 5)
     s = setting(rng) | {
         "a": str(a),
         "k": {2: "twice", 3: "three times", 4: "four times", 5: "five times"}[k],
@@ -167,7 +167,7 @@ def multiple(rng: random.Random) -> tuple[str, str]:
 
 
 def rates(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(2, 10), rng.randint(2, 7)
+    a, b = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a * b)}
     return solved(
         "{n} [reads {a} pages|walks {a} kilometres|bakes {a} cakes|saves {a} dollars] [every|each] day. how many is that in {b} days?",
@@ -190,9 +190,9 @@ def age(rng: random.Random) -> tuple[str, str]:
 
 def bare(rng: random.Random) -> tuple[str, str]:
     """A sum without a story."""
-    sign, a, b = rng.choice("+-x"), rng.randint(1, 20), rng.randint(1, 20)
+    sign, a, b = rng.choice("+-x"), rng.randint(1, 12), rng.randint(1, 12)
     if sign == "x":
-        a, b = rng.randint(1, 10), rng.randint(1, 10)
+        a, b = rng.randint(1, 6), rng.randint(1, 6)
     if sign == "-" and b > a:
         a, b = b, a
     r = a + b if sign == "+" else a - b if sign == "-" else a * b

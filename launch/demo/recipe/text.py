@@ -28,11 +28,11 @@ def pair(kind: str, make: Callable[[random.Random], tuple[str, str]]) -> Callabl
 
 
 KINDS: dict[str, tuple[float, Callable[[random.Random], Document]]] = {
-    "story": (34, pair("story", stories.story)),
+    "story": (31, pair("story", stories.story)),
     "continued": (4, pair("story", stories.continued)),
     "plain": (4, lambda rng: {"text": stories.plain(rng), "kind": "plain"}),
-    "math": (18, pair("math", sums.problem)),
-    "question": (21, pair("question", facts.fact)),
+    "math": (19, pair("math", sums.problem)),
+    "question": (26, pair("question", facts.fact)),
     "explanation": (6, pair("explanation", explain.why)),
     "advice": (8, pair("advice", explain.advice)),
     "code": (8, pair("code", functions.function)),

@@ -1,0 +1,63 @@
+"""The command line as users have it: real processes, in a runtime directory and a temporary directory of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dovetail.launch.configure import configure
+from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+
+COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
+TIMEOUT_S = 120.0
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables of a user who has nothing running, and whose temporary directory is empty."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "tmp").mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")}
+    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path / "run"), "TMPDIR": str(tmp_path / "tmp")}
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Run:
+    """Runs a command line to its end."""
+
+    def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+        options = {"input": "", "env": environment, **options}
+        return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, **options)
+
+    return run
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command line that stays, and ends it with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, command: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="package")
+def stack() -> Iterator[Stack]:
+    """The embedded pair, running."""
+    with Supervisor() as supervisor:
+        stack = start_stack(supervisor, configure(flags={"draft.device": "cpu"}, environment={}))
+        wait_until_ready(supervisor, stack)
+        yield stack

@@ -1,0 +1,130 @@
+"""`dovetail bench`: methods side by side, and the transport alone."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dovetail.launch.bench import Cell, Method, PromptSet, Run, Task, loop_begins, read_method, speedup
+from dovetail.launch.configure import Configuration, configure
+from dovetail.launch.prompts import Prompt
+from dovetail.launch.transport import measure_overhead
+from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.messages import Finished, Result
+
+RunCommand = Callable[..., subprocess.CompletedProcess[str]]
+
+ROW_FIELDS = [
+    "method",
+    "prompts",
+    "temperature",
+    "tokens_per_s",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "tau",
+    "tau_macro",
+    "calls",
+    "verified_tokens",
+    "peak_rss_mb",
+    "peak_vram_mb",
+    "draft_share",
+    "verify_share",
+    "weights",
+    "policy",
+    "gamma",
+    "depth",
+    "width",
+]
+
+
+def base() -> Configuration:
+    return configure(environment={})
+
+
+def cell(seconds: list[float], tokens: list[int]) -> Cell:
+    """A cell of one run a prompt, of which the first token took a second and the others these."""
+    made = Cell(Method("none", base()), PromptSet("set", ()), 0.0)
+    nothing = dict.fromkeys(Result.model_fields, 0)
+    for number, (duration, count) in enumerate(zip(seconds, tokens, strict=True)):
+        figures = {"wall_s": 1 + duration, "time_to_first_token_s": 1.0, "completion_tokens": count + 1}
+        fixed = {"text": "", "token_ids": (), "finish_reason": "length", "fingerprint": "", "accepted_per_position": ()}
+        finished = Finished(epoch=0, request=1, result=Result.model_validate({**nothing, **fixed, **figures}), margins=())
+        made.runs.append(Run(Task(Prompt(str(number), ("",)), "", 1, finished), finished))
+    return made
+
+
+def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_temperature(run: RunCommand, tmp_path: Path) -> None:
+    prompts = tmp_path / "few.jsonl"
+    long = "word " * 2000
+    prompts.write_text("".join(json.dumps({"id": id, "turns": [text]}) + "\n" for id, text in (("a", "Hello."), ("b", long), ("c", "never"))))
+    options = ("--limit", "2", "--max-tokens", "12", "--draft.device", "cpu", "--temperature", "0", "--temperature", "1", "--out", str(tmp_path / "out.json"))
+    done = run("bench", "--prompts", str(prompts), "--method", "small,tree.gamma=4", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert json.loads((tmp_path / "out.json").read_text()) == report
+    assert all(list(row) == ROW_FIELDS for row in report["rows"])
+    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [(m, t) for t in (0.0, 1.0) for m in ("none", "small,tree.gamma=4")]
+    assert {row["prompts"] for row in report["rows"]} == {"few"}
+    alone, drafted = report["rows"][:2]
+    assert (alone["speedup"], alone["gamma"], alone["draft_share"], drafted["gamma"]) == (1.0, 0, 0.0, 4)
+    assert drafted["peak_rss_mb"] > alone["peak_rss_mb"] > 100
+    assert alone["verified_tokens"] == alone["calls"]
+    assert [told["shortened"] for told in report["prompts"]] == [1, 1]
+    assert all(difference["near_tie"] for difference in report["differences"])
+
+
+def test_the_transport_is_measured_around_a_real_coordinator() -> None:
+    report = measure_overhead(80).as_json()
+    assert report["rounds"] > 0
+    assert report["transport_us"] > 0
+    assert report["outside_us"] == pytest.approx(report["coordinator_us"] + report["transport_us"])
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.toml"
+    file.write_text("[tree]\ngamma = 3\ndepth = 2\n")
+    assert read_method(base(), "none").configuration.settings.draft.kind == "none"
+    assert read_method(base(), str(tmp_path)).configuration.settings.draft.model == str(tmp_path)
+    tree = read_method(base(), f"{file},tree.gamma=9").configuration.settings.tree
+    assert (tree.gamma, tree.depth) == (9, 2)
+
+
+@pytest.mark.parametrize("text", ["magic", "small,tree.gamma", "small,tree.gama=1", "small,tree.gamma=x", "no/such.toml"])
+def test_what_is_no_method_is_refused(text: str) -> None:
+    with pytest.raises((UserError, SettingsError)):
+        read_method(base(), text)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_begins_where_twenty_tokens_come_again() -> None:
+    start = list(range(100, 130))
+    assert loop_begins([*start, *[1, 2, 3, 4, 5] * 20]) == 35
+    assert loop_begins(start) == 30
+    assert loop_begins([7] * 50) == 1
+    assert loop_begins([]) == 0
+
+
+def test_speedup_is_the_ratio_of_time_per_token_and_lies_in_its_interval() -> None:
+    baseline, method = cell([2.0, 4.0, 3.0], [10, 20, 15]), cell([1.0, 1.0, 2.0], [10, 20, 15])
+    ratio, low, high = speedup(method, baseline, seed=0)
+    assert ratio == pytest.approx(9 / 4)
+    assert low is not None
+    assert high is not None
+    assert 1.5 <= low <= 9 / 4 <= high <= 4.0
+    assert speedup(method, baseline, seed=0) == (ratio, low, high)
+
+
+def test_tokens_that_differ_in_number_are_compared_by_time_per_token() -> None:
+    assert speedup(cell([1.0], [5]), cell([2.0], [10]), seed=0) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_without_a_decoded_token_there_is_no_speedup() -> None:
+    assert speedup(cell([0.0], [0]), cell([0.0], [0]), seed=0) == (None, None, None)

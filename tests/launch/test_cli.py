@@ -1,0 +1,199 @@
+"""Commands start fast, end with the right code, and never show a traceback."""
+
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dovetail.launch import cli
+from dovetail.protocol.errors import LinkClosed, SettingsError
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+HELP_LIMIT_S = 0.4
+
+
+def one_line(process: subprocess.CompletedProcess[str]) -> str:
+    """The only line on stderr."""
+    lines = process.stderr.splitlines()
+    assert len(lines) == 1, process.stderr
+    assert lines[0].startswith("dovetail: ")
+    assert process.stdout == ""
+    return lines[0]
+
+
+def test_help_takes_less_than_four_tenths_of_a_second(run: Run) -> None:
+    """In processor time, which a busy machine does not lengthen."""
+
+    def cost() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert statistics.median(cost() for _ in range(5)) < HELP_LIMIT_S
+
+
+def test_help_imports_neither_pydantic_nor_torch() -> None:
+    code = "import sys; from dovetail.launch.cli import run; run(['--help']); sys.exit(bool({'pydantic', 'torch', 'zmq', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("name", [*cli.COMMANDS])
+def test_every_command_has_help_without_torch(name: str) -> None:
+    code = f"import sys; from dovetail.launch.cli import run; code = run(['{name}', '-h']); sys.exit(code or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage:")
+
+
+def test_version_names_the_program(run: Run) -> None:
+    assert run("--version").stdout.startswith("dovetail ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("decode",), "decode"),
+        (("config", "show", "--tree.gama", "6"), "--tree.gamma"),
+        (("config", "show", "--tree.gamma", "many"), "'many'"),
+        (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
+        (("generate", "hello", "--policy", "goodput"), "not built yet"),
+        (("generate", "hello", "--target", "/no/such/model"), "--draft"),
+        (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
+        (("generate", "hello", "--connect", "http://host"), "http://host"),
+        (("generate", "hello", "--connect", "ipc:///no/such/path/x", "--target", "m"), "--target.model"),
+        (("generate", ""), "empty"),
+        (("status",), "dovetail coordinator"),
+        (("worker", "--role", "draft", "--connect", "ipc:///x", "--cores", "9999"), "core 9999"),
+        (("worker", "--role", "draft", "--connect", "ipc:///x", "--cores", "one"), "0,2-3"),
+        (("coordinator", "--listen", "tcp://127.0.0.1:*"), "keygen"),
+        (("bench", "--method", "magic"), "'magic'"),
+        (("bench", "--method", "small,gamma"), "'gamma'"),
+        (("selftest", "--draft", "none"), "--draft none"),
+        (("keygen", "--rotate", "a", "--revoke", "b"), "--rotate"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(run: Run, arguments: tuple[str, ...], named: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert named in one_line(done)
+
+
+def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "a", "turns": ["hello"]}\n{"id": "b", "turns": "hello"}\n')
+    done = run("generate", "--prompts", str(file), "--out", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert f"{file} line 2" in one_line(done)
+
+
+def test_a_missing_model_is_one_line(run: Run) -> None:
+    done = run("generate", "hello", "--target", "/no/such/model", "--draft", "none")
+    assert done.returncode == 2
+    assert "/no/such/model" in one_line(done)
+
+
+@pytest.mark.parametrize(("error", "code"), [(SettingsError("x"), 2), (LinkClosed("x"), 1), (KeyboardInterrupt(), 130), (BrokenPipeError(), 1)])
+def test_every_kind_of_error_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.group, "main", fail)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    assert cli.run([]) == code
+
+
+def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-P", "-m", "dovetail.launch.cli", "config", "show"], stdout=writer, stderr=subprocess.PIPE, env=environment)
+    os.close(writer)
+    assert done.stderr == b""
+
+
+# -- the coordinator by hand -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_runs_on_a_machine_without_torch(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n")
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))
+    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "coordinator"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ipc://")
+        process.terminate()
+        _, complaints = process.communicate()
+    assert process.returncode == 0
+    assert "torch" not in complaints
+
+
+def test_a_coordinator_is_found_while_it_runs_and_leaves_nothing_behind(start: Start, run: Run, tmp_path: Path) -> None:
+    process = start("coordinator")
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    state = json.loads(run("status", "--json").stdout)
+    assert (state["address"], state["pid"]) == (address, process.pid)
+    assert state["degraded"]
+    assert state["workers"] == []
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 0
+    assert run("status").returncode == 2
+    assert [*(tmp_path / "tmp").iterdir()] == [*(tmp_path / "run" / "dovetail").iterdir()] == []
+
+
+def test_of_two_coordinators_one_has_to_be_chosen(start: Start, run: Run) -> None:
+    addresses = []
+    for _ in range(2):
+        process = start("coordinator")
+        assert process.stdout is not None
+        addresses.append(process.stdout.readline().strip())
+    done = run("status")
+    assert done.returncode == 2
+    assert all(f"--connect {address}" in one_line(done) for address in addresses)
+    assert run("status", "--connect", addresses[1]).stdout.startswith(f"coordinator {addresses[1]}")
+
+
+def test_the_announcement_of_a_coordinator_that_was_killed_is_ignored_and_cleaned(start: Start, run: Run, tmp_path: Path) -> None:
+    process = start("coordinator")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.wait()
+    assert "no coordinator" in one_line(run("status"))
+    assert [*(tmp_path / "run" / "dovetail").iterdir()] == []
+
+
+def test_a_second_coordinator_on_a_path_is_refused(start: Start, run: Run, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    listen = f"--listen=ipc://{private}/socket"
+    process = start("coordinator", listen)
+    assert process.stdout is not None
+    process.stdout.readline()
+    done = run("coordinator", listen)
+    assert done.returncode == 2
+    assert "another coordinator" in one_line(done)
+
+
+def test_over_tcp_keys_are_made_and_what_to_type_elsewhere_is_said(start: Start, run: Run, tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys")
+    assert run("keygen", "--out", keys).returncode == 0
+    process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", keys)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    address = process.stdout.readline().strip()
+    assert process.stderr.readline().startswith(f"  dovetail worker --role target --target MODEL --connect {address} --keys FOLDER")
+    assert json.loads(run("status", "--connect", address, "--keys", keys, "--json").stdout)["address"] == address
+    assert json.loads(run("status", "--json").stdout)["address"] == address, "found without --connect, with the keys that it was announced with"
+    assert run("keygen", "--out", keys, "--revoke", "client").returncode == 0
+    assert run("status", "--connect", address, "--keys", keys).returncode == 2

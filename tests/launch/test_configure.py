@@ -1,0 +1,108 @@
+"""Flag over environment over file over default, and every value with its origin."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.launch.cli import run
+from dovetail.launch.configure import SETTINGS, configure, read_file
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import Settings
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[tree]\ngamma = 3\ndepth = 3\nwidth = 3\n[target]\nmodel = 'm'\n")
+    environment = {"DOVETAIL_TREE__GAMMA": "4", "DOVETAIL_TREE__DEPTH": "4"}
+    found = configure(flags={"tree.gamma": "5"}, file=file, environment=environment)
+    tree = found.settings.tree
+    assert (tree.gamma, tree.depth, tree.width, tree.policy) == (5, 4, 3, "dynamic")
+    origins = [found.origins[f"tree.{key}"] for key in ("gamma", "depth", "width", "policy")]
+    assert origins == ["--tree.gamma", "DOVETAIL_TREE__DEPTH", str(file), "default"]
+
+
+def test_without_anything_the_settings_are_the_defaults_where_a_target_is_named() -> None:
+    settings = configure(flags={"target.model": "m"}, environment={}).settings
+    assert settings == Settings().model_copy(update={"target": Settings().target.model_copy(update={"model": "m"})})
+
+
+def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[tree]\ngamma = 3\n")
+    found = configure(file=file, environment={})
+    assert found.settings.tree.gamma == 3
+    assert found.origins["tree.depth"] == "demo"
+    assert "demo" not in configure(flags={"target.model": "m"}, environment={}).origins.values()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        ({"tree.gama": "6"}, {}, ("tree.gama", "did you mean 'tree.gamma'")),
+        ({"tree.gamma": "six"}, {}, ("tree.gamma = 'six'", "--tree.gamma", "whole number from 0 to 1023")),
+        ({"tree.gamma": "9999"}, {}, ("9999", "1023")),
+        ({"sampling.top_p": "0"}, {}, ("a number above 0.0 to 1.0",)),
+        ({"target.threads": "few"}, {}, ("whole number from 1 to 1024 or 'auto'",)),
+        ({"draft.kind": "eagle"}, {}, ("draft.kind", "not built yet", "'small'")),
+        ({"draft.kind": "smal"}, {}, ("there is no draft kind 'smal'",)),
+        ({}, {"DOVETAIL_TREE__GAMA": "6"}, ("DOVETAIL_TREE__GAMA", "did you mean 'DOVETAIL_TREE__GAMMA'")),
+        ({}, {"DOVETAIL_TREE_GAMMA": "6"}, ("did you mean DOVETAIL_TREE__GAMMA",)),
+        ({}, {"DOVETAIL_TREE__GAMMA": "-1"}, ("'-1'", "DOVETAIL_TREE__GAMMA")),
+    ],
+)
+def test_a_wrong_setting_is_named_with_value_origin_and_remedy(flags: dict[str, str], environment: dict[str, str], words: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        configure(flags=flags, environment=environment)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[tree]\ngama = 6\n", ("tree.gama", "did you mean 'tree.gamma'")),
+        ("[tre]\ngamma = 6\n", ("tre ", "did you mean 'tree'")),
+        ("gamma = 6\n", ("gamma ", "no section")),
+        ("[tree]\ngamma = '6'\n", ("tree.gamma = '6'", "whole number")),
+        ("[tree\n", ("no TOML",)),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        configure(file=file, environment={})
+    assert all(word in str(caught.value) for word in (*words, str(file))), caught.value
+
+
+def test_variables_that_kubernetes_makes_for_a_service_are_not_ours() -> None:
+    configure(environment={"DOVETAIL_SERVICE_HOST": "10.0.0.1", "DOVETAIL_COORDINATOR_PORT_5555_TCP_ADDR": "10.0.0.2"})
+
+
+@given(gamma=st.integers(0, 1023), temperature=st.floats(0, 100), model=st.text(st.characters(blacklist_categories=["Cs", "Cc"])))
+def test_the_flags_for_another_process_give_it_the_same_settings(gamma: int, temperature: float, model: str) -> None:
+    mine = configure(flags={"tree.gamma": str(gamma), "sampling.temperature": str(temperature), "target.model": model}, environment={})
+    flags = dict(argument.removeprefix("--").split("=", 1) for argument in mine.arguments("target", "draft", "tree", "sampling", "coordinator"))
+    assert configure(flags=flags, environment={}).settings == mine.settings
+
+
+def test_config_show_prints_a_file_that_gives_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "show", "--origin", "--gamma", "9", "--draft", "none", "--temperature", "0.5", "--inflate", "512MiB"]) == 0
+    text = capsys.readouterr().out
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    values = read_file(file)
+    assert set(values) == set(SETTINGS)
+    assert (values["tree.gamma"], values["draft.kind"], values["sampling.temperature"], values["target.inflate"]) == (9, "none", 0.5, "512MiB")
+    assert "gamma = 9                        # --tree.gamma" in text
+    assert configure(file=file, environment={}).settings.model_dump() == tomllib.loads(text)
+
+
+def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "show", "--json", "--origin", "--draft", "some/folder", "--target", "t"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["draft"] == {"kind": "auto", "model": "some/folder", "weights": "auto", "device": "auto"}
+    assert shown["origin"]["draft.model"] == "--draft.model"

@@ -1,0 +1,219 @@
+"""`dovetail generate` with the embedded pair, as real processes."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dovetail.launch.answers import open_answers
+from dovetail.launch.prompts import Prompt, read_prompts
+from dovetail.launch.supervise import Stack
+from dovetail.protocol.errors import UserError
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+RESULT_FIELDS = [
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "completion_tokens",
+    "finish_reason",
+    "seed",
+    "fingerprint",
+    "rounds",
+    "tau",
+    "accepted_tokens",
+    "drafted_tokens",
+    "grown_nodes",
+    "acceptance_rate",
+    "accepted_per_position",
+    "hit_rate",
+    "wall_s",
+    "time_to_first_token_s",
+    "tokens_per_s",
+    "prefill_s",
+    "draft_exposed_s",
+    "verify_s",
+    "transport_s",
+    "queue_s",
+    "coordinator_s",
+    "unaccounted_s",
+    "bytes_per_round",
+]
+ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
+STORY = "Tell me a story about a small owl who is afraid of the dark."
+
+
+def write_prompts(path: Path, *prompts: tuple[str, list[str]]) -> str:
+    path.write_text("".join(json.dumps({"id": id, "turns": turns, "category": "test"}) + "\n" for id, turns in prompts))
+    return str(path)
+
+
+def answers(path: Path) -> dict[str, list[dict[str, object]]]:
+    return {line["id"]: line["results"] for line in map(json.loads, path.read_text().splitlines())}
+
+
+def test_json_is_one_object_of_exactly_the_promised_fields(run: Run, stack: Stack) -> None:
+    done = run("generate", STORY, "--connect", stack.address, "--json", "--max-tokens", "24", "--seed", "7", "--temperature", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert list(result) == RESULT_FIELDS
+    assert result["seed"] == 7
+    assert 1 <= result["completion_tokens"] <= 24
+    assert sum(result[account] for account in ACCOUNTS) == pytest.approx(result["wall_s"])
+    assert "seed 7 · target demo (fp32) · draft demo" in done.stderr
+
+
+def test_the_streamed_text_is_that_of_the_result_and_the_draft_changes_nothing(run: Run, stack: Stack) -> None:
+    options = ("--connect", stack.address, "--max-tokens", "24", "--seed", "7", "--temperature", "1")
+    streamed = run("generate", STORY, *options)
+    alone = json.loads(run("generate", "-", *options, "--json", "--draft", "none", input=STORY).stdout)
+    assert streamed.stdout.removesuffix("\n") == alone["text"].removesuffix("\n")
+    assert alone["drafted_tokens"] == 0
+
+
+def test_the_prompt_comes_from_standard_input_and_raw_leaves_the_template_out(run: Run, stack: Stack) -> None:
+    options = ("--connect", stack.address, "--max-tokens", "4", "--json")
+    chat = json.loads(run("generate", *options, input="Once upon a time").stdout)
+    raw = json.loads(run("generate", *options, "--raw", input="Once upon a time").stdout)
+    assert raw["prompt_tokens"] < chat["prompt_tokens"]
+
+
+def test_a_stop_string_ends_the_reply_before_it(run: Run, stack: Stack) -> None:
+    options = ("--connect", stack.address, "--max-tokens", "24", "--json", "--seed", "1")
+    whole = json.loads(run("generate", STORY, *options).stdout)["text"]
+    stop = whole[5:8]
+    cut = json.loads(run("generate", STORY, *options, "--stop", stop).stdout)
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+@pytest.mark.parametrize("kind", [("--json",), ()])
+def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(run: Run, stack: Stack, kind: tuple[str, ...]) -> None:
+    done = run("generate", "--connect", stack.address, *kind, input="long " * 2000)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dovetail: the prompt has ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path: Path) -> None:
+    assert run("generate", STORY, "--connect", stack.address, "--max-tokens", "8", "--trace", str(tmp_path / "trace.json")).returncode == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"target", "draft"} <= {event["args"]["name"] for event in events if event["ph"] == "M"}
+
+
+def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack) -> None:
+    cancelled = json.loads(run("status", "--connect", stack.address, "--json").stdout)["cancelled"]
+    for temperature in ("1", "2", "3", "4"):  # a reply that ends by itself, before the signal, proves nothing: ask again
+        process = start("generate", STORY, "--connect", stack.address, "--raw", "--max-tokens", "450", "--temperature", temperature)
+        assert process.stdout is not None
+        assert process.stdout.read(1) != ""
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate()
+        if process.returncode == 130:
+            break
+    assert process.returncode == 130
+    assert complaints.strip() == ""
+    state = json.loads(run("status", "--connect", stack.address, "--json").stdout)
+    assert (state["cancelled"], state["sessions"]) == (cancelled + 1, 0)
+
+
+# -- files of prompts --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopped(run: Run, stack: Stack, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ("one", ["Hello."]), ("two", ["Hello.", "And then?"]), ("three", [STORY]))
+    out = tmp_path / "out.jsonl"
+    command = ("generate", "--prompts", prompts, "--out", str(out), "--connect", stack.address, "--max-tokens", "8", "--seed", "3", "--parallel", "2")
+    assert run(*command).returncode == 0
+    first = answers(out)
+    assert {id: len(results) for id, results in first.items()} == {"one": 1, "two": 2, "three": 1}
+    assert all(list(result) == RESULT_FIELDS for results in first.values() for result in results)
+    assert first["two"][0]["token_ids"] == first["one"][0]["token_ids"]
+    assert first["two"][1]["prompt_tokens"] > first["two"][0]["prompt_tokens"]
+
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text(lines[0] + lines[1] + lines[2][:40])
+    done = run(*command)
+    assert done.stderr.startswith("2 of 3 prompts are done already")
+    again = answers(out)
+    assert {id: [r["token_ids"] for r in results] for id, results in again.items()} == {id: [r["token_ids"] for r in results] for id, results in first.items()}
+
+
+def test_a_prompt_that_cannot_be_answered_does_not_stop_the_others(run: Run, stack: Stack, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ("long", ["long " * 2000]), ("short", ["Hello."]))
+    done = run("generate", "--prompts", prompts, "--out", str(tmp_path / "out.jsonl"), "--connect", stack.address, "--max-tokens", "4")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].startswith("long: the prompt has ")
+    assert set(answers(tmp_path / "out.jsonl")) == {"short"}
+
+
+def test_a_torn_last_line_is_dropped_and_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "a", "results": []}\n{"id": "b", "resu')
+    with open_answers(path) as opened:
+        assert opened.done == {"a"}
+    assert path.read_text() == '{"id": "a", "results": []}\n'
+    path.write_text("my diary\n")
+    with pytest.raises(UserError, match="line 1 is no answer"), open_answers(path):
+        pass
+
+
+def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with open_answers(path), pytest.raises(UserError, match="another run"), open_answers(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[]", "line 2 is no prompt"),
+        ('{"turns": ["x"]}', "line 2 is no prompt"),
+        ('{"id": "", "turns": ["x"]}', "line 2 is no prompt"),
+        ('{"id": "b", "turns": []}', "line 2: the"),
+        ('{"id": "b", "turns": [1]}', "line 2: the"),
+        ('{"id": "a", "turns": ["x"]}', "two prompts of id 'a'"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": "a", "turns": ["x"]}\n' + line + "\n")
+    with pytest.raises(UserError, match=words):
+        read_prompts(path)
+
+
+def test_prompts_keep_their_order_and_blank_lines_are_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\n{"id": "b", "turns": ["x", "y"], "more": 1}\n\n{"id": "a", "turns": ["z"]}\n')
+    assert read_prompts(path) == [Prompt("b", ("x", "y")), Prompt("a", ("z",))]
+
+
+# -- processes of its own ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
+    process = start("generate", STORY, "--max-tokens", "8", "--draft.device", "cpu", "--json")
+    output, notes = process.communicate()
+    assert process.returncode == 0, notes
+    assert list(json.loads(output)) == RESULT_FIELDS
+    assert [*(tmp_path / "tmp").iterdir()] == []
+    assert not [p for p in psutil.process_iter() if f"--parent={process.pid}" in p.cmdline()]
+
+
+def test_interrupting_the_start_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
+    process = start("generate", STORY, "--draft.device", "cpu")
+    watched = psutil.Process(process.pid)
+    while not watched.children():
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    assert [*(tmp_path / "tmp").iterdir()] == []
+    assert not [p for p in psutil.process_iter() if f"--parent={process.pid}" in p.cmdline()]

@@ -1,0 +1,56 @@
+"""`dovetail selftest`: token ids with and without speculation."""
+
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from dovetail.launch.comparison import Difference, first_difference
+from dovetail.launch.supervise import Stack
+from dovetail.protocol.messages import Finished, Result
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def finished(tokens: list[int], margins: list[float]) -> Finished:
+    nothing = dict.fromkeys(Result.model_fields, 0)
+    lists = {"token_ids": tuple(tokens), "completion_tokens": len(tokens), "accepted_per_position": ()}
+    result = Result.model_validate({**nothing, **lists, "text": "", "finish_reason": "length", "fingerprint": ""})
+    return Finished(epoch=0, request=1, result=result, margins=tuple(margins))
+
+
+def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
+    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True
+    assert len(report["checks"]) == 10
+    assert all(list(check) == ["case", "ok", "tokens", "margin"] and check["tokens"] > 0 for check in report["checks"])
+
+
+def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
+    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "4")
+    assert "temperature 1 top_p 0.9 · gamma 6 depth 5 width 10" in done.stdout
+
+
+def test_equal_tokens_do_not_differ() -> None:
+    assert first_difference(finished([1, 2], [1.0, 1.0]), finished([1, 2], [1.0, 0.5])) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "margins", "difference"),
+    [
+        ([1, 9, 3], [1.0, 0.5, 1.0], Difference(1, 0.5)),
+        ([1, 9, 9], [1.0, 1e-5, 1.0], Difference(1, 2e-5)),
+        ([1, 2], [1.0, 1.0], Difference(2, 3.0)),
+        ([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.25], Difference(3, 0.25)),
+    ],
+)
+def test_the_first_difference_is_reported_with_the_larger_margin(tokens: list[int], margins: list[float], difference: Difference) -> None:
+    assert first_difference(finished([1, 2, 3], [1.0, 2e-5, 3.0]), finished(tokens, margins)) == difference
+
+
+def test_only_what_rounding_can_decide_is_a_near_tie() -> None:
+    assert Difference(0, 9e-5).near_tie
+    assert not Difference(0, 1e-4).near_tie

@@ -1,0 +1,128 @@
+"""Processes of ours: none outlives its supervisor, whatever ends it, and nothing is left behind."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dovetail.launch.configure import configure
+from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.protocol.errors import DovetailError, UserError
+
+Start = Callable[..., subprocess.Popen[str]]
+
+PARENT = (
+    sys.executable,
+    "-P",
+    "-c",
+    """
+import signal
+from dovetail.launch.supervise import Supervisor
+with Supervisor() as supervisor:
+    supervisor.start_coordinator((0,))
+    supervisor.start_coordinator((0,))
+    print(*(child.process.pid for child in supervisor.children), flush=True)
+    signal.pause()
+""",
+)
+GONE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the processes of this test leave what they leave."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Ended, and not a zombie of ours."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+    assert not alive
+
+
+def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: Path) -> None:
+    with Supervisor() as supervisor:
+        address = supervisor.start_coordinator((0,))
+        pids = [child.process.pid for child in supervisor.children]
+        assert Path(address.removeprefix("ipc://")).exists()
+    assert_gone(pids)
+    assert [*temporary.iterdir()] == []
+
+
+def test_an_exception_ends_everything_too(temporary: Path) -> None:
+    supervisor = Supervisor()
+
+    def fail() -> None:
+        with supervisor:
+            supervisor.start_coordinator((0,))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert_gone([child.process.pid for child in supervisor.children])
+    assert [*temporary.iterdir()] == []
+
+
+def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
+    with Supervisor() as supervisor:
+        supervisor.start_coordinator((0,))
+        supervisor.children[0].process.kill()
+        supervisor.children[0].process.wait()
+        assert [*temporary.iterdir()] != []
+        with pytest.raises(DovetailError, match="the coordinator was killed by SIGKILL and said nothing"):
+            supervisor.check()
+    assert [*temporary.iterdir()] == []
+
+
+def test_a_child_that_does_not_listen_is_killed() -> None:
+    with Supervisor() as supervisor:
+        supervisor.start_coordinator((0,))
+        process = supervisor.children[0].process
+        process.send_signal(signal.SIGSTOP)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
+def test_no_child_outlives_a_supervisor_that_a_signal_ends(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """SIGKILL too: the kernel tells the children, and they clean up after themselves."""
+    parent = start(command=PARENT)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.send_signal(number)
+    assert parent.wait(GONE_S) in (code, 1) if number == signal.SIGINT else parent.wait(GONE_S) == code
+    assert_gone(pids)
+    assert [*(tmp_path / "tmp").iterdir()] == []
+
+
+def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
+    configuration = configure(flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={})
+    with Supervisor() as supervisor:
+        stack = start_stack(supervisor, configuration)
+        with pytest.raises(UserError) as caught:
+            wait_until_ready(supervisor, stack)
+    assert str(caught.value).startswith("the target worker: ")
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_crashes_is_reported_with_its_last_words() -> None:
+    with Supervisor() as supervisor:
+        child = supervisor.start("odd worker", [], module="dovetail.launch.no_such_module")
+        child.process.wait()
+        with pytest.raises(DovetailError, match=r"the odd worker ended with exit code 1:\n.*No module named dovetail.launch.no_such_module"):
+            supervisor.check()
+
+
+def test_a_target_without_a_draft_is_not_started_with_the_embedded_one() -> None:
+    configuration = configure(flags={"target.model": "some/model"}, environment={})
+    with Supervisor() as supervisor, pytest.raises(UserError, match="--draft none"):
+        start_stack(supervisor, configuration)

@@ -1,0 +1,462 @@
+"""Links of all kinds: what they promise is tested over memory, ipc and tcp alike; what only sockets do, over sockets."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from dovetail.protocol import links
+from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
+from dovetail.protocol.links import MAX_IPC_PATH_BYTES, QUEUE_MESSAGES, open_hub, open_link
+from support.wires import PATIENCE_S, Wire, spawn
+
+LINK = """
+import sys
+from pathlib import Path
+from dovetail.protocol.links import open_link
+link = open_link(sys.argv[1], keys=Path(sys.argv[2]) if sys.argv[2] else None, role="target")
+link.send([b"hello"])
+print("ready", flush=True)
+link.receive(None)
+"""
+HUB = """
+import sys
+from dovetail.protocol.links import open_hub
+hub = open_hub(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+# -- what all kinds promise --------------------------------------------------------------------------------------------------------------------
+
+
+def test_frames_go_there_and_back_unchanged(wire: Wire) -> None:
+    link = wire.dial()
+    frames = [b"", b"\x00" * 3, os.urandom(100_000), b"x"]
+    link.send(frames)
+    peer, arrived = wire.arrived()
+    assert arrived == frames
+    wire.hub.send(peer, arrived)
+    assert link.receive(PATIENCE_S) == frames
+
+
+def test_messages_keep_the_order_of_each_of_many_senders(wire: Wire) -> None:
+    senders = {i: wire.dial() for i in range(12)}
+    for number in range(40):
+        for i, link in senders.items():
+            link.send([b"%d" % i, b"%d" % number])
+    heard: dict[bytes, list[bytes]] = {}
+    names: dict[bytes, bytes] = {}
+    for _ in range(12 * 40):
+        peer, (name, number_text) = wire.arrived()
+        assert names.setdefault(peer, name) == name
+        heard.setdefault(peer, []).append(number_text)
+    assert len(heard) == 12
+    assert all(numbers == [b"%d" % n for n in range(40)] for numbers in heard.values())
+    for peer in heard:
+        for number in range(40):
+            wire.hub.send(peer, [names[peer], b"%d" % number])
+    for i, link in senders.items():
+        assert [link.receive(PATIENCE_S) for _ in range(40)] == [[b"%d" % i, b"%d" % number] for number in range(40)]
+
+
+def test_receive_gives_nothing_when_nothing_came(wire: Wire) -> None:
+    link = wire.dial()
+    assert wire.hub.receive() is None
+    assert link.receive(0.0) is None
+    assert link.receive(0.01) is None
+    assert link.receive(0.0, spin_us=50.0) is None
+
+
+def test_a_spinning_receive_takes_what_is_there(wire: Wire) -> None:
+    link = wire.dial()
+    wire.hub.send(wire.greet(link), [b"x"])
+    assert link.receive(PATIENCE_S, spin_us=200.0) == [b"x"]
+
+
+def test_a_message_to_a_peer_that_left_raises(wire: Wire) -> None:
+    link, other = wire.dial(), wire.dial()
+    peer, stays = wire.greet(link), wire.greet(other)
+    assert wire.hub.disconnects() == 0
+    link.close()
+    assert wire.departed() == 1
+    with pytest.raises(PeerGone):
+        wire.hub.send(peer, [b"x"])
+    wire.hub.send(stays, [b"x"])
+    assert other.receive(PATIENCE_S) == [b"x"]
+    assert wire.hub.disconnects() == 0
+
+
+def test_a_message_to_nobody_raises(wire: Wire) -> None:
+    with pytest.raises(PeerGone):
+        wire.hub.send(b"\x00none", [b"x"])
+
+
+def test_what_a_peer_sent_before_it_left_arrives(wire: Wire) -> None:
+    link = wire.dial()
+    wire.greet(link)
+    link.send([b"result"])
+    assert wire.arrived()[1] == [b"result"]
+    link.close()
+    wire.departed()
+
+
+def test_a_link_learns_that_the_coordinator_has_gone(wire: Wire) -> None:
+    link = wire.dial()
+    peer = wire.greet(link)
+    wire.hub.send(peer, [b"first"])
+    wire.hub.send(peer, [b"last"])
+    assert [link.receive(PATIENCE_S), link.receive(PATIENCE_S)] == [[b"first"], [b"last"]]
+    wire.hub.close()
+    with pytest.raises(LinkClosed, match=r"the coordinator .*has gone"):
+        link.receive(PATIENCE_S)
+    with pytest.raises(LinkClosed):
+        link.send([b"x"])
+
+
+def test_a_waiting_link_is_woken_when_the_coordinator_goes(wire: Wire) -> None:
+    link = wire.dial()
+    wire.greet(link)
+    closing = threading.Thread(target=wire.hub.close)
+    closing.start()
+    with pytest.raises(LinkClosed):
+        link.receive(None)
+    closing.join()
+
+
+def test_a_link_closed_here_says_so(wire: Wire) -> None:
+    link = wire.dial()
+    link.close()
+    link.close()
+    with pytest.raises(LinkClosed, match="closed here"):
+        link.send([b"x"])
+    with pytest.raises(LinkClosed, match="closed here"):
+        link.receive(0.0)
+
+
+def fill(wire: Wire, peer: bytes) -> int:
+    """How many numbered messages it took until the peer was busy."""
+    for number in range(100 * QUEUE_MESSAGES):
+        try:
+            wire.hub.send(peer, [b"%d" % number, bytes(8192)])
+        except PeerBusy:
+            return number
+    pytest.fail("a peer that reads nothing never was busy")
+
+
+def test_a_slow_peer_is_busy_and_holds_up_nobody(wire: Wire) -> None:
+    slow, quick = wire.dial(), wire.dial()
+    slow_peer, quick_peer = wire.greet(slow), wire.greet(quick)
+    fill(wire, slow_peer)
+    wire.hub.send(quick_peer, [b"question"])
+    assert quick.receive(PATIENCE_S) == [b"question"]
+    quick.send([b"answer"])
+    assert wire.arrived() == (quick_peer, [b"answer"])
+
+
+def test_a_busy_peer_that_reads_again_is_served_again(wire: Wire) -> None:
+    link = wire.dial()
+    peer = wire.greet(link)
+    for number in range(fill(wire, peer)):
+        frames = link.receive(PATIENCE_S)
+        assert frames is not None
+        assert frames[0] == b"%d" % number
+    wire.hub.send(peer, [b"again"])
+    assert link.receive(PATIENCE_S) == [b"again"]
+
+
+def test_a_sender_waits_while_the_coordinator_takes_nothing(wire: Wire) -> None:
+    link = wire.dial()
+    wire.greet(link)
+    many = 4 * QUEUE_MESSAGES
+    sending = threading.Thread(target=lambda: [link.send([b"%d" % number, bytes(4096)]) for number in range(many)])
+    sending.start()
+    assert [int(wire.arrived()[1][0]) for _ in range(many)] == list(range(many))
+    sending.join()
+
+
+@pytest.mark.parametrize("frames", [[], [b""] * 5, [bytes(links.MAX_FRAME_BYTES + 1)], [bytes(links.MAX_FRAME_BYTES), bytes(links.MAX_BODY_BYTES + 1)]])
+def test_what_no_receiver_would_take_is_not_sent(wire: Wire, frames: list[bytes]) -> None:
+    link = wire.dial()
+    peer = wire.greet(link)
+    with pytest.raises(ValueError, match="a message has 1 to 4 frames"):
+        link.send(frames)
+    with pytest.raises(ValueError, match="a message has 1 to 4 frames"):
+        wire.hub.send(peer, frames)
+
+
+def test_an_event_loop_can_watch_a_hub(wire: Wire) -> None:
+    """asyncio with `add_reader` on both descriptors, a peer in a thread: every message and the departure are seen."""
+    link = wire.dial()
+    number = 50
+
+    async def serve() -> tuple[int, int]:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        heard = gone = 0
+
+        def arrived() -> None:
+            nonlocal heard
+            while (message := wire.hub.receive()) is not None:
+                heard += 1
+                wire.hub.send(message[0], message[1])
+
+        def departed() -> None:
+            nonlocal gone
+            gone += wire.hub.disconnects()
+            arrived()
+            if gone:
+                done.set()
+
+        loop.add_reader(wire.hub.fileno(), arrived)
+        loop.add_reader(wire.hub.monitor_fileno(), departed)
+        arrived()
+        await asyncio.wait_for(done.wait(), PATIENCE_S)
+        loop.remove_reader(wire.hub.fileno())
+        loop.remove_reader(wire.hub.monitor_fileno())
+        return heard, gone
+
+    def ask() -> None:
+        for i in range(number):
+            link.send([b"%d" % i])
+            assert link.receive(PATIENCE_S) == [b"%d" % i]
+        link.close()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asyncio.run(serve()) == (number, 1)
+    asking.join()
+
+
+def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
+    for role in ("target", "draft"):
+        wire.greet(wire.dial(role))
+    wire.hub.close()
+    wire.hub.close()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    with contextlib.ExitStack() as stack:
+        hub = links.memory_links() if wire.hub.address == "memory" else open_hub(wire.hub.address, keys=wire.keys)
+        stack.callback(hub.close)
+        again = Wire(
+            hub, wire.keys, lambda role: hub.connect() if isinstance(hub, links.MemoryHub) else open_link(hub.address, keys=wire.keys, role=role), stack
+        )
+        again.greet(again.dial())
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+    assert len(os.listdir("/proc/self/task")) == threads  # noqa: PTH208
+
+
+# -- processes that die ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_is_noticed_at_once(socket_wire: Wire, stack: contextlib.ExitStack) -> None:
+    wire = socket_wire
+    child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""))
+    peer, frames = wire.arrived()
+    assert frames == [b"hello"]
+    os.kill(child.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert wire.departed() == 1
+    assert time.monotonic() - killed < 1.0
+    with pytest.raises(PeerGone):
+        wire.hub.send(peer, [b"x"])
+
+
+def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
+    child = spawn(stack, LINK, ipc_wire.hub.address, "")
+    peer, _ = ipc_wire.arrived()
+    os.kill(child.pid, signal.SIGSTOP)
+    assert ipc_wire.departed() == 1
+    with pytest.raises(PeerGone):
+        ipc_wire.hub.send(peer, [b"x"])
+
+
+def test_a_link_notices_a_killed_coordinator_and_another_may_take_its_place(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    tmp_path.chmod(0o700)
+    address = f"ipc://{tmp_path / 'socket'}"
+    child = spawn(stack, HUB, address)
+    link = stack.enter_context(contextlib.closing(open_link(address, role="draft")))
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(LinkClosed, match=f"the coordinator at {address} has gone"):
+        link.receive(PATIENCE_S)
+    child.wait()
+    stack.enter_context(contextlib.closing(open_hub(address)))
+    stack.enter_context(contextlib.closing(open_link(address, role="draft")))
+
+
+# -- connecting --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_link_without_a_coordinator_says_where_it_looked(kind: str, tmp_path: Path, deployment: Path) -> None:
+    with contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=deployment)) as hub:
+        address = hub.address if kind == "tcp" else f"ipc://{tmp_path / 'nobody'}"
+    tmp_path.chmod(0o700)
+    with pytest.raises(LinkClosed, match=f"no coordinator answers at {address} within 0.2 s"):
+        open_link(address, keys=deployment if kind == "tcp" else None, role="draft", timeout_s=0.2)
+
+
+def test_a_link_waits_for_a_coordinator_that_starts_later(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    address = f"ipc://{tmp_path / 'socket'}"
+    opened: list[links.Link] = []
+    opening = threading.Thread(target=lambda: opened.append(open_link(address, role="draft", timeout_s=PATIENCE_S)))
+    opening.start()
+    with contextlib.closing(open_hub(address)):
+        opening.join()
+        opened[0].close()
+
+
+@pytest.mark.parametrize("address", ["", "ipc:", "ipc://", "tcp://", "tcp", "/tmp/x", "inproc://x", "http://127.0.0.1:80", "udp://127.0.0.1:5"])
+def test_what_is_no_address_is_refused(address: str, deployment: Path) -> None:
+    with pytest.raises(UserError, match="is no address: write ipc, ipc://PATH or tcp://HOST:PORT"):
+        open_hub(address, keys=deployment)
+    with pytest.raises(UserError, match="is no address: write ipc, ipc://PATH or tcp://HOST:PORT"):
+        open_link(address, keys=deployment, role="draft")
+
+
+def test_a_place_to_which_one_cannot_connect_is_refused(deployment: Path) -> None:
+    for place in ("127.0.0.1:*", "127.0.0.1", ":5", "127.0.0.1:70000"):
+        with pytest.raises(UserError, match=r"is no (tcp address|address to connect to .*): write .*tcp://HOST:PORT"):
+            open_link(f"tcp://{place}", keys=deployment, role="draft", timeout_s=0.2)
+
+
+# -- ipc ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_ipc_alone_listens_in_a_private_folder_and_leaves_nothing_behind() -> None:
+    hub = open_hub("ipc")
+    path = Path(hub.address.removeprefix("ipc://"))
+    assert path.is_socket()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    hub.close()
+    assert not path.parent.exists()
+
+
+def test_an_ipc_path_leaves_neither_socket_nor_lock_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    hub = open_hub(f"ipc://{folder / 'socket'}")
+    assert hub.address == f"ipc://{folder / 'socket'}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(list(folder.iterdir())) == 2
+    hub.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_second_coordinator_on_a_path_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path / 'made' / 'socket'}"
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(contextlib.closing(open_hub(address)))
+        with pytest.raises(UserError, match=f"another coordinator listens at {address}: use it, stop it, or choose another path"):
+            open_hub(address)
+        wire = Wire(hub, None, lambda role: open_link(address, role=role), stack)
+        wire.greet(wire.dial())
+    with contextlib.closing(open_hub(address)):
+        pass
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o777])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(mode)
+    for opening in (lambda: open_hub(f"ipc://{folder}/socket"), lambda: open_link(f"ipc://{folder}/socket", role="draft")):
+        with pytest.raises(UserError, match=f"the folder {folder} of the socket is open to others: chmod 700 {folder}"):
+            opening()
+    assert list(folder.iterdir()) == []
+
+
+def test_the_longest_path_works_and_a_longer_one_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    longest = tmp_path / ("x" * (MAX_IPC_PATH_BYTES - len(os.fsencode(tmp_path)) - 1))
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(contextlib.closing(open_hub(f"ipc://{longest}")))
+        wire = Wire(hub, None, lambda role: open_link(hub.address, role=role), stack)
+        wire.greet(wire.dial())
+    for opening in (lambda: open_hub(f"ipc://{longest}x"), lambda: open_link(f"ipc://{longest}x", role="draft")):
+        with pytest.raises(UserError, match=f"has {MAX_IPC_PATH_BYTES + 1} bytes, and a socket's has at most {MAX_IPC_PATH_BYTES}: choose a shorter one"):
+            opening()
+
+
+def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot listen at .*: choose another path"):
+        open_hub(f"ipc://{tmp_path / 'file' / 'socket'}")
+
+
+def test_ipc_peers_have_no_keys(ipc_wire: Wire) -> None:
+    assert ipc_wire.hub.user(ipc_wire.greet(ipc_wire.dial())) is None
+
+
+# -- tcp ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "*", "localhost", "[::1]"])
+def test_tcp_without_keys_is_refused_everywhere(host: str) -> None:
+    with pytest.raises(KeysError, match="needs keys, as every tcp address does: make them with `dovetail keygen`"):
+        open_hub(f"tcp://{host}:*")
+    with pytest.raises(KeysError, match="needs keys"):
+        open_link(f"tcp://{host}:4000", role="draft")
+
+
+@pytest.mark.parametrize("port", ["*", "0"])
+def test_the_address_names_the_port_that_was_found(port: str, deployment: Path) -> None:
+    with contextlib.closing(open_hub(f"tcp://127.0.0.1:{port}", keys=deployment)) as hub:
+        assert int(hub.address.removeprefix("tcp://127.0.0.1:")) > 0
+
+
+def test_a_port_in_use_is_named(deployment: Path) -> None:
+    with (
+        contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=deployment)) as hub,
+        pytest.raises(UserError, match=f"{hub.address} is in use: stop who listens there, or choose another port"),
+    ):
+        open_hub(hub.address, keys=deployment)
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1", "127.0.0.1:", ":5", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1", "192.0.2.1:*", "no such host:*"])
+def test_a_place_where_one_cannot_listen_is_refused(place: str, deployment: Path) -> None:
+    with pytest.raises(UserError, match=r"tcp://.*(write tcp://HOST:PORT|give the IP address)"):
+        open_hub(f"tcp://{place}", keys=deployment)
+
+
+# -- strangers and broken peers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_too_many_frames_are_dropped_and_counted(ipc_wire: Wire) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(ipc_wire.hub.address)
+        for frames in ([b""] * 5, [b""] * 20_000, [b"good"]):
+            stranger.send_multipart(frames)
+        assert ipc_wire.arrived()[1] == [b"good"]
+    assert ipc_wire.hub.refused() == 2
+
+
+def test_a_frame_beyond_the_limit_costs_the_peer_its_connection_and_others_nothing(ipc_wire: Wire) -> None:
+    link = ipc_wire.dial()
+    peer = ipc_wire.greet(link)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(ipc_wire.hub.address)
+        stranger.send(bytes(links.MAX_FRAME_BYTES + 4096))
+        ipc_wire.departed()
+        assert ipc_wire.hub.receive() is None
+    ipc_wire.hub.send(peer, [b"x"])
+    assert link.receive(PATIENCE_S) == [b"x"]
+
+
+def test_a_stranger_that_speaks_something_else_is_cut_off(tcp_wire: Wire) -> None:
+    host, port = tcp_wire.hub.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(4096))
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+    tcp_wire.greet(tcp_wire.dial())
