@@ -317,7 +317,7 @@ def speedup(cell: Cell, baseline: Cell, seed: int) -> tuple[float | None, float 
 
 
 def _row(cell: Cell, baseline: Cell, connection: Connection, seed: int) -> dict[str, Any]:
-    """The fields of interface `bench`."""
+    """One line of the result, for a method on a set at a temperature."""
     results = [run.finished.result for run in cell.runs]
     seconds = sum(run.decode_s for run in cell.runs)
     tokens, rounds = sum(run.decoded_tokens for run in cell.runs), sum(result.rounds for result in results)

@@ -60,7 +60,7 @@ def group() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. What a user did wrong is one line on stderr."""
+    """Run one command line; returns its exit code. What a user did wrong is one line on stderr; that nobody reads our output any more, click hears."""
     try:
         return group.main(list(arguments), prog_name="dovetail", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -74,8 +74,6 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(str(error), 2)
     except DovetailError as error:
         return _complain(str(error), 1)
-    except BrokenPipeError:
-        return _quiet_broken_pipe()
 
 
 def main() -> NoReturn:
@@ -86,12 +84,6 @@ def main() -> NoReturn:
 def _complain(text: str, code: int) -> int:
     click.echo(f"dovetail: {text}", err=True)
     return code
-
-
-def _quiet_broken_pipe() -> int:
-    """Whoever read our output has gone (`| head`): nothing is left to say, not even by the interpreter's own flush at the end."""
-    sys.stdout = None
-    return 1
 
 
 def _version() -> str:

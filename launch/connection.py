@@ -40,11 +40,15 @@ class Connection:
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, tree: TreeSettings, max_tokens: int, seed: int | None = None, speculate: bool = True
     ) -> Finished:
-        """Decode one request to its end; what went wrong is raised as `failure` says it."""
+        """Decode one request to its end. What went wrong is raised as `failure` says it; so is the loss of a process of ours, even where the request
+        survived it: what is measured or compared here needs all of them.
+        """
         request = self.client.submit(turns=turns, sampling=sampling, tree=tree, max_tokens=max_tokens, seed=seed, speculate=speculate)
         while True:
             reply = self.client.receive(None)
             if isinstance(reply, Finished) and reply.request == request:
+                if losses := self.stack.losses() if self.stack is not None else []:
+                    raise losses[0]
                 return reply
             if isinstance(reply, Failed):
                 raise self.failure(reply)

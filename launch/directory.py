@@ -12,26 +12,24 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from dovetail.protocol.errors import UserError
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """A coordinator that runs. `started_s` tells its process from a later one of the same number."""
+    """A coordinator that runs. `started_ticks` tells its process from a later one of the same number."""
 
     address: str
     pid: int
-    started_s: float
+    started_ticks: int
     keys: str = ""
     """Folder of keys of a tcp address."""
 
     @property
     def alive(self) -> bool:
         try:
-            return bool(psutil.Process(self.pid).create_time() == self.started_s)
-        except psutil.NoSuchProcess:
+            return _started_ticks(self.pid) == self.started_ticks
+        except OSError:
             return False
 
 
@@ -50,7 +48,7 @@ def runtime_directory() -> Path:
 def announced(address: str, *, keys: str = "") -> Iterator[None]:
     """This process is a coordinator at that address, for as long as the block runs."""
     path = runtime_directory() / f"coordinator-{os.getpid()}.json"
-    mine = Announcement(address, os.getpid(), psutil.Process().create_time(), keys and str(Path(keys).absolute()))
+    mine = Announcement(address, os.getpid(), _started_ticks(os.getpid()), keys and str(Path(keys).absolute()))
     draft = path.with_suffix(".new")
     draft.write_text(json.dumps(asdict(mine)), encoding="utf-8")
     draft.replace(path)
@@ -82,3 +80,8 @@ def only_announcement() -> Announcement | None:
         choices = "; ".join(f"--connect {a.address} (pid {a.pid})" for a in found)
         raise UserError(f"{len(found)} coordinators of yours are running: choose one with {choices}")
     return found[0] if found else None
+
+
+def _started_ticks(pid: int) -> int:
+    """When a process started, in ticks since the machine did (proc(5), field 22 of stat): unlike a time of day, it never changes."""
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])

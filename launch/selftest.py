@@ -83,6 +83,8 @@ def command(context: click.Context, configuration: Configuration, connect: str |
         for case in cases:
             step(case.name)
             checks.append(runs.check(case))
+        if not runs.drafted:
+            raise DovetailError("the draft worker proposed nothing, so nothing was compared: `dovetail status` shows whether one is there")
         note(connection.models())
     ok = all(check.ok for check in checks)
     if as_json:
@@ -113,22 +115,22 @@ class _Runs:
 
     def __init__(self, connection: Connection, prompts: list[Prompt], tokens: int) -> None:
         self._connection, self._prompts, self._tokens = connection, prompts, tokens
+        self.drafted = 0
+        """Nodes that were verified in all: without any, nothing was tested."""
         self._alone: dict[tuple[Sampling, str], Finished] = {}
 
     def check(self, case: Case) -> Check:
-        """Compare all prompts; `DovetailError` if nothing was drafted, for then nothing was compared."""
-        tokens = drafted = 0
+        """Compare all prompts."""
+        tokens = 0
         differences = []
         for prompt in self._prompts:
             alone = self._alone.get((case.sampling, prompt.id)) or self._decode(case, prompt, speculate=False)
             self._alone[case.sampling, prompt.id] = alone
             speculated = self._decode(case, prompt, speculate=True)
             tokens += speculated.result.completion_tokens
-            drafted += speculated.result.drafted_tokens
+            self.drafted += speculated.result.drafted_tokens
             if (difference := first_difference(alone, speculated)) is not None:
                 differences.append(difference)
-        if not drafted:
-            raise DovetailError(f"{case.name}: the draft worker proposed nothing, so nothing was compared")
         return Check(case.name, tokens, max(differences, key=lambda d: d.margin, default=None))
 
     def _decode(self, case: Case, prompt: Prompt, *, speculate: bool) -> Finished:

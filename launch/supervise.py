@@ -30,7 +30,7 @@ POLL_S = 0.05
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,34 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-        self._before: dict[signal.Signals, object] = {}
         self._sockets: list[Path] = []
+        self._before: dict[signal.Signals, object] = {}
+        self._busy = False
+        self._pending: signal.Signals | None = None
 
     def __enter__(self) -> "Supervisor":
+        """What is ignored, as under nohup, stays ignored."""
         for number in ENDING_SIGNALS:
-            self._before[number] = signal.signal(number, _unwind)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._signalled)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End everything. Nothing interrupts this: it takes `GRACE_S` at most."""
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for ending in ENDING_SIGNALS:
-            signal.signal(ending, signal.SIG_IGN)
+        self._busy = True
         try:
             self._end(self.children)
             self._clean()
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
-            signal.signal(signal.SIGINT, interrupt)
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        """A signal that ends us unwinds the stack, so that every block that owns something is left - but not between a process's start and its entry here."""
+        if self._busy:
+            self._pending = signal.Signals(number)
+        else:
+            _unwind(signal.Signals(number))
 
     def start(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli", reads: bool = False) -> Child:
         """Start a command of ours; `reads`: its stdout is for us.
@@ -99,6 +107,7 @@ class Supervisor:
         It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends everything in order. The kernel ends a
         child with the thread that started it, so this must be the main thread.
         """
+        self._busy = True
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments, f"--parent={os.getpid()}"],
@@ -109,6 +118,9 @@ class Supervisor:
         )
         child = Child(name, process, log)
         self.children.append(child)
+        self._busy = False
+        if self._pending is not None:
+            _unwind(self._pending)
         return child
 
     def start_coordinator(self, cores: Sequence[int], name: str = "coordinator") -> str:
@@ -209,6 +221,7 @@ def _check_pair(configuration: Configuration) -> None:
         raise UserError(f"no draft is named for the target {settings.target.model!r}: {remedy}")
 
 
-def _unwind(number: int, _frame: FrameType | None) -> NoReturn:
-    """A signal that ends us unwinds the stack, so that every block that owns something is left."""
+def _unwind(number: signal.Signals) -> NoReturn:
+    if number is signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(128 + number)

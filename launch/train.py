@@ -1,6 +1,6 @@
-"""`dovetail train`: train a small model on token files, or distil a draft from a target. It knows options and progress bars, not how training works.
+"""`dovetail train`: train a small model on token files, or distil a draft from a target.
 
-What needs torch is imported when a training begins, so that help does not wait for it.
+It knows options and progress bars, not how training works. What needs torch is imported when a training begins, so that help does not wait for it.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def train_small(
     max_parameters: int | None = None,
     compiled: bool = False,
 ) -> "small.Outcome":
-    """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`, where it has written already), and write the folder `out`."""
+    """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`), and write the folder `out`."""
     _check_sources(texts, target, prompts, init, tokenizer)
     with _quiet_loading():
         from dovetail.workers.training import small

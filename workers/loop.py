@@ -103,7 +103,7 @@ class _Loop:
         except DecodeError:
             self._stale += 1
             return None
-        if command.epoch != self._coordinator_epoch or isinstance(command, (Welcome, Failed)):  # those two answer a Hello, and that is done
+        if command.epoch != self._coordinator_epoch or isinstance(command, Welcome):  # Welcome answers a Hello, and that is done
             self._stale += 1
             return None
         return command

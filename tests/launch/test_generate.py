@@ -203,7 +203,7 @@ def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind
     output, notes = process.communicate()
     assert process.returncode == 0, notes
     assert list(json.loads(output)) == RESULT_FIELDS
-    assert [*(tmp_path / "tmp").iterdir()] == []
+    assert [*(tmp_path / "tmp").glob("dovetail*")] == []
     assert not [p for p in psutil.process_iter() if f"--parent={process.pid}" in p.cmdline()]
 
 
@@ -215,5 +215,5 @@ def test_interrupting_the_start_leaves_nothing_behind(start: Start, tmp_path: Pa
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 130
-    assert [*(tmp_path / "tmp").iterdir()] == []
+    assert [*(tmp_path / "tmp").glob("dovetail*")] == []
     assert not [p for p in psutil.process_iter() if f"--parent={process.pid}" in p.cmdline()]

@@ -80,19 +80,19 @@ def test_a_message_beyond_the_limit_is_not_sent() -> None:
 # -- hostile bytes -----------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(DIALECTS), st.lists(st.binary(max_size=64), max_size=6))
 def test_random_bytes_are_refused(dialect: tuple[Dialect[Any], object], frames: list[bytes]) -> None:
     assert refused_or_decoded(dialect[0], frames) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(DIALECTS), structures, st.lists(st.binary(max_size=8), max_size=2))
 def test_random_structures_are_refused(dialect: tuple[Dialect[Any], object], structure: Any, raw: list[bytes]) -> None:
     assert refused_or_decoded(dialect[0], [msgpack.packb(structure), *raw]) is None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(DIALECTS), st.data())
 def test_mutated_messages_are_refused_or_are_other_valid_messages(dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject) -> None:
     message = data.draw(st.sampled_from([m for m in REPRESENTATIVE.values() if type(m) in dialect[1]]))
@@ -112,7 +112,7 @@ def test_mutated_messages_are_refused_or_are_other_valid_messages(dialect: tuple
         assert dialect[0].decode(encode(decoded)) == decoded
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(DIALECTS), st.data())
 def test_a_field_of_another_type_is_refused_or_valid(dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject) -> None:
     message = data.draw(st.sampled_from([m for m in REPRESENTATIVE.values() if type(m) in dialect[1]]))

@@ -243,7 +243,7 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
     wire.hub.close()
     descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
     with contextlib.ExitStack() as stack:
-        hub = links.memory_links() if wire.hub.address == "memory" else open_hub(wire.hub.address, keys=wire.keys)
+        hub = links.memory_links() if wire.hub.address == "memory" else open_hub("ipc" if wire.keys is None else wire.hub.address, keys=wire.keys)
         stack.callback(hub.close)
         again = Wire(
             hub, wire.keys, lambda role: hub.connect() if isinstance(hub, links.MemoryHub) else open_link(hub.address, keys=wire.keys, role=role), stack

@@ -190,9 +190,9 @@ def test_commands_of_another_incarnation_are_dropped(coordinator: Coordinator) -
     assert (probed.stale, probed.sessions) == (2, 0)
 
 
-def test_answers_to_a_hello_that_come_again_are_dropped(coordinator: Coordinator) -> None:
-    coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="role", text="no"))
-    assert coordinator.probe().stale == 2
+def test_a_welcome_that_comes_again_is_dropped(coordinator: Coordinator) -> None:
+    coordinator.send(Welcome(epoch=EPOCH))
+    assert coordinator.probe().stale == 1
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"\xff" * 1000], [b"a", b"b"], [b"\x91" * 5000]])
@@ -256,3 +256,12 @@ def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
 def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
     coordinator.ask(opening())
     coordinator.end()
+
+
+def test_a_worker_that_is_turned_away_later_ends_with_the_reason(settings: TargetSettings) -> None:
+    coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
+    coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="vocabulary", text="id 3 differs"))
+    coordinator.thread.join(30.0)
+    coordinator.end()
+    assert isinstance(coordinator.error, UserError)
+    assert "id 3 differs" in str(coordinator.error)

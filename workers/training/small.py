@@ -2,8 +2,8 @@
 
 A token file is a row of little-endian uint16 ids; every sequence in it begins with the begin id. A file of the same name with the ending
 `.mask` may lie beside it, one byte an id: only ids whose byte is 1 are learned (the prompts of a target's own outputs are not).
-A run is resumed from the checkpoint in its folder, and nothing is ever pickled. This module does not know where a text came from, and it shows
-no progress itself: it calls back.
+A run is resumed from the checkpoint in its folder, and nothing is ever pickled. This module does not know where a text came from,
+and it shows no progress itself: it calls back.
 """
 
 import json
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is trained. The rate rises over `warm_up` steps and falls linearly to zero over the minutes, or over `steps` where given."""
+    """How a model is trained: the rate rises over `warm_up` steps and falls linearly to zero over the minutes, or over `steps`."""
 
     minutes: float = 10.0
     steps: int | None = None
@@ -336,7 +336,12 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
     """Cross entropy of the next token, where it is learned."""
     logits = logits_of(model, rows[:, :-1])
-    return nn.functional.cross_entropy(logits[learn], rows[:, 1:][learn])
+    return _mean(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"), learn)
+
+
+def _mean(losses: Tensor, learn: Tensor) -> Tensor:
+    """The mean over what is learned. Nothing is picked by index, so that the step can be compiled as a whole."""
+    return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
 
 
 def train(
@@ -402,7 +407,10 @@ def render(tokenizer: Any, turns: Sequence[str]) -> list[int]:
 
 
 def write_outputs(target: Path, prompts: Sequence[Sequence[str]], out: Path, writing: Writing, *, progress: Callback = silent) -> Path:
-    """Write what the target answers as the token file `out` and its mask. Finished batches lie beside it in a folder and are not written again."""
+    """Write what the target answers as the token file `out` and its mask.
+
+    Finished batches lie beside it in a folder and are not written again.
+    """
     tokenizer, model = load_tokenizer(target), load_model(target).to(writing.device).eval()
     room = writing.context - writing.new_tokens
     rendered = sorted((ids for ids in (render(tokenizer, p) for p in prompts) if len(ids) <= room), key=len)
@@ -492,10 +500,11 @@ def distillation_loss(target: nn.Module, cross_entropy: float) -> StepLoss:
 
     def loss_of(draft: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = torch.log_softmax(logits_of(target, rows[:, :-1])[learn], -1)
-        given = torch.log_softmax(logits_of(draft, rows[:, :-1])[learn], -1)
-        divergence = nn.functional.kl_div(given, wanted, log_target=True, reduction="batchmean")
-        return divergence + cross_entropy * nn.functional.nll_loss(given, rows[:, 1:][learn])
+            wanted = torch.log_softmax(logits_of(target, rows[:, :-1]), -1).flatten(0, 1)
+        given = torch.log_softmax(logits_of(draft, rows[:, :-1]), -1).flatten(0, 1)
+        divergence = (wanted.exp() * (wanted - given)).sum(-1)
+        surprise = nn.functional.nll_loss(given, rows[:, 1:].flatten(), reduction="none")
+        return _mean(divergence + cross_entropy * surprise, learn)
 
     return loss_of
 

@@ -2,8 +2,8 @@
 
 import random
 
-from facts import NUMBERS
-from grammar import say, sentences
+from dovetail.launch.demo.recipe.facts import NUMBERS
+from dovetail.launch.demo.recipe.grammar import say, sentences
 
 # question after "why": sentences, of which each has alternatives
 WHY: dict[str, tuple[str, ...]] = {

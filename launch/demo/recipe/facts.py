@@ -3,7 +3,7 @@
 
 import random
 
-from grammar import articles, listing, say, sentences
+from dovetail.launch.demo.recipe.grammar import articles, listing, say, sentences
 
 OPPOSITES = (
     """big small|hot cold|fast slow|happy sad|up down|day night|old young|light heavy|hard soft|wet dry|open closed|full empty|high low
@@ -281,7 +281,7 @@ LISTS: dict[str, str] = {
     "birds": "owls eagles sparrows robins crows ducks swans penguins parrots pigeons geese",
     "insects": "ants bees butterflies beetles flies mosquitoes wasps crickets moths ladybirds",
     "sea animals": "whales dolphins sharks octopuses crabs seals turtles jellyfish starfish",
-    "pets": "dogs cats hamsters rabbits goldfish parrots guinea pigs canaries".replace("guinea pigs", "mice"),
+    "pets": "dogs cats hamsters rabbits goldfish parrots mice canaries",
     "colours": "red blue green yellow orange purple brown black white pink grey",
     "sports": "football tennis swimming basketball running cycling volleyball hockey skiing judo golf",
     "drinks": "water milk tea coffee juice lemonade cocoa",
@@ -296,7 +296,7 @@ LISTS: dict[str, str] = {
     "cities": "Paris London Tokyo Rome Cairo Madrid Berlin Sydney Moscow Vienna Dublin",
     "planets": "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune",
     "things in a kitchen": "oven fridge pan pot spoon plate cup knife bowl kettle",
-    "things in a classroom": "desks chairs books pencils chalk a-board maps rulers".replace("a-board", "paper"),
+    "things in a classroom": "desks chairs books pencils chalk paper maps rulers",
     "body parts": "head arm leg hand foot ear eye nose mouth knee shoulder",
     "feelings": "joy sadness anger fear love surprise pride hope shame",
     "vehicles": "cars buses trains bicycles ships aeroplanes trucks trams boats",
@@ -425,9 +425,9 @@ def world(rng: random.Random) -> tuple[str, str]:
     if form == 3:
         a, b = rng.choice(COLOUR_OF).split(":")
         verb = "are" if a.endswith("glasses") else "is"
-        return say(
-            "[what colour VERB {a}?|which colour does {a} have?|tell me the colour of {a}.]".replace("VERB", verb), {"a": a}, rng
-        ), say("{a} is {b}.", {"a": a, "b": b}, rng)
+        return say("[what colour {is} {a}?|which colour does {a} have?|tell me the colour of {a}.]", {"a": a, "is": verb}, rng), say(
+            "{a} is {b}.", {"a": a, "b": b}, rng
+        )
     if form == 4:
         a, b = rng.choice(MIXES).split(":")
         return say("[what colour do you get if you mix {a}?|what do {a} make?|mix {a}. what colour is it?]", {"a": a}, rng), say(
@@ -436,8 +436,8 @@ def world(rng: random.Random) -> tuple[str, str]:
     if form == 5:
         a, b = rng.choice(MADE_OF).split(":")
         verb = "are" if a == "pancakes" else "is"
-        return say("what VERB {a} made [of|from]?".replace("VERB", verb), {"a": a}, rng), say(
-            "{a} VERB made from {b}.".replace("VERB", verb), {"a": a, "b": b}, rng
+        return say("what {is} {a} made [of|from]?", {"a": a, "is": verb}, rng), say(
+            "{a} {is} made from {b}.", {"a": a, "b": b, "is": verb}, rng
         )
     if form == 6:
         a, b = rng.choice(JOBS).split(":")
@@ -454,7 +454,7 @@ def world(rng: random.Random) -> tuple[str, str]:
         ),
         {"a": a},
         rng,
-    ), say("[you use {a} {b}.|{a} VERB used {b}.|people use {a} {b}.]".replace("VERB", "are" if plural else "is"), {"a": a, "b": b}, rng)
+    ), say("[you use {a} {b}.|{a} {is} used {b}.|people use {a} {b}.]", {"a": a, "b": b, "is": "are" if plural else "is"}, rng)
 
 
 def items(rng: random.Random) -> tuple[str, str]:

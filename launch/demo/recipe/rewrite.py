@@ -2,9 +2,9 @@
 
 import random
 
-import words
-from facts import LISTS, OPPOSITES
-from grammar import say, sentences
+from dovetail.launch.demo.recipe import words
+from dovetail.launch.demo.recipe.facts import LISTS, OPPOSITES
+from dovetail.launch.demo.recipe.grammar import say, sentences
 
 EVENTS: tuple[tuple[str, str, str], ...] = (  # what happened, what came of it, both in few words
     (

@@ -7,8 +7,8 @@ import random
 import re
 from dataclasses import dataclass
 
-import words
-from grammar import articles, listing, say, sentences
+from dovetail.launch.demo.recipe import words
+from dovetail.launch.demo.recipe.grammar import articles, listing, say, sentences
 
 Slots = dict[str, str]
 

@@ -3,8 +3,8 @@
 
 import random
 
-import words
-from grammar import say
+from dovetail.launch.demo.recipe import words
+from dovetail.launch.demo.recipe.grammar import say
 
 COUNTED = """apples oranges pencils books marbles stickers cookies coins shells eggs balloons flowers cards stamps candles buttons toys
 nuts carrots
@@ -54,8 +54,8 @@ def taking(rng: random.Random) -> tuple[str, str]:
     b = rng.randint(1, a - 2)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a - b)}
     return solved(
-        "[{n} has|there are|{n} has got] {a} {t}[| on the table]. [{he} gives {b} to {m}|"
-        "{n} loses {b} of them|{n} gives away {b}|{m} takes {b} of them]. how many {t} are left?".replace("{he} gives", "{n} gives"),
+        "[{n} has|there are|{n} has got] {a} {t}[| on the table]. [{n} gives {b} to {m}|"
+        "{n} loses {b} of them|{n} gives away {b}|{m} takes {b} of them]. how many {t} are left?",
         "[at first there are {a} {t}|there were {a} {t}|we start with {a} {t}]. {b} [are taken away|"
         "are gone]. {a} - {b} = {r}. [there are {r} {t} left|so {r} {t} are left].",
         s,
@@ -81,9 +81,7 @@ def sharing(rng: random.Random) -> tuple[str, str]:
     b, r = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(b * r), "b": str(b), "r": str(r)}
     return solved(
-        "{n} [wants to share|shares] {a} {t} [equally|"
-        "fairly] among {b} [friends|children]. how many {t} does each [friend|"
-        "child] get?".replace("[friends|children]", "children").replace("[friend|child]", "child"),
+        "{n} [wants to share|shares] {a} {t} [equally|fairly] among {b} children. how many {t} does each child get?",
         "{n} shares {a} {t} among {b} children. {a} / {b} = {r}. [each child gets {r} {t}|so each child gets {r} {t}].",
         s,
         rng,

@@ -2,8 +2,8 @@
 
 import random
 
-import words
-from grammar import say
+from dovetail.launch.demo.recipe import words
+from dovetail.launch.demo.recipe.grammar import say
 
 EXCHANGES: tuple[tuple[str, str], ...] = (
     ("[hello|hi|hey|hi there|hello there][!|.|]", "[hello|hi|hi there]! [how can I help you|what can I do for you|how are you] today?"),
@@ -14,7 +14,7 @@ EXCHANGES: tuple[tuple[str, str], ...] = (
     ("good evening[!|.]", "good evening! [I hope you had a nice day.|how was your day?|what can I do for you?]"),
     ("good night[!|.]", "good night! [sleep well.|sweet dreams.|see you tomorrow.]"),
     (
-        "how are you[|today| doing|doing today]?".replace("[|today| doing|doing today]", "[| today| doing| doing today]"),
+        "how are you[| today| doing| doing today]?",
         "I am [fine|very well|doing well|great], thank you[.| for asking.] [and you?|how are you?|what about you?]",
     ),
     (
@@ -40,7 +40,7 @@ EXCHANGES: tuple[tuple[str, str], ...] = (
         "thank you[!| very much!| so much!| for your help!|.]",
         "you are welcome! [I am glad I could help.|I was happy to help.|let me know if you need anything else.|have a nice day!]",
     ),
-    ("thanks[!|a lot!|.]".replace("|a lot!", "| a lot!"), "you are welcome[!|.| any time!] [|I am happy to help.]"),
+    ("thanks[!| a lot!|.]", "you are welcome[!|.| any time!] [|I am happy to help.]"),
     ("[bye|goodbye|see you later|see you][!|.]", "[goodbye|bye]! [have a nice day.|see you soon.|take care.|it was nice to talk to you.]"),
     (
         "I am [sad|feeling sad|unhappy|a bit sad] today.",

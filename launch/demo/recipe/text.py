@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import explain
-import facts
-import functions
-import rewrite
-import stories
-import sums
-import talk
+from dovetail.launch.demo.recipe import explain, facts, functions, rewrite, stories, sums, talk
 
 Document = dict[str, Any]
 
