@@ -385,22 +385,13 @@ def _differences_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _show(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> None:
-    headings = ("method", "prompts", "T", "tokens/s", "speed-up", "95 %", "tau", "calls", "draft", "verify", "memory MB", "end to end", "differ")
+    headings = ("method", "prompts", "T", "tokens/s", "speed-up", "tau", "draft", "verify", "MB", "differ")
     shown = []
     for row, cell in zip(rows, cells, strict=True):
-        interval = "" if row["speedup_low"] is None else f"{row['speedup_low']:.2f}-{row['speedup_high']:.2f}"
+        ratio = "-" if row["speedup"] is None else f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
         shares = (f"{row['draft_share']:.0%}", f"{row['verify_share']:.0%}")
-        figures = (
-            row["tokens_per_s"],
-            row["speedup"],
-            interval,
-            row["tau"],
-            row["calls"],
-            *shares,
-            round(row["peak_rss_mb"]),
-            _end_to_end(cell)["tokens_per_s"],
-        )
-        shown.append((row["method"], row["prompts"], row["temperature"], *figures, len(cell.differences)))
+        where = (row["method"], row["prompts"], row["temperature"])
+        shown.append((*where, f"{row['tokens_per_s']:.1f}", ratio, row["tau"], *shares, round(row["peak_rss_mb"]), len(cell.differences)))
     print_table(headings, shown)
     for told in _tasks_told(cells):
         if told["shortened"] or told["looped"]:

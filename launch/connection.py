@@ -107,7 +107,11 @@ def _names_models(configuration: Configuration) -> str:
 
 
 def _describe(role: str, worker: WorkerState, inflation: str) -> str:
-    model = "demo" if Path(worker.model).is_relative_to(DEMO_FOLDER) else worker.model
     weights = worker.fingerprint.split("/")[1] if worker.fingerprint else ""
     details = ", ".join(filter(None, (weights, f"inflated to {inflation}" if inflation else "")))
-    return f"{role} {model}" + (f" ({details})" if details else "")
+    return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
+
+
+def shorten_model(model: str) -> str:
+    """How a model is called in a summary: "demo" for an embedded one."""
+    return "demo" if Path(model).is_relative_to(DEMO_FOLDER) else model

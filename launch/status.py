@@ -5,7 +5,7 @@ import json
 import click
 
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
-from dovetail.launch.connection import find_coordinator
+from dovetail.launch.connection import find_coordinator, shorten_model
 from dovetail.launch.terminal import format_cell, print_table
 from dovetail.protocol.messages import Reported, WorkerState
 
@@ -31,11 +31,14 @@ def _show(state: Reported) -> None:
     for reason in state.reasons:
         click.echo(f"degraded    {reason}")
     if state.workers:
-        headings = ("worker", "roles", "model", "device", "threads", "busy", "sessions", "round trip us", "memory MB", "fingerprint", "host", "pid")
+        headings = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "MB", "host", "pid")
         print_table(headings, [_row(worker) for worker in state.workers])
+        for worker in state.workers:
+            if worker.fingerprint:
+                click.echo(f"fingerprint of {worker.name}: {worker.fingerprint}")
 
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
-    busy = f"{worker.busy_share:.0%}"
-    place = (worker.name, "+".join(worker.roles), worker.model, worker.device, worker.threads)
-    return (*place, busy, worker.sessions, worker.round_trip_us, round(worker.rss_mb), worker.fingerprint, worker.host, worker.pid)
+    device = f"{worker.device}, {worker.threads} threads"
+    load = (f"{worker.busy_share:.0%}", worker.sessions, worker.round_trip_us, round(worker.rss_mb))
+    return (worker.name, "+".join(worker.roles), shorten_model(worker.model), device, *load, worker.host, worker.pid)

@@ -44,14 +44,15 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: progress.update(task, advance=1, description=text)
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout; numbers to the right."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, heading in enumerate(headings):
-        numeric = all(isinstance(row[index], int | float) or row[index] in ("", "-") for row in rows)
+        numeric = all(isinstance(row[index], int | float | None) or row[index] in ("", "-") for row in rows)
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(format_cell(cell) for cell in row))

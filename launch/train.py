@@ -45,9 +45,7 @@ def command() -> None:
     default=False,
     help="Compile the step: slower to begin, then faster. On a CPU it needs a C++ compiler.",
 )
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the weights, of the order of the text and of what a target writes."
-)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, of the order of the text and of what a target writes.")
 @click.option("--hidden", type=click.IntRange(min=8), default=128, show_default=True, help="Width of a new model.")
 @click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of a new model.")
 @click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True, help="Attention heads of a new model.")

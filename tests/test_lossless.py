@@ -5,16 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.losslessness import difference
 
 from dovetail.launch.configure import DEMO_FOLDER, configure
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.losslessness import difference
 
 PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-TREES = {f"{t.gamma}/{t.depth}/{t.width}": t for t in (TreeSettings(gamma=g, depth=d, width=w) for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8)))}
+TREES = {
+    f"{t.gamma}/{t.depth}/{t.width}": t
+    for t in (TreeSettings(gamma=g, depth=d, width=w) for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8)))
+}
 FILTERS = {"plain": {}, "top-k": {"top_k": 20}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.05}, "all": {"top_k": 50, "top_p": 0.95, "min_p": 0.02}}
 TOKENS = 48
 
@@ -70,7 +73,8 @@ def test_speculation_happens_and_saves_target_passes(client: Client) -> None:
 def test_interleaved_requests_give_what_each_gives_alone(client: Client) -> None:
     alone = [complete(client, turns, temperature=1.0, seed=5).result.token_ids for turns in PROMPTS[:6]]
     requests = {
-        client.submit(turns=turns, sampling=Sampling(temperature=1.0), max_tokens=TOKENS, seed=5, tree=TREES["6/5/10"]): i for i, turns in enumerate(PROMPTS[:6])
+        client.submit(turns=turns, sampling=Sampling(temperature=1.0), max_tokens=TOKENS, seed=5, tree=TREES["6/5/10"]): i
+        for i, turns in enumerate(PROMPTS[:6])
     }
     while requests:
         reply = client.receive(60)

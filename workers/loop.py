@@ -27,10 +27,12 @@ REGISTRATION_S = 30.0
 class Worker(Protocol):
     """What the loop drives: sessions of one or both roles."""
 
-    sessions: int
-    """How many are open."""
     stale: int
     """Late, duplicate and stale commands that this worker has dropped."""
+
+    @property
+    def sessions(self) -> int:
+        """How many are open."""
 
     def hello(self, epoch: int) -> Hello:
         """The introduction; `epoch` is this worker's own and goes into every event."""

@@ -4,7 +4,6 @@ import contextlib
 import random
 
 import pytest
-from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.keys import PeerKey
@@ -13,6 +12,7 @@ from dovetail.protocol.messages import Drafted, Emitted, Failed, Finished, Hello
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.coordinator import MAX_STRIKES, Coordinator
+from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
 
 PROMPT = (5, 6, 7)
 
@@ -46,7 +46,7 @@ class House:
         for _ in range(most):
             self.coordinator.look_around()
             self.coordinator.pump()
-            if not any([worker.step() for worker in self.workers]):
+            if not sum(worker.step() for worker in self.workers):
                 return
 
     def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
@@ -135,7 +135,7 @@ def test_events_of_another_incarnation_are_dropped() -> None:
     assert worker is not None
     forged = Verified(epoch=worker.epoch + 1, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),))
     worker.link.send(encode(forged))
-    assert [r for r in house.replies() if isinstance(r, Finished)][0].result.token_ids == tuple(continuation(PROMPT, 60))
+    assert next(r for r in house.replies() if isinstance(r, Finished)).result.token_ids == tuple(continuation(PROMPT, 60))
     assert house.report().stale >= 1
 
 
@@ -304,7 +304,12 @@ class LyingTarget(ScriptedTarget):
     def work(self, command):  # type: ignore[no-untyped-def]
         if command.type == "open":
             return super().work(command)
-        return [Verified(epoch=self.epoch, items=tuple(VerifiedItem(session=i.session, round=i.round, accepted=(900,), bonus=1, margins=(1.0, 1.0)) for i in command.items))]
+        return [
+            Verified(
+                epoch=self.epoch,
+                items=tuple(VerifiedItem(session=i.session, round=i.round, accepted=(900,), bonus=1, margins=(1.0, 1.0)) for i in command.items),
+            )
+        ]
 
 
 def test_a_proposal_that_is_no_tree_costs_only_the_speculation() -> None:

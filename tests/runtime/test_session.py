@@ -1,7 +1,6 @@
 """One request's life as values: events in, lists of actions out."""
 
 import pytest
-from support.scripted import END, VOCABULARY, tokenizer_bytes
 from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
@@ -10,6 +9,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.session import Ask, Emit, Finish, Request, Session, State
 from dovetail.runtime.text import Detokenizer
+from support.scripted import END, VOCABULARY, tokenizer_bytes
 
 
 def new_session(*, speculating: bool = True, max_tokens: int = 20, stop: tuple[str, ...] = (), tree: TreeSettings | None = None) -> Session:
@@ -24,7 +24,9 @@ def new_session(*, speculating: bool = True, max_tokens: int = 20, stop: tuple[s
         vocabulary_size=VOCABULARY,
         stop=stop,
     )
-    return Session(number=1, epoch=5, request=request, detokenizer=Detokenizer(Tokenizer.from_buffer(tokenizer_bytes())), speculating=speculating, accounts=Accounts(0))
+    return Session(
+        number=1, epoch=5, request=request, detokenizer=Detokenizer(Tokenizer.from_buffer(tokenizer_bytes())), speculating=speculating, accounts=Accounts(0)
+    )
 
 
 def opened(session: Session, bonus: int = 3) -> list[object]:

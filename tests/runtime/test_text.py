@@ -5,12 +5,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.scripted import tokenizer_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.runtime.text import Detokenizer, StopStrings, TextCodec
+from support.scripted import tokenizer_bytes
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -19,7 +19,9 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<assistant>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "<assistant>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(["the quick brown fox", "世界 hello"], trainer)
     return tokenizer
 

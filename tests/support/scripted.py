@@ -190,7 +190,14 @@ class ScriptedDraft(ScriptedWorker):
             path.append(guess)
         scores = tuple(-float(i) for i in range(len(tokens)))
         return Drafted(
-            epoch=self.epoch, session=command.session, round=command.round, tokens=tuple(tokens), parents=tuple(parents), scores=scores, grown=len(tokens), hit=False
+            epoch=self.epoch,
+            session=command.session,
+            round=command.round,
+            tokens=tuple(tokens),
+            parents=tuple(parents),
+            scores=scores,
+            grown=len(tokens),
+            hit=False,
         )
 
 

@@ -303,9 +303,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
 
 
-def _run(
-    stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, folder: Path | None, progress: Callback
-) -> Outcome:
+def _run(stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, folder: Path | None, progress: Callback) -> Outcome:
     """Step until the run is over, keeping a checkpoint every few minutes."""
     run = _Run(model, settings, folder)
     model.train()
@@ -546,9 +544,7 @@ def distil_folder(
 
 
 @torch.no_grad()
-def measure(
-    target: nn.Module, draft: nn.Module, files: Sequence[Path], *, begin: int = 0, batches: int = 16, context: int = 256, seed: int = 1
-) -> Agreement:
+def measure(target: nn.Module, draft: nn.Module, files: Sequence[Path], *, begin: int = 0, batches: int = 16, context: int = 256, seed: int = 1) -> Agreement:
     """How well the draft follows the target on token files, over the learned ids only."""
     text, rng = Text(files, begin, context), np.random.default_rng(seed)
     equal = overlap = 0.0

@@ -906,11 +906,10 @@ def pronouns(kind: str, rng: random.Random) -> tuple[str, str, str, str]:
     return ("she", "her", "her", "herself") if female else ("he", "him", "his", "himself")
 
 
-def name_for(kind: str, female: bool, rng: random.Random) -> str:
-    """Animals often have pet names, people never."""
-    if kind in words.ANIMALS and rng.random() < 0.5:
-        return rng.choice(words.PETNAMES)
-    return rng.choice(words.GIRLS if female else words.BOYS)
+def name_for(kind: str, female: bool, friend: bool, rng: random.Random) -> str:
+    """Animals often have pet names, people never. Heroes and friends have names of their own, so that they are never mixed up."""
+    names = words.PETNAMES if kind in words.ANIMALS and rng.random() < 0.5 else words.GIRLS if female else words.BOYS
+    return rng.choice([name for i, name in enumerate(names) if (i % 3 == 0) == friend])
 
 
 def cast(rng: random.Random) -> Slots:
@@ -919,9 +918,7 @@ def cast(rng: random.Random) -> Slots:
     fkind = rng.choice([a for a in words.ANIMALS if a != kind])
     he, him, his, himself = pronouns(kind, rng)
     fhe, fhim, fhis, _ = pronouns(fkind, rng)
-    hero, friend = name_for(kind, he == "she", rng), name_for(fkind, fhe == "she", rng)
-    while friend == hero:
-        friend = name_for(fkind, fhe == "she", rng)
+    hero, friend = name_for(kind, he == "she", False, rng), name_for(fkind, fhe == "she", True, rng)
     trait = rng.choice(words.SMALL)
     obj, obj2 = rng.sample(words.THINGS, 2)
     adjective, adjective2 = (rng.choice(words.COLOURS + words.TRAITS) for _ in range(2))
@@ -1011,7 +1008,7 @@ def subject(plot: Plot, s: Slots, rng: random.Random) -> str:
             "{hero} the {kind}",
         )
     )
-    tail = " " + rng.choice(plot.about) if rng.random() < 0.85 else rng.choice((" in a {place}", " who lives in a {place}", ""))
+    tail = " " + rng.choice(plot.about) if rng.random() < 0.93 else rng.choice((" in a {place}", " who lives in a {place}", ""))
     return say(form + tail, s, rng)
 
 

@@ -22,9 +22,9 @@ def pair(kind: str, make: Callable[[random.Random], tuple[str, str]]) -> Callabl
 
 
 KINDS: dict[str, tuple[float, Callable[[random.Random], Document]]] = {
-    "story": (31, pair("story", stories.story)),
-    "continued": (4, pair("story", stories.continued)),
-    "plain": (4, lambda rng: {"text": stories.plain(rng), "kind": "plain"}),
+    "story": (33, pair("story", stories.story)),
+    "continued": (3, pair("story", stories.continued)),
+    "plain": (2, lambda rng: {"text": stories.plain(rng), "kind": "plain"}),
     "math": (19, pair("math", sums.problem)),
     "question": (26, pair("question", facts.fact)),
     "explanation": (6, pair("explanation", explain.why)),
