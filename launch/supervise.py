@@ -144,9 +144,6 @@ class Supervisor:
             if child.ended:
                 raise child.failure()
 
-    def dead(self) -> list[Child]:
-        return [child for child in self.children if child.ended]
-
     def _end(self, children: Sequence[Child]) -> None:
         for child in children:
             if not child.ended:

@@ -49,6 +49,7 @@ from dovetail.protocol.messages import (
     Probe,
     Probed,
     Result,
+    SpanFields,
     Verified,
     VerifiedItem,
     Verify,
@@ -67,6 +68,8 @@ NODES = 15
 ACCEPTED = 2
 """Nodes that the echo target accepts of every tree: the tau of a fair draft, 3."""
 FIRST_TOKEN = 300
+NO_SPANS: SpanFields = (("echo", 0, 0),)
+"""As long as the ones that a worker of the real coordinator sends."""
 COORDINATOR_LIMIT_US, TRANSPORT_LIMIT_US = 150.0, 400.0
 START_TIMEOUT_S = 30.0
 RELAY_POLL_S = 1.0
@@ -310,7 +313,7 @@ class _Echo:
             command = COMMAND.decode(frames)
             if isinstance(command, Drain):
                 return
-            answer = self._answer(command)
+            answer = self._answer(command, arrived_ns)
             if answer is None:
                 continue
             encoded = encode(answer)
@@ -321,7 +324,7 @@ class _Echo:
     def bounce(self) -> None:
         """Behind the relay: answer whatever comes with a message of this role, until it says end. The draft counts the rounds."""
         self._link.send([self._role.encode()])
-        answer = encode(self._proposal(0, 1) if self._role == "draft" else self._verdict(0, 1))
+        answer = encode(self._proposal(0, 1, NO_SPANS) if self._role == "draft" else self._verdict(0, 1, NO_SPANS))
         left = 0
         while True:
             frames = self._link.receive(None)
@@ -338,14 +341,15 @@ class _Echo:
             self.stamps.extend((arrived_ns, time.monotonic_ns()))
             self._link.send(answer)
 
-    def _answer(self, command: Command) -> Message | None:
+    def _answer(self, command: Command, arrived_ns: int) -> Message | None:
+        spans = (("echo", arrived_ns, time.monotonic_ns() - arrived_ns),)
         match command:
             case Open():
                 return Opened(epoch=self._epoch, session=command.session, bonus=FIRST_TOKEN if self._role == "target" else None, margin=1.0)
             case Draft():
-                return self._proposal(command.session, command.round)
+                return self._proposal(command.session, command.round, spans)
             case Verify():
-                return self._verdict(command.items[0].session, command.items[0].round)
+                return self._verdict(command.items[0].session, command.items[0].round, spans)
             case Probe():
                 now_ns = time.monotonic_ns()
                 return Probed(epoch=self._epoch, sent_ns=command.sent_ns, clock_ns=now_ns, busy_ns=0, stale=0, sessions=1, rss_bytes=0)
@@ -353,17 +357,17 @@ class _Echo:
                 return Closed(epoch=self._epoch, session=command.session)
         return None
 
-    def _proposal(self, session: int, round_: int) -> Drafted:
+    def _proposal(self, session: int, round_: int, spans: SpanFields) -> Drafted:
         """A path of as many nodes as are accepted, and the rest beside it."""
         parents = (*range(-1, ACCEPTED - 1), *[-1] * (NODES - ACCEPTED))
         scores = tuple(-float(n) for n in range(NODES))
         tokens = tuple(range(FIRST_TOKEN, FIRST_TOKEN + NODES))
-        return Drafted(epoch=self._epoch, session=session, round=round_, tokens=tokens, parents=parents, scores=scores, grown=NODES, hit=False)
+        return Drafted(epoch=self._epoch, session=session, round=round_, tokens=tokens, parents=parents, scores=scores, grown=NODES, hit=False, spans=spans)
 
-    def _verdict(self, session: int, round_: int) -> Verified:
+    def _verdict(self, session: int, round_: int, spans: SpanFields) -> Verified:
         accepted = tuple(range(ACCEPTED))
         item = VerifiedItem(session=session, round=round_, accepted=accepted, bonus=FIRST_TOKEN, margins=(1.0,) * (ACCEPTED + 1))
-        return Verified(epoch=self._epoch, items=(item,))
+        return Verified(epoch=self._epoch, items=(item,), spans=spans)
 
     def _hello(self) -> Hello:
         tokenizer = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()

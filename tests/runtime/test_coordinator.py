@@ -4,6 +4,8 @@ import contextlib
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.keys import PeerKey
@@ -126,6 +128,25 @@ def test_duplicate_events_change_nothing_and_are_counted() -> None:
     house = House(repeat=3)
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     assert house.report().stale > 0
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_no_schedule_of_late_and_duplicate_events_changes_a_token(seed: int) -> None:
+    rng = random.Random(seed)
+    house = House()
+    prompts = {house.submit((i, 9), max_tokens=30): (i, 9) for i in range(1, 5)}
+    said: list[tuple[ScriptedWorker, list[bytes]]] = []
+    for worker in house.workers:
+        send = worker.link.send
+        worker.link.send = lambda frames, worker=worker, send=send: (said.append((worker, list(frames))), send(frames))[1]  # type: ignore[method-assign,misc]
+    for _ in range(60):
+        house.coordinator.pump()
+        rng.choice(house.workers).step()
+        for worker, frames in rng.sample(said, min(len(said), rng.randint(0, 3))):
+            worker.link.send(frames)
+    finished = [r for r in house.replies() if isinstance(r, Finished)]
+    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 30) for request, prompt in prompts.items()}
 
 
 def test_events_of_another_incarnation_are_dropped() -> None:
