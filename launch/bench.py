@@ -113,7 +113,7 @@ class Cell:
 @click.command(cls=SettingsCommand)
 @click.option("--prompts", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path), help="File of prompts, a set of its own; can be repeated.")
 @click.option("--method", "methods", multiple=True, metavar="METHOD[,SETTING=VALUE...]", help="What to measure; can be repeated. `none` is always run.")
-@click.option("--temperature", "temperatures", multiple=True, type=click.FloatRange(min=0), help="Can be repeated.  [default: sampling.temperature]")
+@click.option("--temperature", "temperatures", multiple=True, type=float, help="Can be repeated.  [default: sampling.temperature]")
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts taken of each set.  [default: all]")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Times that every prompt is measured with every method.")
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of every reply and of the bootstrap.")
@@ -150,7 +150,8 @@ def command(
         return
     chosen = _methods(configuration, methods)
     sets = [_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
-    heats = list(dict.fromkeys(temperatures or (configuration.settings.sampling.temperature,)))
+    heats = [configuration.over("--temperature", {"sampling.temperature": t}).settings.sampling.temperature for t in dict.fromkeys(temperatures)]
+    heats = heats or [configuration.settings.sampling.temperature]
     with _stacks(chosen) as stacks:
         cells = list(_measure(chosen, stacks, sets, heats, repeat, seed))
         rows = [_row(cell, _baseline(cells, cell), stacks[cell.method.name], seed) for cell in cells]

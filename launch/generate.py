@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 
 from dovetail.launch.answers import Answers, open_answers
 from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
@@ -34,17 +35,21 @@ class Wish:
     def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
         """Ask for the reply to these turns (user first, then alternating), or for the plain continuation of a text."""
         settings = self.configuration.settings
-        return connection.client.submit(
-            text=turns[0] if self.raw else None,
-            turns=None if self.raw else turns,
-            sampling=settings.sampling,
-            max_tokens=settings.sampling.max_tokens,
-            stop=self.stop,
-            seed=self.seed,
-            tree=settings.tree,
-            speculate=settings.draft.kind != "none",
-            trace=self.trace,
-        )
+        try:
+            return connection.client.submit(
+                text=turns[0] if self.raw else None,
+                turns=None if self.raw else turns,
+                sampling=settings.sampling,
+                max_tokens=settings.sampling.max_tokens,
+                stop=self.stop,
+                seed=self.seed,
+                tree=settings.tree,
+                speculate=settings.draft.kind != "none",
+                trace=self.trace,
+            )
+        except ValidationError as error:  # a text beyond the bounds of the protocol, an empty stop string
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise UserError(f"the request is not possible: {first['loc'][0]}: {first['msg']}") from None
 
 
 @click.command(cls=SettingsCommand)

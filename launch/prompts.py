@@ -43,4 +43,6 @@ def _prompt(where: str, line: str) -> Prompt:
     turns = content.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": ["..."]')
+    if any("\ud800" <= character <= "\udfff" for turn in turns for character in turn):
+        raise UserError(f'{where}: the "turns" of {content["id"]!r} have lone surrogates: they are no valid Unicode text')
     return Prompt(content["id"], tuple(turns))

@@ -14,6 +14,7 @@ import click
 from dovetail.launch.child import end_on_sigterm, end_with
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import allowed_cores, bind, lay_out, parse_cores
+from dovetail.launch.terminal import note
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import DraftSettings, TargetSettings
@@ -46,7 +47,8 @@ def command(configuration: Configuration, role: Role, connect: str, cores: str |
         bind(bound)
     threads = thread_count(role, configuration.settings.target, bound)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
-    _serve(configuration, role, connect, name or role, threads)
+    say = note if parent is None else lambda _: None
+    _serve(configuration, role, connect, name or role, threads, say)
 
 
 def thread_count(role: Role, target: TargetSettings, bound: Sequence[int] | None) -> int:
@@ -64,14 +66,17 @@ def embedded(settings: TargetSettings | DraftSettings, folder: Path) -> dict[str
     return {} if settings.model else {"model": str(folder)}
 
 
-def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int) -> None:
+def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int, say: Callable[[str], None]) -> None:
     """Connect first: a wrong address or key is told at once, not after a model has been loaded."""
     keys = configuration.settings.coordinator.keys
     link = open_link(connect, keys=Path(keys) if keys else None, role=role)
     try:
         from dovetail.workers.loop import serve  # torch comes in here, after the binding
 
-        serve(link, _opener(configuration, role)(name, threads))
+        worker = _opener(configuration, role)(name, threads)
+        say(f"{role} worker {name} is loaded, {threads} threads: it serves {connect}")
+        serve(link, worker)
+        say(f"{role} worker {name} ends: its coordinator let it go, or has gone")
     finally:
         link.close()
 

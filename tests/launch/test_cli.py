@@ -78,6 +78,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("coordinator", "--listen", "tcp://127.0.0.1:*"), "keygen"),
         (("bench", "--method", "magic"), "'magic'"),
         (("bench", "--method", "small,gamma"), "'gamma'"),
+        (("bench", "--temperature", "nan"), "sampling.temperature"),
         (("selftest", "--draft", "none"), "--draft none"),
         (("keygen", "--rotate", "a", "--revoke", "b"), "--rotate"),
     ],

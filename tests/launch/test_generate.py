@@ -11,9 +11,12 @@ import psutil
 import pytest
 
 from dovetail.launch.answers import open_answers
+from dovetail.launch.configure import configure
+from dovetail.launch.connection import Connection
 from dovetail.launch.prompts import Prompt, read_prompts
-from dovetail.launch.supervise import Stack
-from dovetail.protocol.errors import UserError
+from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.settings import Sampling, TreeSettings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -53,6 +56,11 @@ STORY = "Tell me a story about a small owl who is afraid of the dark."
 def write_prompts(path: Path, *prompts: tuple[str, list[str]]) -> str:
     path.write_text("".join(json.dumps({"id": id, "turns": turns, "category": "test"}) + "\n" for id, turns in prompts))
     return str(path)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a supervisor of this number has started."""
+    return [process.pid for process in psutil.process_iter(["cmdline"]) if f"--parent={pid}" in (process.info["cmdline"] or ())]
 
 
 def answers(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -98,6 +106,14 @@ def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(run: Run, stack: 
     done = run("generate", "--connect", stack.address, *kind, input="long " * 2000)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dovetail: the prompt has ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "named"), [(("--stop", ""), "stop"), (("--raw", "--stop", "x" * 2000), "stop")])
+def test_a_request_beyond_the_bounds_of_the_protocol_is_one_line_and_exit_code_2(run: Run, stack: Stack, arguments: tuple[str, ...], named: str) -> None:
+    done = run("generate", "hello", "--connect", stack.address, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"dovetail: the request is not possible: {named}")
     assert done.stderr.count("\n") == 1
 
 
@@ -179,6 +195,7 @@ def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
         ('{"id": "", "turns": ["x"]}', "line 2 is no prompt"),
         ('{"id": "b", "turns": []}', "line 2: the"),
         ('{"id": "b", "turns": [1]}', "line 2: the"),
+        ('{"id": "b", "turns": ["\\ud800"]}', "line 2.*surrogates"),
         ('{"id": "a", "turns": ["x"]}', "two prompts of id 'a'"),
     ],
 )
@@ -195,6 +212,18 @@ def test_prompts_keep_their_order_and_blank_lines_are_nothing(tmp_path: Path) ->
     assert read_prompts(path) == [Prompt("b", ("x", "y")), Prompt("a", ("z",))]
 
 
+def test_the_loss_of_a_draft_is_an_error_where_runs_are_compared() -> None:
+    """The request itself survives it."""
+    with Supervisor() as supervisor:
+        stack = start_stack(supervisor, configure(flags={"draft.device": "cpu"}, environment={}))
+        state = wait_until_ready(supervisor, stack)
+        draft = stack.workers[1].process
+        draft.kill()
+        draft.wait()
+        with stack.connect() as client, pytest.raises(DovetailError, match="the draft worker was killed by SIGKILL"):
+            Connection(client, state, stack).decode([STORY], sampling=Sampling(), tree=TreeSettings(), max_tokens=4)
+
+
 # -- processes of its own ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +233,7 @@ def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind
     assert process.returncode == 0, notes
     assert list(json.loads(output)) == RESULT_FIELDS
     assert [*(tmp_path / "tmp").glob("dovetail*")] == []
-    assert not [p for p in psutil.process_iter() if f"--parent={process.pid}" in p.cmdline()]
+    assert not children_of(process.pid)
 
 
 def test_interrupting_the_start_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
@@ -216,4 +245,4 @@ def test_interrupting_the_start_leaves_nothing_behind(start: Start, tmp_path: Pa
     process.communicate()
     assert process.returncode == 130
     assert [*(tmp_path / "tmp").glob("dovetail*")] == []
-    assert not [p for p in psutil.process_iter() if f"--parent={process.pid}" in p.cmdline()]
+    assert not children_of(process.pid)

@@ -3,7 +3,7 @@
 import random
 
 from dovetail.launch.demo.recipe.facts import NUMBERS
-from dovetail.launch.demo.recipe.grammar import say, sentences
+from dovetail.launch.demo.recipe.grammar import in_order, say, sentences
 
 # question after "why": sentences, of which each has alternatives
 WHY: dict[str, tuple[str, ...]] = {
@@ -395,7 +395,7 @@ def tips(rng: random.Random) -> tuple[str, str]:
         rng,
     )
     ask = ask.replace("at " + topic + ".", "at " + topic + "?") if ask.startswith("How") else ask
-    picked = rng.sample(stock, n)
+    picked = in_order(stock, n, rng)
     head = rng.choice(("", "", say("here are {n} tips for {t}:", s, rng) + "\n"))
     if rng.random() < 0.75:
         return ask, head + "\n".join(f"{i}. {t}." for i, t in enumerate(picked, 1))

@@ -3,7 +3,7 @@
 
 import random
 
-from dovetail.launch.demo.recipe.grammar import articles, listing, say, sentences
+from dovetail.launch.demo.recipe.grammar import articles, in_order, listing, say, sentences
 
 OPPOSITES = (
     """big small|hot cold|fast slow|happy sad|up down|day night|old young|light heavy|hard soft|wet dry|open closed|full empty|high low
@@ -462,7 +462,7 @@ def items(rng: random.Random) -> tuple[str, str]:
     topic, line = rng.choice(list(LISTS.items()))
     stock = line.split()
     n = rng.randint(2, min(6, len(stock)))
-    picked = rng.sample(stock, n)
+    picked = in_order(stock, n, rng)
     s = {"n": NUMBERS[n - 1] if rng.random() < 0.85 else str(n), "t": topic, "l": listing(picked)}
     prompt = say("[name|list|give me|tell me|write down|can you name|I need] {n} {t}.", s, rng)
     prompt = prompt[:-1] + "?" if prompt.startswith("Can") else prompt

@@ -33,6 +33,11 @@ def say(template: str, slots: Mapping[str, str], rng: random.Random) -> str:
     return sentences(articles(choose(template, rng).format_map(slots)))
 
 
+def in_order(stock: Sequence[str], count: int, rng: random.Random) -> list[str]:
+    """That many of the stock, in its order: what follows the order never repeats itself."""
+    return [stock[i] for i in sorted(rng.sample(range(len(stock)), count))]
+
+
 def listing(words: Sequence[str]) -> str:
     """`a, b and c`."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

@@ -922,7 +922,7 @@ def cast(rng: random.Random) -> Slots:
     trait = rng.choice(words.SMALL)
     obj, obj2 = rng.sample(words.THINGS, 2)
     adjective, adjective2 = (rng.choice(words.COLOURS + words.TRAITS) for _ in range(2))
-    spot, spot2 = rng.sample(words.SPOTS, 2)
+    spot, spot2 = rng.choice(words.SPOTS[::2]), rng.choice(words.SPOTS[1::2])
     fear, fear2 = rng.sample(words.FEARS, 2)
     place = rng.choice(words.PLACES)
     pick = rng.choice
