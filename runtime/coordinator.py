@@ -14,6 +14,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from dovetail.protocol.codec import EVENT, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
@@ -167,7 +168,7 @@ class Coordinator:
         self._dispatch(worker)
 
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
-        live = self._answer(worker, event.session, event.round)
+        live = self._answer(worker, event.session, event.round, "target", "draft")
         if worker is not live.target:
             live.keep(worker, event.spans)
             live.draft_opened(now_ns)
@@ -179,7 +180,7 @@ class Coordinator:
         self._perform(live, live.session.opened(event, now_ns))
 
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
-        live = self._answer(worker, event.session, event.round)
+        live = self._answer(worker, event.session, event.round, "draft")
         live.answered(worker, now_ns, size, event.spans)
         try:
             actions = live.session.drafted(event)
@@ -196,7 +197,7 @@ class Coordinator:
         """Handle every verdict of a pass; those that are stale are dropped one by one."""
         for item in event.items:
             try:
-                live = self._answer(worker, item.session, item.round)
+                live = self._answer(worker, item.session, item.round, "target")
                 live.answered(worker, now_ns, size // len(event.items), event.spans)
                 self._perform(live, live.session.verified(item))
             except StaleError:
@@ -205,11 +206,14 @@ class Coordinator:
                 self._refused += 1
                 self._fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
 
-    def _answer(self, worker: Worker, session: int, round_: int) -> Live:
-        """The session that waits for this answer of this worker; `StaleError` if none does."""
-        owed = worker.turns.answered(session, round_)
+    def _answer(self, worker: Worker, session: int, round_: int, *roles: Literal["draft", "target"]) -> Live:
+        """The session that waits for this answer of this worker in one of these roles; `StaleError` if none does, and then it waits on."""
         live = self._live.get(session)
-        if not owed or live is None or worker not in (live.target, live.draft):
+        meant = [live.target if role == "target" else live.draft for role in roles] if live else []
+        if live and worker in (live.target, live.draft) and worker not in meant:
+            raise StaleError(f"{worker.name} spoke out of its role")
+        owed = worker.turns.answered(session, round_)
+        if not owed or live is None or worker not in meant:
             raise StaleError(f"nobody waits for round {round_} of session {session} from {worker.name}")
         return live
 
@@ -452,7 +456,7 @@ class Coordinator:
         try:
             self._hub.send(peer, encode(message))
         except LinkError as error:
-            log.info("a reply to peer %s was not delivered: %s", peer.hex()[:12], error)
+            log.debug("a reply to peer %s was not delivered: %s", peer.hex()[:12], error)
             return False
         return True
 

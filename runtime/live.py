@@ -36,15 +36,14 @@ class Live:
 
     def left(self, now_ns: int, size: int) -> None:
         """The command that the session waits for has been sent."""
-        waited_for: Account = "queue" if self.queued else "coordinator"
-        self.session.accounts.add(waited_for, now_ns - self.mark_ns)
+        self._spend("queue" if self.queued else "coordinator", now_ns)
         self.session.accounts.bytes += size
-        self.mark_ns, self.queued, self.sent = now_ns, False, True
+        self.queued, self.sent = False, True
 
     def waits(self, now_ns: int) -> None:
         """The command that the session waits for has to wait for its worker."""
-        self.session.accounts.add("coordinator", now_ns - self.mark_ns)
-        self.mark_ns, self.queued = now_ns, True
+        self._spend("coordinator", now_ns)
+        self.queued = True
 
     def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
         """The answer that the session waits for has come."""
@@ -55,17 +54,22 @@ class Live:
 
     def interrupted(self, now_ns: int) -> None:
         """The session waits no longer for what it waited for."""
-        account: Account = "queue" if self.queued else ACCOUNT_OF[self.session.state]
-        self.session.accounts.add(account, now_ns - self.mark_ns)
-        self.mark_ns, self.queued, self.sent = now_ns, False, False
+        self._spend("queue" if self.queued else ACCOUNT_OF[self.session.state], now_ns)
+        self.queued = self.sent = False
 
     def draft_opened(self, now_ns: int) -> None:
         """What a session waits until its draft has read the prompt belongs to the prefill."""
         if self.session.state is State.DRAFTING and self.queued:
-            self.session.accounts.add("prefill", now_ns - self.mark_ns)
-            self.mark_ns = now_ns
+            self._spend("prefill", now_ns)
 
     def keep(self, worker: Worker, spans: Sequence[Span]) -> None:
         """Remember the spans of a worker, on our clock, if the client wants a trace."""
         if self.trace and len(self.spans) < MAX_TRACE_SPANS:
             self.spans.extend((worker.name, (name, max(0, worker.clock.to_ours(start)), duration)) for name, start, duration in spans)
+
+    def _spend(self, account: Account, now_ns: int) -> None:
+        """Put down the time since the mark to an account, and to the coordinator's row of a trace."""
+        self.session.accounts.add(account, now_ns - self.mark_ns)
+        if self.trace and len(self.spans) < MAX_TRACE_SPANS:
+            self.spans.append(("coordinator", (account, self.mark_ns, now_ns - self.mark_ns)))
+        self.mark_ns = now_ns

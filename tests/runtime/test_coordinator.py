@@ -349,6 +349,24 @@ def test_a_verdict_about_nodes_that_were_not_sent_ends_the_request_with_an_error
     assert house.report().sessions == 0
 
 
+def test_a_worker_that_speaks_out_of_its_role_changes_nothing() -> None:
+    house = House()
+    assert house.target is not None
+    assert house.draft is not None
+    target, draft = house.target, house.draft
+    request = house.submit()
+    for _ in range(2):  # now round 1 of the draft is due, and then that of the target
+        house.coordinator.pump()
+        target.step()
+    draft.link.send(encode(Verified(epoch=draft.epoch, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),))))
+    house.coordinator.pump()
+    draft.step()
+    house.coordinator.pump()
+    target.link.send(encode(Drafted(epoch=target.epoch, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False)))
+    assert list(house.client.complete(request).result.token_ids) == continuation(PROMPT, 60)
+    assert house.report().stale == 2
+
+
 def test_a_worker_that_is_not_registered_is_not_listened_to() -> None:
     house = House()
     link = house.hub.connect()
@@ -378,10 +396,11 @@ def test_ending_cancels_what_runs_and_drains_the_workers() -> None:
     assert any(isinstance(r, Finished) and r.result.finish_reason == "cancelled" for r in house.replies())
 
 
-def test_a_trace_holds_the_spans_of_the_workers() -> None:
+def test_a_trace_holds_the_spans_of_all_processes() -> None:
     finished = House().complete(trace=True)
-    assert {process for process, _ in finished.spans} >= {"target"}
-    assert {name for _, (name, _, _) in finished.spans} >= {"prefill", "verify"}
+    assert {process for process, _ in finished.spans} >= {"target", "coordinator"}
+    assert {name for _, (name, _, _) in finished.spans} >= {"prefill", "verify", "coordinator"}
+    assert House().complete().spans == ()
 
 
 def test_the_same_seed_gives_the_same_key_and_no_seed_a_reported_one() -> None:
