@@ -1,0 +1,57 @@
+"""The README's three machines, on loopback: every process with only the keys that it is told to bring, over tcp with CURVE."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from dovetail.launch.supervise import Stack
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+ASK = ("Name five fruits.", "--max-tokens", "32", "--temperature", "1", "--seed", "5", "--json")
+
+
+def machine(keys: Path, name: str) -> str:
+    """A machine's own folder of keys: its secret and the coordinator's public key, nothing else."""
+    folder = keys.parent / f"machine-{name}"
+    folder.mkdir(mode=0o700)
+    for file in (f"{name}.key", "coordinator.pub"):
+        shutil.copy2(keys / file, folder / file)
+    return str(folder)
+
+
+def test_three_machines_give_what_one_gives(start: Start, run: Run, stack: Stack, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert run("keygen", "--out", str(keys)).returncode == 0
+    coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(keys))
+    assert coordinator.stdout is not None
+    place = ("--connect", coordinator.stdout.readline().strip())
+    workers = [start("worker", "--role", role, *place, "--keys", machine(keys, role), "--cores", core) for role, core in (("target", "0"), ("draft", "1"))]
+    client = machine(keys, "client")
+    while len(json.loads(run("status", *place, "--keys", client, "--json").stdout)["workers"]) < 2:
+        assert all(worker.poll() is None for worker in workers)
+    far = json.loads(run("generate", *place, "--keys", client, *ASK).stdout)
+    near = json.loads(run("generate", "--connect", stack.address, *ASK).stdout)
+    assert far["token_ids"] == near["token_ids"]
+    assert far["drafted_tokens"] > 0
+    coordinator.terminate()
+    assert coordinator.wait(30) == 0
+    assert [worker.wait(30) for worker in workers] == [0, 0]
+
+
+def test_a_key_does_not_open_another_role(start: Start, run: Run, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert run("keygen", "--out", str(keys)).returncode == 0
+    coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(keys))
+    assert coordinator.stdout is not None
+    address = coordinator.stdout.readline().strip()
+    folder = Path(machine(keys, "client"))
+    forged = folder / "draft.key"
+    shutil.copy2(folder / "client.key", forged)
+    forged.write_text(json.dumps({**json.loads(forged.read_text()), "name": "draft", "roles": ["draft"]}))
+    refused = run("worker", "--role", "draft", "--connect", address, "--keys", str(folder))
+    assert refused.returncode == 2
+    assert "'client' may be client, not draft" in refused.stderr
