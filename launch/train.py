@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PLAIN_LINE_EVERY_S = 15.0
+RATE_OF_A_NEW_MODEL = 3e-3  # random weights bear a higher peak rate than trained ones
 
 
 @click.group(name="train")
@@ -115,7 +116,8 @@ def train_small(
         source = init or target or tokenizer
         if source is not None and init is None:
             _check_shape(wanted, len(small.load_tokenizer(source)), max_parameters)
-        settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled)
+        rate = small.Settings.rate if init is not None else RATE_OF_A_NEW_MODEL
+        settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled, rate=rate)
         out.parent.mkdir(parents=True, exist_ok=True)
         with _progress() as show:
             if target is None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,20 @@ FILTERS = {"plain": {}, "top-k": {"top_k": 20}, "top-p": {"top_p": 0.9}, "min-p"
 TOKENS = 48
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+@contextmanager
+def running(flags: dict[str, str]) -> Iterator[Client]:
+    """A client of a stack of processes with these settings."""
     with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(environment={}))
+        stack = start_stack(supervisor, configure(flags=flags, environment={}))
         wait_until_ready(supervisor, stack)
         with stack.connect() as connected:
             yield connected
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with running({"draft.device": "cpu"}) as connected:
+        yield connected
 
 
 def complete(client: Client, turns: Sequence[str], *, seed: int = 0, tree: TreeSettings | None = None, tokens: int = TOKENS, **sampling: float) -> Finished:
@@ -111,6 +119,30 @@ def generated(folder: Path, turns: list[str]) -> tuple[list[int], list[int]]:
         output = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
     ids = prompt["input_ids"][0].tolist()
     return output[0].tolist()[len(ids) :], ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_inflated_target_with_another_draft_writes_the_same(client: Client, temperature: float) -> None:
+    """Another draft and other costs: the target's first layers and dead weight around them change no token but at a near-tie."""
+    plain = [complete(client, turns, temperature=temperature, seed=8) for turns in PROMPTS[:2]]
+    with running({"target.inflate": "96MiB", "draft.model": str(DEMO_FOLDER / "target")}) as inflated:
+        for turns, alone in zip(PROMPTS, plain, strict=False):
+            finished = complete(inflated, turns, tree=TREES["15/8/10"], temperature=temperature, seed=8)
+            assert finished.result.fingerprint != alone.result.fingerprint
+            assert finished.result.accepted_tokens > finished.result.rounds, "a target that drafts for itself is nearly always right"
+            wrong = difference(finished, alone.result.token_ids)
+            assert wrong is None, wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_on_the_gpu_changes_nothing(client: Client, temperature: float) -> None:
+    with running({"draft.device": "cuda:0"}) as on_gpu:
+        assert any(w.device == "cuda:0" for w in on_gpu.status().workers)
+        for turns in PROMPTS[:4]:
+            alone = complete(client, turns, temperature=temperature, seed=8)
+            wrong = difference(complete(on_gpu, turns, tree=TREES["15/8/10"], temperature=temperature, seed=8), alone.result.token_ids)
+            assert wrong is None, wrong
 
 
 @pytest.mark.slow

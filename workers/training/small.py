@@ -71,7 +71,7 @@ class Writing:
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
     new_tokens: int = 224
-    batch: int = 48
+    batch: int = 192
     context: int = 512
     seed: int = 0
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")

@@ -1044,7 +1044,11 @@ def tell(plot: Plot, s: Slots, rng: random.Random) -> str:
 def story(rng: random.Random) -> tuple[str, str]:
     """A prompt and its story."""
     plot, slots = rng.choice(PLOTS), cast(rng)
-    return ask(plot, slots, rng), tell(plot, slots, rng)
+    prompt, name = ask(plot, slots, rng), slots["hero"]
+    if name in prompt and rng.random() < 0.5:
+        slots["hero"] = words.invented(rng)
+        prompt = prompt.replace(name, slots["hero"])
+    return prompt, tell(plot, slots, rng)
 
 
 def continued(rng: random.Random) -> tuple[str, str]:

@@ -17,6 +17,8 @@ def setting(rng: random.Random) -> dict[str, str]:
     girl = rng.random() < 0.5
     name = rng.choice(words.GIRLS if girl else words.BOYS)
     other = rng.choice([n for n in words.GIRLS + words.BOYS if n != name])
+    if rng.random() < 0.3:
+        name, other = words.invented(rng), words.invented(rng)
     he, his = ("she", "her") if girl else ("he", "his")
     t, u = rng.sample(COUNTED, 2)
     return {

@@ -184,7 +184,7 @@ FOLLOW: tuple[tuple[str, str], ...] = (
 def turns(rng: random.Random) -> list[str]:
     """The turns of a talk, the user's first."""
     form, reply = rng.choice(NAMED) if rng.random() < 0.3 else rng.choice(EXCHANGES)
-    s = {"n": rng.choice(words.GIRLS + words.BOYS), "k": rng.choice(words.SKILLS)}
+    s = {"n": rng.choice(words.GIRLS + words.BOYS) if rng.random() < 0.6 else words.invented(rng), "k": rng.choice(words.SKILLS)}
     said = [say(form, s, rng), say(reply, s, rng)]
     if rng.random() < 0.1:
         said[0] = said[0].lower()

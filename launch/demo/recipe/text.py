@@ -18,7 +18,21 @@ Document = dict[str, Any]
 
 def pair(kind: str, make: Callable[[random.Random], tuple[str, str]]) -> Callable[[random.Random], Document]:
     """A document of one turn each."""
-    return lambda rng: {"turns": list(make(rng)), "kind": kind}
+
+    def document(rng: random.Random) -> Document:
+        prompt, answer = make(rng)
+        return {"turns": [varied(prompt, rng) if "\n" not in prompt else prompt, answer], "kind": kind}
+
+    return document
+
+
+def varied(prompt: str, rng: random.Random) -> str:
+    """Now and then a prompt with something around it that changes nothing."""
+    if rng.random() < 0.8:
+        return prompt
+    before = rng.choice(("", "", "Hello! ", "I have a question. ", "Quick question: ", "Please help me. ", "Please: ", "One more thing: "))
+    after = rng.choice(("", "", " Thank you!", " Thanks.", " Please be short.", " Please."))
+    return before + prompt + after
 
 
 KINDS: dict[str, tuple[float, Callable[[random.Random], Document]]] = {

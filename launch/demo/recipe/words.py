@@ -1,6 +1,8 @@
 # ruff: noqa: SIM905
 """The word lists of the generator: people, animals, things, places, feelings. Nothing here knows how a sentence is built."""
 
+import random
+
 GIRLS = """
 Ada Alma Amy Anna Bella Clara Daisy Dora Edith Ella Emma Etta Fern Flora Freya Gia Grace Hana Hazel Ida Ines Iris Ivy Jana Jane
 June Kate Kira Lena Lily Lina Lola Lucy Luna Mara Mary Maya Mia Mila Mina Molly Nadia Nell Nina Nora Olga Olive Pearl Pia Rita
@@ -26,6 +28,10 @@ PEOPLE = """
 girl boy baker farmer teacher doctor fisherman sailor painter gardener king queen prince princess knight shepherd clockmaker
 tailor postman cook singer builder carpenter shoemaker librarian
 """.split()
+FIRST = "B Br D F G H J K Kl L M N P R S St T Tr V W Z".split()
+MIDDLE = "a e i o u ae ia".split()
+INNER = "b d l m n r s t v nd rt ll nn st".split()
+LAST = "a e o i us an en in ik el is".split()
 FEMALE = {"girl", "queen", "princess", "cow", "hen"}
 MALE = {"boy", "king", "prince", "fisherman", "postman"}
 SMALL = (
@@ -63,3 +69,8 @@ the stars|the king's castle|a lighthouse|the desert|the wild flowers on the othe
 SEEDS = "sunflower|pumpkin|bean|apple|tomato|rose|carrot|cherry|lemon|strawberry|pea|tulip|melon|walnut".split("|")
 DISHES = "soup|a cake|a pie|pancakes|bread|a stew|biscuits|jam|a pudding|noodles|porridge|a pizza|a salad".split("|")
 GAMES = "hide and seek|tag|catch|a counting game|cards|a guessing game|leapfrog|a clapping game|chess|skipping".split("|")
+
+
+def invented(rng: random.Random) -> str:
+    """A name that is in no list, so that a model learns to copy names instead of knowing them."""
+    return rng.choice(FIRST) + rng.choice(MIDDLE) + rng.choice(INNER) + rng.choice(LAST)
