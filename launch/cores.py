@@ -1,9 +1,9 @@
 """Which cores there are for us, and which process gets which of them.
 
-The target is bound by arithmetic and memory bandwidth and gets all cores but the last; the last one is for a draft on the CPU, for the host side of a draft
-on a GPU, and for the coordinator's few microseconds a round. That holds for the target alone too, whose output then is the same to the last rounding.
-A core that two busy processes share costs the target far more than it brings: its threads wait for each other at every layer. Knows cores by number
-only; memory nodes and hyper-threads are not told apart.
+The target is bound by arithmetic and memory bandwidth and gets all cores but the last; the last one is for a draft on the CPU, or for the host side of a
+draft on a GPU. That holds for the target alone too, whose output then is the same to the last rounding. The coordinator may run on any core: its few
+microseconds a round fall where a worker waits for it. A core that two busy processes share costs the target far more than it brings: its threads wait
+for each other at every layer. Knows cores by number only; memory nodes and hyper-threads are not told apart.
 """
 
 import math
@@ -35,13 +35,13 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def lay_out(cores: Sequence[int], *, threads: int | Literal["auto"] = "auto") -> CoreLayout:
-    """Target on all cores but the last, draft and coordinator on the last; a single core is shared by all.
+    """Target on all cores but the last, draft on the last, coordinator on any; a single core is shared by all.
 
     `threads` is how many the target was told to take, from the first on. Nothing here depends on the draft: the number of threads can change a rounding,
     and with it stands the promise that the output is the same with any draft and with none.
     """
     target = cores[: max(1, len(cores) - 1)] if threads == "auto" else cores[:threads]
-    return CoreLayout(target=tuple(target), draft=(cores[-1],), coordinator=(cores[-1],))
+    return CoreLayout(target=tuple(target), draft=(cores[-1],), coordinator=tuple(cores))
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

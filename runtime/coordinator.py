@@ -513,10 +513,13 @@ async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> No
     coordinator, loop, ended, hurried = Coordinator(hub), asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def arrived() -> None:
-        coordinator.look_around()
         coordinator.pump()
         if coordinator.ending:
             ended.set()
+
+    def left() -> None:
+        coordinator.look_around()
+        arrived()
 
     def signalled() -> None:
         ended.set()
@@ -525,14 +528,14 @@ async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> No
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
     loop.add_reader(hub.fileno(), arrived)
-    loop.add_reader(hub.monitor_fileno(), arrived)
+    loop.add_reader(hub.monitor_fileno(), left)
     gc.freeze()
     if ready is not None:
         ready()
     try:
         while not ended.is_set():
             coordinator.tick()
-            arrived()
+            left()
             await _wait(ended, PROBE_EVERY_S)
         coordinator.ending = True
         await _finish_what_runs(coordinator, hurried)

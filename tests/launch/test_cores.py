@@ -27,11 +27,11 @@ def test_what_is_no_list_of_cores_of_ours_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("cores", "threads", "layout"),
     [
-        ((0, 1, 2, 3), "auto", CoreLayout((0, 1, 2), (3,), (3,))),
-        ((0, 1), "auto", CoreLayout((0,), (1,), (1,))),
+        ((0, 1, 2, 3), "auto", CoreLayout((0, 1, 2), (3,), (0, 1, 2, 3))),
+        ((0, 1), "auto", CoreLayout((0,), (1,), (0, 1))),
         ((5,), "auto", CoreLayout((5,), (5,), (5,))),
-        ((0, 1, 2, 3), 2, CoreLayout((0, 1), (3,), (3,))),
-        ((0, 1, 2, 3), 64, CoreLayout((0, 1, 2, 3), (3,), (3,))),
+        ((0, 1, 2, 3), 2, CoreLayout((0, 1), (3,), (0, 1, 2, 3))),
+        ((0, 1, 2, 3), 64, CoreLayout((0, 1, 2, 3), (3,), (0, 1, 2, 3))),
     ],
 )
 def test_the_target_gets_all_cores_but_the_last(cores: tuple[int, ...], threads: int | str, layout: CoreLayout) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.launch.train import train_small
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training import small
 
@@ -110,3 +111,12 @@ def test_mistakes_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}")
     with pytest.raises(UserError, match="line 1"):
         small.read_prompts(tmp_path / "bad.jsonl")
+
+
+def test_command_refuses_what_it_cannot_train(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--prompts needs --target"):
+        train_small(out=tmp_path / "out", prompts=tokens)
+    with pytest.raises(UserError, match="nothing to learn from"):
+        train_small(out=tmp_path / "out")
+    with pytest.raises(UserError, match="--max-parameters 1,000"):
+        train_small(out=tmp_path / "out", texts=[tokens], tokenizer=TOKENIZER, max_parameters=1000)
