@@ -1,10 +1,12 @@
 """The file that `generate --prompts` writes: one line a prompt, so that a run that was interrupted goes on where it stopped.
 
 A line is written whole, after the prompt's last turn; only the end of the last line can be missing, and then that line is dropped and its prompt done again.
+A file that holds anything else is somebody's, and stays as it is.
 """
 
 import fcntl
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,10 @@ from typing import IO
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
+
+BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
+"""What `Answers.write` puts before and behind the id."""
+ID = re.compile(rb'(?:[^"\\]|\\.)*')
 
 
 class Answers:
@@ -31,6 +37,8 @@ class Answers:
 @contextmanager
 def open_answers(path: Path) -> Iterator[Answers]:
     """Open for appending, held against a second run; a torn last line is dropped. `UserError` if the file is something else."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file, and the answers are read again when a run goes on: choose a file as --out")
     try:
         file = path.open("a+b")
     except OSError as error:
@@ -44,18 +52,38 @@ def open_answers(path: Path) -> Iterator[Answers]:
 
 
 def _repair(path: Path, file: IO[bytes]) -> set[str]:
-    """The ids in the file, whose last line is cut off if it is torn."""
+    """The ids in the file, whose last line is cut off if it is one of ours, torn. Nothing is changed before all lines have been looked at."""
     file.seek(0)
     done: set[str] = set()
     whole = 0
     for number, line in enumerate(file, start=1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            done.add(str(json.loads(line)["id"]))
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} line {number} is no answer of an earlier run: choose another --out, or remove the line") from None
-        whole += len(line)
+        id = _answered(line)
+        if id is None and not _torn(line):
+            raise UserError(f"{path} line {number} is no answer of an earlier run: choose another --out, or remove the line")
+        if id is not None:
+            done.add(id)
+            whole += len(line)
     file.truncate(whole)
     file.seek(0, 2)
     return done
+
+
+def _answered(line: bytes) -> str | None:
+    """The id in a whole line of ours."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    ours = line.endswith(b"\n") and isinstance(content, dict) and isinstance(content.get("id"), str) and isinstance(content.get("results"), list)
+    return content["id"] if ours else None
+
+
+def _torn(line: bytes) -> bool:
+    """Whether this is the beginning of a line that `Answers.write` began."""
+    if line.endswith(b"\n"):
+        return False
+    if not line.startswith(BEGIN):
+        return BEGIN.startswith(line)
+    id = ID.match(line, len(BEGIN))
+    rest = line[id.end() if id else len(BEGIN) :]
+    return rest.startswith(MIDDLE) or MIDDLE.startswith(rest) or rest == b"\\"

@@ -24,6 +24,7 @@ from dovetail.launch.comparison import Difference, first_difference
 from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, parse_setting, read_file, settings_flags
 from dovetail.launch.connection import Connection
 from dovetail.launch.cores import allowed_cores, lay_out
+from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.launch.terminal import note, print_table, progress_bar, spinner
@@ -142,6 +143,7 @@ def command(
     METHOD is none, a kind of draft, the folder of a draft, or a settings file (NAME.toml), with settings appended: --method small,tree.gamma=6.
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie.
     """
+    check_output(out, "the result")
     if transport:
         with spinner() as say:
             say("measuring the transport")

@@ -18,10 +18,18 @@ def end_with(parent: int) -> None:
         sys.exit(0)
 
 
-def end_on_sigterm() -> None:
-    """SIGTERM lets this process go: it unwinds, closes what it opened, and ends with exit code 0."""
+def end_when_told() -> None:
+    """SIGTERM lets this process go: it unwinds, closes what it opened, and ends with exit code 0.
+
+    SIGHUP, a closed terminal, is the same as SIGTERM, whoever handles that by then - unless it is ignored already, as under nohup.
+    """
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(0)
 
+    def hang_up(_signal: int, _frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
     signal.signal(signal.SIGTERM, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)

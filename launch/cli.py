@@ -4,8 +4,10 @@ A command's module is imported when the command is chosen, so that help needs ne
 mistake (one line, never a traceback), 130 interrupted. Knows nothing of what the commands do.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -74,15 +76,39 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(str(error), 2)
     except DovetailError as error:
         return _complain(str(error), 1)
+    except OSError as error:  # a full disk or a full stdout, where it hurts no more than this command
+        where = f" ({error.filename})" if error.filename is not None else ""
+        return _complain(f"the system refused to read or write: {error.strerror or error}{where}", 1)
 
 
 def main() -> NoReturn:
     """The console entry point."""
-    sys.exit(run(sys.argv[1:]))
+    _open_closed_streams()
+    code = run(sys.argv[1:])
+    _drop_unwritten()
+    sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the shell closed (`<&-`) is as one of /dev/null, and its number is not given to the next file that is opened."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it is there as long as we are
+
+
+def _drop_unwritten() -> None:
+    """What could not be written, and has been complained of, is not tried again when Python ends, which would complain in its own words."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _complain(text: str, code: int) -> int:
-    click.echo(f"dovetail: {text}", err=True)
+    with contextlib.suppress(OSError):  # nobody hears it: the exit code has to do
+        click.echo(f"dovetail: {text}", err=True)
     return code
 
 

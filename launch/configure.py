@@ -151,7 +151,11 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"the settings file {path} is no TOML: {error}") from None
     values: dict[str, Any] = {}
     for section, part in content.items():
-        if section not in ALL_SECTIONS or not isinstance(part, dict):
+        if section in ALL_SECTIONS and not isinstance(part, dict):
+            name = _names([section])[0]
+            example = f"{name.split('.')[1]} = {json.dumps(SETTINGS[name].default)}"
+            raise SettingsError(f"{section} in {path} must be a table: write [{section}] on a line, and below it lines such as {example}")
+        if section not in ALL_SECTIONS:
             raise SettingsError(f"{section} in {path} is no section of the settings: {_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}")
         for key, value in part.items():
             values[_setting(f"{section}.{key}", str(path)).name] = value

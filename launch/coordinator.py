@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.child import end_on_sigterm, end_with
+from dovetail.launch.child import end_when_told, end_with
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import bind, parse_cores
 from dovetail.launch.directory import announced
@@ -21,13 +21,13 @@ from dovetail.runtime.coordinator import coordinate
 @click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends; announce nothing.")
 @settings_flags("coordinator")
 def command(configuration: Configuration, cores: str | None, parent: int | None) -> None:
-    """Run a coordinator until SIGTERM, Ctrl-C or a client's Stop.
+    """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
 
     Its address goes to stdout as one line. Other commands of this user on this machine find it without --connect.
     """
     if parent is not None:
         end_with(parent)
-    end_on_sigterm()
+    end_when_told()
     if cores is not None:
         bind(parse_cores(cores))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)

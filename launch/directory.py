@@ -27,10 +27,12 @@ class Announcement:
 
     @property
     def alive(self) -> bool:
+        """Whether its process runs; one that has ended and was not reaped yet (Z, X) does not."""
         try:
-            return _started_ticks(self.pid) == self.started_ticks
+            state, started = _state_and_start(self.pid)
         except OSError:
             return False
+        return state not in ("Z", "X") and started == self.started_ticks
 
 
 def runtime_directory() -> Path:
@@ -48,7 +50,7 @@ def runtime_directory() -> Path:
 def announced(address: str, *, keys: str = "") -> Iterator[None]:
     """This process is a coordinator at that address, for as long as the block runs."""
     path = runtime_directory() / f"coordinator-{os.getpid()}.json"
-    mine = Announcement(address, os.getpid(), _started_ticks(os.getpid()), keys and str(Path(keys).absolute()))
+    mine = Announcement(address, os.getpid(), _state_and_start(os.getpid())[1], keys and str(Path(keys).absolute()))
     draft = path.with_suffix(".new")
     draft.write_text(json.dumps(asdict(mine)), encoding="utf-8")
     draft.replace(path)
@@ -82,6 +84,7 @@ def only_announcement() -> Announcement | None:
     return found[0] if found else None
 
 
-def _started_ticks(pid: int) -> int:
-    """When a process started, in ticks since the machine did (proc(5), field 22 of stat): unlike a time of day, it never changes."""
-    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """A process's state, and when it started, in ticks since the machine did (proc(5), fields 3 and 22 of stat): unlike a time of day, that never changes."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[19])

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,13 +13,18 @@ from pydantic import ValidationError
 from dovetail.launch.answers import Answers, open_answers
 from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import Connection, connected
-from dovetail.launch.prompts import Prompt, read_prompts
+from dovetail.launch.outputs import check_output
+from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.terminal import note, progress_bar
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
-from dovetail.protocol.messages import Emitted, Failed, Finished, Result
+from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Result
 from dovetail.runtime.trace import write_trace
 
 CANCEL_GRACE_S = 2.0
+STOP_CHARACTERS = 1024
+"""The longest stop that `messages.Submit` takes."""
+TOLD_SHARE = 0.05
+"""Above this share of the time, the summary tells of the prefill."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Wish:
                 speculate=settings.draft.kind != "none",
                 trace=self.trace,
             )
-        except ValidationError as error:  # a text beyond the bounds of the protocol, an empty stop string
+        except ValidationError as error:  # too many turns, or too long ones
             first = error.errors(include_url=False, include_input=False)[0]
             raise UserError(f"the request is not possible: {first['loc'][0]}: {first['msg']}") from None
 
@@ -83,15 +88,19 @@ def command(
 
     The text goes to stdout, a summary to stderr.
     """
+    _check_stops(stop)
     wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
     if prompts is not None:
         _check_file_mode(prompt, out, as_json=as_json, trace=trace)
         assert out is not None
+        if out.exists() and prompts.exists() and out.samefile(prompts):
+            raise UserError(f"--out {out} is the file of --prompts itself: choose another one for the answers")
         _decode_file(wish, connect, read_prompts(prompts), out, parallel)
         return
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
     text = _read_prompt(prompt)
+    check_output(trace, "the trace")
     with connected(configuration, connect) as connection:
         finished = _decode_one(wish, connection, text, stream=not as_json)
         for loss in connection.stack.losses() if connection.stack else []:
@@ -112,6 +121,18 @@ def _check_file_mode(prompt: str | None, out: Path | None, *, as_json: bool, tra
         raise UserError("--json and --trace are for a single prompt: the answers to --prompts are JSON lines anyway")
 
 
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise UserError(f"--stop is given {len(stops)} times, and {MAX_STOPS} stops are possible: leave some out")
+    for stop in stops:
+        if not stop:
+            raise UserError("--stop '' would end every reply before its first character: give some text, or leave it out")
+        if len(stop) > STOP_CHARACTERS:
+            raise UserError(f"--stop {stop[:20]!r}... has {len(stop)} characters, and {STOP_CHARACTERS} are possible: a part of it will do")
+        if not is_unicode(stop):
+            raise UserError(f"--stop {stop[:40]!r} is no valid UTF-8 text: set your terminal to UTF-8, or type it anew")
+
+
 def _read_prompt(prompt: str | None) -> str:
     """The argument, or standard input where there is none or it is "-"."""
     if prompt is None and sys.stdin.isatty():
@@ -123,6 +144,10 @@ def _read_prompt(prompt: str | None) -> str:
             raise UserError(f"the prompt on standard input is no UTF-8 text: {error}") from None
     if not prompt.strip():
         raise UserError("the prompt is empty: write some text")
+    if not is_unicode(prompt):
+        raise UserError("the prompt is no valid UTF-8 text: set your terminal to UTF-8, or convert the text with iconv")
+    if len(prompt) > MAX_TEXT:
+        raise UserError(f"the prompt has {len(prompt)} characters, and {MAX_TEXT} are possible: shorten it")
     return prompt
 
 
@@ -174,7 +199,8 @@ def summary(result: Result, models: str) -> str:
     if result.acceptance_rate is not None:
         parts.append(f"acceptance {result.acceptance_rate:.2f}")
     parts.append(f"{result.rounds} rounds")
-    shares = (("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
+    prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
+    shares = (("prefill", prefill), ("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
     parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
     return " · ".join((*parts, f"seed {result.seed}", models))
 

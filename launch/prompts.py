@@ -19,7 +19,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file, in its order; `UserError` names the line that is none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 and its like may stand in a JSON text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the prompts in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     prompts = [_prompt(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -33,16 +33,23 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: JSON's \\ud800 and bytes of the command line that are no UTF-8 become lone surrogates, which no encoding has."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _prompt(where: str, line: str) -> Prompt:
     try:
         content: Any = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is no JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f'{where} is nested too deep to be a prompt: write an object with "id" and "turns"') from None
     if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:
         raise UserError(f'{where} is no prompt: write an object with "id", a text that is not empty, and "turns"')
     turns = content.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": ["..."]')
-    if any("\ud800" <= character <= "\udfff" for turn in turns for character in turn):
-        raise UserError(f'{where}: the "turns" of {content["id"]!r} have lone surrogates: they are no valid Unicode text')
+    if not all(is_unicode(text) for text in (content["id"], *turns)):
+        raise UserError(f'{where}: the "id" {content["id"]!r} or its "turns" have lone surrogates: they are no valid Unicode text')
     return Prompt(content["id"], tuple(turns))

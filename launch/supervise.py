@@ -20,6 +20,7 @@ from typing import IO, NoReturn
 
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, allowed_cores, format_cores, lay_out
+from dovetail.launch.preflight import check_draft, check_target
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported
@@ -186,6 +187,9 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     """Start what the settings ask for; it is not ready yet."""
     drafting = configuration.settings.draft.kind != "none"
     _check_pair(configuration)
+    check_target(configuration.settings)
+    if drafting:
+        check_draft(configuration.settings)
     layout = layout or lay_out(allowed_cores(), threads=configuration.settings.target.threads)
     began = len(supervisor.children)
     address = supervisor.start_coordinator(layout.coordinator, f"{prefix}coordinator")

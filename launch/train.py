@@ -1,6 +1,7 @@
 """`dovetail train`: train a small model on token files, or distil a draft from a target.
 
-It knows options and progress bars, not how training works. What needs torch is imported when a training begins, so that help does not wait for it.
+It knows options and progress bars, not how training works. What needs torch is imported when a training begins, so that help does not
+wait for it.
 """
 
 import contextlib
@@ -109,9 +110,9 @@ def train_small(
 ) -> "small.Outcome":
     """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`), and write the folder `out`."""
     _check_sources(texts, target, prompts, init, tokenizer)
-    with _quiet_loading():
-        from dovetail.workers.training import small
+    from dovetail.workers.training import small
 
+    with small.quiet_loading():
         wanted = small.Shape(**(shape or {}))
         source = init or target or tokenizer
         if source is not None and init is None:
@@ -149,20 +150,6 @@ def _check_shape(shape: "small.Shape", vocabulary: int, limit: int | None) -> No
         raise UserError(f"--hidden {shape.hidden} / --heads {shape.heads} must be even: positions turn pairs of numbers")
     if limit is not None and shape.parameters(vocabulary) > limit:
         raise UserError(f"this shape has {shape.parameters(vocabulary):,} parameters, more than --max-parameters {limit:,}")
-
-
-@contextlib.contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Transformers draws bars of its own while it loads and saves; ours is the only one."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

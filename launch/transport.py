@@ -24,7 +24,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.launch.child import end_on_sigterm, end_with
+from dovetail.launch.child import end_when_told, end_with
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.cores import allowed_cores, bind, format_cores, lay_out, parse_cores
 from dovetail.launch.supervise import Supervisor
@@ -224,7 +224,7 @@ def processes() -> None:
 def relay(cores: str, parent: int) -> None:
     """Forward frames between the two echo workers, undecoded, as a coordinator would at best."""
     end_with(parent)
-    end_on_sigterm()
+    end_when_told()
     bind(parse_cores(cores))
     hub = open_hub("ipc")
     try:
@@ -281,7 +281,7 @@ def _messages(hub: Hub) -> Iterator[tuple[bytes, list[bytes]]]:
 def echo(role: Role, behind: str, connect: str, stamps: Path, cores: str, parent: int) -> None:
     """A worker that answers at once and notes when."""
     end_with(parent)
-    end_on_sigterm()
+    end_when_told()
     bind(parse_cores(cores))
     link = open_link(connect, role=role)
     worker = _Echo(link, role)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from dovetail.launch.child import end_on_sigterm, end_with
+from dovetail.launch.child import end_when_told, end_with
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import allowed_cores, bind, lay_out, parse_cores
+from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.terminal import note
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
@@ -41,7 +42,9 @@ def command(configuration: Configuration, role: Role, connect: str, cores: str |
     """
     if parent is not None:
         end_with(parent)
-    end_on_sigterm()
+    end_when_told()
+    check = check_target if role == "target" else check_draft
+    check(configuration.settings)
     bound = parse_cores(cores) if cores is not None else None
     if bound is not None:
         bind(bound)

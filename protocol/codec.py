@@ -130,6 +130,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+INBOUND: Dialect[Event | Request] = Dialect(Event | Request)
 COMMAND: Dialect[Command] = Dialect(Command)
 EVENT: Dialect[Event] = Dialect(Event)
 REQUEST: Dialect[Request] = Dialect(Request)

@@ -5,13 +5,14 @@ threads, for tests). What they promise: frames arrive whole, in the order of eac
 `PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer; a link
 whose coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
 
-Liveness is libzmq's own: a closed connection is seen at once, and heartbeats find a peer that is stopped or cut off within about 2 s. A process that is
-alive but stuck answers heartbeats; deadlines for its work are its user's business.
+Liveness is libzmq's own. A closed connection is seen at once; on ipc nothing else can happen to one, since the kernel closes it when the peer dies. On
+tcp the peer's machine or the way to it may vanish in silence, so heartbeats there find a peer that is stopped or cut off within about 2 s. On ipc a peer
+that is stopped stays connected and goes on when it is continued. Deadlines for the work of a peer, stuck or stopped, are its user's business.
 """
 
 import fcntl
 import os
-import shutil
+import secrets
 import struct
 import tempfile
 import threading
@@ -37,7 +38,8 @@ MAX_IPC_PATH_BYTES = 107
 """sun_path of a Unix socket has 108 bytes and ends with a zero."""
 CONNECT_TIMEOUT_S = 10.0
 
-_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1500, zmq.HEARTBEAT_TTL: 1500, zmq.HANDSHAKE_IVL: 5000}
+_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1500, zmq.HEARTBEAT_TTL: 1500}
+_HANDSHAKE_MS = 5000
 _CURVE_OVERHEAD_BYTES = 1024
 _SETTLE_S = 0.002
 _MAX_KNOWN_PEERS = 4096
@@ -108,7 +110,7 @@ def open_hub(address: str, *, keys: Path | None = None) -> Hub:
     """
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
-        return ZmqHub(_IpcPlace.fresh() if address == "ipc" else _IpcPlace.of(Path(place)), None)
+        return ZmqHub(_IpcPlace(Path(place).absolute() if place else _fresh_path()), None)
     if scheme == "tcp" and place:
         return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
     raise _no_address(address)
@@ -152,6 +154,7 @@ class ZmqHub:
             _configure(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is not None:
+                _watch(self._socket)
                 self._demand_keys(keys)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED)
             self._address = place.bind(self._socket)
@@ -278,6 +281,7 @@ class ZmqLink:
             _configure(self._socket)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             if keys is not None:
+                _watch(self._socket)
                 self._show_key(keys, role)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._poller = zmq.Poller()
@@ -423,6 +427,11 @@ def _configure(socket: Socket) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_OVERHEAD_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+def _watch(socket: Socket) -> None:
+    """Find out when the other end of a tcp connection is lost in silence."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, milliseconds in _HEARTBEAT_MS.items():
         socket.setsockopt(option, milliseconds)
@@ -472,28 +481,16 @@ class _IpcPlace:
     Without the lock a second bind would silently take the path away from a living coordinator.
     """
 
-    def __init__(self, path: Path, own_folder: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock: int | None = None
-        self._own_folder = own_folder
-
-    @classmethod
-    def fresh(cls) -> "_IpcPlace":
-        """In a new folder under the temporary directory."""
-        folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
-        return cls(folder / "coordinator", folder)
-
-    @classmethod
-    def of(cls, path: Path) -> "_IpcPlace":
-        return cls(path.absolute(), None)
+        self._made: list[Path] = []
 
     def bind(self, socket: Socket) -> str:
         """Listen there; the address."""
         _check_length(self._path)
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._path.parent)
             self._lock = self._take_lock()
             socket.bind(f"ipc://{self._path}")
         except (zmq.ZMQError, OSError) as error:
@@ -503,7 +500,11 @@ class _IpcPlace:
     def _take_lock(self) -> int:
         """The locked descriptor; `UserError` if another process holds it."""
         while True:
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._make_folder()
+            try:
+                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:  # the former owner of the path removed the folder, which it had made
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -514,14 +515,27 @@ class _IpcPlace:
                     return lock
             os.close(lock)  # its former owner removed the file between our open and our lock
 
+    def _make_folder(self) -> None:
+        """What is about to be made is noted first, so that an interruption at any point leaves nothing behind."""
+        folder = self._path.parent
+        self._made += [place for place in (folder, *folder.parents) if place not in self._made and not place.exists()]
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder)
+
     def close(self) -> None:
-        """Remove socket, lock and, if it is ours, the folder."""
+        """Remove socket, lock, and the folders that were made for them where nothing else lies in them."""
         if self._lock is not None:
             self._path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock)
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder)
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _fresh_path() -> Path:
+    """In a folder under the temporary directory that does not exist yet."""
+    return Path(tempfile.gettempdir()).absolute() / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
 
 
 def _host_and_port(address: str) -> tuple[str, str]:

@@ -35,6 +35,8 @@ NodeParents = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...], 
 Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
 Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
+Label = Annotated[str, Field(max_length=120)]
+"""Short enough that a whole fingerprint is a Name."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 SpanField = tuple[Annotated[str, Field(max_length=64)], Nanoseconds, Nanoseconds]
 SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
@@ -62,13 +64,13 @@ class AboutSession(Message):
 class Fingerprint(Frozen):
     """Where "the same output" holds: two target workers of equal fingerprint compute the same bytes for the same tokens."""
 
-    checkpoint: Name
+    checkpoint: Label
     """SHA-256 of the weights and the configuration, with the inflation if there is one."""
-    weights: Name
-    kernels: Name
+    weights: Label
+    kernels: Label
     """The family of kernels that computes: library, instruction set, thread count - all that can change a rounding."""
-    split: Name = ""
-    prefill: Name = "local"
+    split: Label = ""
+    prefill: Label = "local"
 
     def __str__(self) -> str:
         return "/".join((self.checkpoint[:16], self.weights, self.kernels, self.split or "whole", self.prefill))
@@ -199,7 +201,7 @@ class Drafted(AboutSession):
     parents: NodeParents
     scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
     """Path log-probabilities (float32 values)."""
-    grown: Count
+    grown: Annotated[int, Field(ge=0, le=1 << 24)]
     """Nodes computed for this proposal."""
     hit: bool
     """Whether the root lay in the tree that was there already."""

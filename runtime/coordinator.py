@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from dovetail.protocol.codec import EVENT, REQUEST, encode
-from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
+from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
+from dovetail.protocol.errors import DecodeError, LinkError, PeerBusy, ProtocolError, RequestError, StaleError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     Cancel,
@@ -46,8 +46,8 @@ from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.live import MAX_TRACE_SPANS, Live
 from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
-from dovetail.runtime.requests import read_request
-from dovetail.runtime.session import Action, Ask, Emit, Finish, Session, State
+from dovetail.runtime.requests import attempt
+from dovetail.runtime.session import Action, Ask, Emit, Finish, Request, Session, State
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -55,14 +55,24 @@ PROBE_EVERY_S = 0.25
 MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
 STOP_GRACE_S = 5.0
+MAX_BACKLOG = 16384
+STUCK_NS = 10 * 10**9
+"""A draft that has been waited for so long is done without."""
 DRAIN_EVERY_S = 0.02
+
+Defer = Callable[[Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None]
+"""Does a piece of work that takes long, elsewhere, and hands its outcome back."""
+
+
+def _at_once(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
+    done(work())
 
 
 class Coordinator:
     """Everything but the loop: `pump` handles what has arrived, `tick` what is due."""
 
-    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._hub, self._now = hub, clock_ns
+    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns, defer: Defer = _at_once) -> None:
+        self._hub, self._now, self._defer = hub, clock_ns, defer
         self.epoch = secrets.randbits(62)
         self.registry = Registry(self.epoch)
         self.ending = False
@@ -83,18 +93,34 @@ class Coordinator:
             self._receive(peer, frames, self._now())
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
-        size = sum(map(len, frames))
+        """Handle one message; whatever goes wrong with it concerns the sessions that it is about, and nobody else."""
+        worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)
         try:
-            if (worker := self.registry.workers.get(peer)) is not None:
-                self._event(worker, EVENT.decode(frames), now_ns, size)
-            elif (client := self.registry.clients.get(peer)) is not None:
-                self._request(client, REQUEST.decode(frames), now_ns)
-            else:
-                self._newcomer(peer, EVENT.decode(frames), now_ns)
-        except StaleError:
-            self._stale += 1
+            message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
             self._strike(peer, error)
+            return
+        try:
+            if worker is not None:
+                self._event(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
+            elif client is not None:
+                self._request(client, message, now_ns)  # type: ignore[arg-type]
+            else:
+                self._newcomer(peer, message, now_ns)
+        except StaleError:
+            self._stale += 1
+        except Exception as error:
+            log.exception("a message %r of peer %s could not be handled", message.type, peer.hex()[:12])
+            self._contain(message, client, error)
+
+    def _contain(self, message: Event | ClientRequest, client: ClientPeer | None, error: Exception) -> None:
+        """Our own fault: end the sessions that the message is about, so that nobody waits for them."""
+        numbers = [item.session for item in message.items] if isinstance(message, Verified) else [getattr(message, "session", None)]
+        if client is not None:
+            numbers = [client.sessions.get(getattr(message, "request", -1))]
+        for number in numbers:
+            if (live := self._live.get(number or -1)) is not None:
+                self._fail(live, RequestError("internal", f"the coordinator failed: {type(error).__name__}: {str(error)[:300]}"))
 
     def _strike(self, peer: bytes, error: ProtocolError) -> None:
         """Count a message that breaks the protocol; a peer that goes on is no longer listened to."""
@@ -112,11 +138,12 @@ class Coordinator:
             if (client := self.registry.clients.get(peer)) is not None:
                 self._client_lost(client)
 
-    def _newcomer(self, peer: bytes, message: Event, now_ns: int) -> None:
+    def _newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
         if self._strikes.get(peer, 0) >= MAX_STRIKES:
             self._refused += 1
             return
         if not isinstance(message, Hello):
+            self._send(peer, Failed(epoch=self.epoch, code="session", text="this peer is not registered here: say Hello first, or connect anew"))
             raise StaleError("a peer that is not registered spoke of sessions")
         try:
             admitted = self.registry.admit(peer, message, self._hub.user(peer), now_ns)
@@ -213,6 +240,7 @@ class Coordinator:
         if live and worker in (live.target, live.draft) and worker not in meant:
             raise StaleError(f"{worker.name} spoke out of its role")
         owed = worker.turns.answered(session, round_)
+        worker.stuck &= not owed
         if not owed or live is None or worker not in meant:
             raise StaleError(f"nobody waits for round {round_} of session {session} from {worker.name}")
         return live
@@ -254,41 +282,56 @@ class Coordinator:
                 if (number := client.sessions.get(request.request)) is not None:
                     self._cancel(self._live[number])
             case Status():
-                self._send(client.peer, self.report())
-            case Stop():
+                self._tell(client, self.report())
+            case Stop() if self._hub.user(client.peer) is None:
                 self.ending = True
+            case Stop():
+                text = "only a client on the coordinator's own machine may stop it: connect to its ipc address"
+                self._tell(client, _refusal(self.epoch, RequestError("role", text)))
             case Hello():
                 raise StaleError("a client said Hello again")
 
     def _submit(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
-        try:
-            live = self._place(client, submit, now_ns)
-        except RequestError as refusal:
-            self._failed += 1
-            self._send(client.peer, _refusal(self.epoch, refusal, submit.request))
+        """Read the prompt, elsewhere: a long one takes its time."""
+        target = self.registry.pick("target")
+        if self.ending or target is None:
+            text = "the coordinator is ending" if self.ending else "no target worker is registered: start one with `dovetail worker --role target`"
+            self._turn_down(client, submit, RequestError("no_target", text))
+        elif submit.request in client.sessions:
+            self._turn_down(client, submit, RequestError("protocol", f"request {submit.request} runs already"))
+        else:
+            self._defer(lambda: attempt(submit, target), lambda outcome: self._begin(client, submit, target, outcome, now_ns))
+
+    def _begin(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
+        """Start the session of a request that has been read, unless client or target have gone meanwhile."""
+        if client.peer not in self.registry.clients:
             return
+        if isinstance(request, Request):
+            request = self._room(target, request)
+        if isinstance(request, RequestError):
+            self._turn_down(client, submit, request)
+            return
+        live = self._place(client, submit, target, request, now_ns)
         self._live[live.session.number] = live
         client.sessions[submit.request] = live.session.number
         for worker in filter(None, {id(w): w for w in (live.target, live.draft)}.values()):
             worker.sessions += 1
         self._perform(live, live.session.begin())
 
-    def _place(self, client: ClientPeer, submit: Submit, now_ns: int) -> Live:
-        """Choose the workers of a request and check that they can hold it."""
-        target = self.registry.pick("target")
-        if self.ending or target is None:
-            raise RequestError(
-                "no_target", "the coordinator is ending" if self.ending else "no target worker is registered: start one with `dovetail worker --role target`"
-            )
-        if submit.request in client.sessions:
-            raise RequestError("protocol", f"request {submit.request} runs already")
+    def _room(self, target: Worker, request: Request) -> Request | RequestError:
+        if target.peer not in self.registry.workers:
+            return RequestError("worker_lost", f"the target worker {target.name} has gone: start another and ask again")
         if target.sessions >= target.limits.sessions:
-            raise RequestError("capacity", f"the target worker {target.name} holds {target.sessions} sessions, its limit: try again when one has ended")
+            text = f"the target worker {target.name} holds {target.sessions} sessions, its limit: try again when one has ended"
+            return RequestError("capacity", text)
+        return request
+
+    def _place(self, client: ClientPeer, submit: Submit, target: Worker, request: Request, now_ns: int) -> Live:
+        """A session for a request, on its target and on the draft worker that has most room."""
         draft = self.registry.pick("draft") if submit.speculate and submit.tree.gamma else None
         if draft is not None and draft.sessions >= draft.limits.sessions:
             draft = None
         self._sessions += 1
-        request = read_request(submit, target)
         session = Session(
             number=self._sessions,
             epoch=self.epoch,
@@ -298,6 +341,10 @@ class Coordinator:
             accounts=Accounts(now_ns),
         )
         return Live(session, client, submit.request, target, draft, now_ns, submit.trace)
+
+    def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
+        self._failed += 1
+        self._tell(client, _refusal(self.epoch, error, submit.request))
 
     # -- what follows ---------------------------------------------------------------------------------------------------------------------------
 
@@ -348,9 +395,7 @@ class Coordinator:
                 live.left(now_ns, size // len(sessions))
 
     def _emit(self, live: Live, emit: Emit) -> None:
-        message = Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=emit.drafted, text=emit.text)
-        if not self._send(live.client.peer, message):
-            self._client_lost(live.client)
+        self._tell(live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=emit.drafted, text=emit.text))
 
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
@@ -361,13 +406,13 @@ class Coordinator:
         self._rounds += result.rounds
         self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
         spans = tuple(live.spans[:MAX_TRACE_SPANS])
-        self._send(live.client.peer, Finished(epoch=self.epoch, request=live.request, result=result, margins=tuple(live.session.margins), spans=spans))
+        self._tell(live.client, Finished(epoch=self.epoch, request=live.request, result=result, margins=tuple(live.session.margins), spans=spans))
         self._forget(live)
 
     def _fail(self, live: Live, error: RequestError) -> None:
         """End a request with an error; both workers forget it."""
         self._failed += 1
-        self._send(live.client.peer, _refusal(self.epoch, error, live.request))
+        self._tell(live.client, _refusal(self.epoch, error, live.request))
         self._forget(live)
         self._ask_all(live, live.session.abandon())
 
@@ -420,10 +465,23 @@ class Coordinator:
                 self._ask_all(live, live.session.abandon())
 
     def tick(self) -> None:
-        """Probe every worker that has answered the last probe."""
+        """What is due: probes to workers that have answered the last one, drafts that are too late, replies that clients have not taken."""
         for worker in list(self.registry.workers.values()):
             if not worker.awaiting_probe:
                 self._probe(worker)
+        now_ns = self._now()
+        for live in list(self._live.values()):
+            if live.session.state is State.DRAFTING and now_ns - live.mark_ns > STUCK_NS:
+                self._draft_stuck(live)
+        for client in list(self.registry.clients.values()):
+            self._flush(client)
+
+    def _draft_stuck(self, live: Live) -> None:
+        """Nobody has to wait for a draft: go on without it."""
+        if live.draft is not None and live.sent:
+            live.draft.stuck = True
+            log.warning("draft worker %s has not answered for %.0f s: session %d goes on without it", live.draft.name, STUCK_NS / 1e9, live.session.number)
+        self._drop_draft(live)
 
     def look_around(self) -> None:
         """Somebody disconnected: find out who, by speaking to everybody."""
@@ -451,6 +509,35 @@ class Coordinator:
             self._worker_lost(worker)
             return 0
         return sum(map(len, frames))
+
+    def _tell(self, client: ClientPeer, message: Message) -> None:
+        """Send to a client, in order; what it does not take off its full queue waits, and text that waits is told in one piece."""
+        last = client.backlog[-1] if client.backlog else None
+        if isinstance(last, Emitted) and isinstance(message, Emitted) and last.request == message.request:
+            drafted = last.drafted + message.drafted
+            client.backlog[-1] = Emitted(
+                epoch=self.epoch, request=last.request, tokens=last.tokens + message.tokens, drafted=drafted, text=last.text + message.text
+            )
+            return
+        client.backlog.append(message)
+        if len(client.backlog) == 1:
+            self._flush(client)
+        elif len(client.backlog) > MAX_BACKLOG:
+            log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
+            self._client_lost(client)
+
+    def _flush(self, client: ClientPeer) -> None:
+        while client.backlog:
+            try:
+                self._hub.send(client.peer, encode(client.backlog[0]))
+            except PeerBusy:
+                return
+            except LinkError:
+                self._client_lost(client)
+                return
+            except ProtocolError as error:
+                log.warning("a reply to client %s cannot be sent: %s", client.hello.name, error)
+            client.backlog.popleft()
 
     def _send(self, peer: bytes, message: Message) -> bool:
         try:
@@ -510,7 +597,16 @@ def _awaits(session: Session, message: Message) -> bool:
 
 async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> None:
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened."""
-    coordinator, loop, ended, hurried = Coordinator(hub), asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def elsewhere(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
+        def hand_back(reading: asyncio.Future[Request | RequestError]) -> None:
+            done(reading.result())
+            arrived()
+
+        loop.run_in_executor(None, work).add_done_callback(hand_back)
+
+    coordinator = Coordinator(hub, defer=elsewhere)
 
     def arrived() -> None:
         coordinator.pump()

@@ -4,16 +4,20 @@ Checks what only the coordinator can: protocol versions, that a key may play the
 sockets; a refusal is a `RequestError` whose code and text go back to the peer.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import VERSION, Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
 from dovetail.runtime.scheduler import Turns
 from dovetail.runtime.text import TextCodec
+
+MAX_WORKERS = 64
+MAX_PEERS = 1024
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Worker:
     probed: Probed | None = None
     round_trip_ns: int | None = None
     awaiting_probe: bool = False
+    stuck: bool = False
+    """It owes an answer for too long; it gets no new sessions until it has given it."""
     sessions: int = 0
 
     @property
@@ -70,6 +76,8 @@ class ClientPeer:
     peer: bytes
     hello: Hello
     sessions: dict[int, int] = field(default_factory=dict)
+    backlog: deque[Message] = field(default_factory=deque)
+    """What it has not taken off its full queue yet."""
 
 
 class Registry:
@@ -89,6 +97,8 @@ class Registry:
             )
         if key is not None and not set(hello.roles) <= set(key.roles):
             raise RequestError("role", f"the key {key.name!r} may be {', '.join(key.roles)}, not {', '.join(hello.roles)}: use the key made for that role")
+        if len(self.workers) + len(self.clients) >= MAX_PEERS or (hello.roles != ("client",) and len(self.workers) >= MAX_WORKERS):
+            raise RequestError("capacity", f"{len(self.workers)} workers and {len(self.clients)} clients are registered, as many as there may be: end some")
         if hello.roles == ("client",):
             self.clients[peer] = ClientPeer(peer, hello)
             return self.clients[peer]
@@ -110,8 +120,8 @@ class Registry:
         return misfits
 
     def pick(self, role: str) -> Worker | None:
-        """The worker of a role that holds the fewest sessions."""
-        return min((w for w in self.workers.values() if w.plays(role)), key=lambda w: w.sessions, default=None)
+        """The worker of a role that holds the fewest sessions and is not stuck."""
+        return min((w for w in self.workers.values() if w.plays(role) and not w.stuck), key=lambda w: w.sessions, default=None)
 
     def _worker(self, peer: bytes, hello: Hello, now_ns: int) -> Worker:
         if "client" in hello.roles:
@@ -124,9 +134,9 @@ class Registry:
             vocabulary = read_vocabulary(hello.tokenizer.data)
             text = TextCodec(hello.tokenizer.data, hello.vocabulary)
         except CheckpointError as error:
-            raise RequestError("vocabulary", f"the tokenizer of {hello.name}: {error}") from None
-        except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
-            raise RequestError("vocabulary", f"the tokenizer of {hello.name} cannot be read: {str(error)[:300]}") from None
+            raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None
+        except RequestError as error:
+            raise RequestError(error.code, f"{hello.model or hello.name}: {error}") from None
         return Worker(peer, hello, hello.vocabulary, hello.limits, vocabulary, text, Turns(self._epoch), now_ns)
 
     def _check_vocabulary(self, draft: Worker) -> None:

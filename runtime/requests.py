@@ -12,12 +12,13 @@ from dovetail.runtime.text import TextCodec
 
 def read_request(submit: Submit, target: Worker) -> Request:
     """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit."""
-    prompt = _prompt(submit, target.text)
     context = target.limits.context
-    if len(prompt) >= context:
-        raise RequestError(
-            "prompt_too_long", f"the prompt has {len(prompt)} tokens, the target {target.hello.model} holds {context}: shorten it to at most {context - 1}"
-        )
+    least = sum(map(target.text.least_tokens, (submit.text or "", *(submit.turns or ()))))
+    prompt = _prompt(submit, target.text) if least < context else ()
+    if max(least, len(prompt)) >= context:
+        count = f"at least {least}" if least >= context else f"{len(prompt)}"
+        text = f"the prompt has {count} tokens, the target {target.hello.model} holds {context}: shorten it to at most {context - 1}"
+        raise RequestError("prompt_too_long", text)
     if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
         raise RequestError("settings", f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}")
     seed = secrets.randbits(63) if submit.seed is None else submit.seed
@@ -32,6 +33,16 @@ def read_request(submit: Submit, target: Worker) -> Request:
         vocabulary_size=target.facts.size,
         stop=submit.stop,
     )
+
+
+def attempt(submit: Submit, target: Worker) -> Request | RequestError:
+    """`read_request`, with its error as a value: it is called where nobody catches."""
+    try:
+        return read_request(submit, target)
+    except RequestError as error:
+        return error
+    except Exception as error:  # a tokenizer is a program of the checkpoint's, in a sense: whatever it raises concerns this request alone
+        return RequestError("internal", f"the prompt could not be read: {type(error).__name__}: {str(error)[:300]}")
 
 
 def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:

@@ -136,9 +136,9 @@ class Session:
         if not tokens or len(item.margins) != len(tokens) or item.bonus >= self.request.vocabulary_size:
             raise ProtocolError(f"the verdict of round {item.round} fits no path of the tree that was sent")
         self._accepted = item.accepted
-        before = len(self.tokens)
+        before, drafted = len(self.tokens), len(self._tree)
         actions = self._commit(tokens, item.margins, drafted=len(item.accepted))
-        self.accounts.verdict(len(self._tree), min(len(item.accepted), len(self.tokens) - before))
+        self.accounts.verdict(drafted, min(len(item.accepted), len(self.tokens) - before))
         return actions
 
     def draft_lost(self) -> list[Action]:

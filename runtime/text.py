@@ -6,9 +6,14 @@ files. Knows nothing of sessions. Special tokens written out in a prompt are rea
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -16,18 +21,22 @@ from tokenizers.decoders import DecodeStream
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
 
+MAX_PRODUCT = 1 << 20
+"""Items that a product in a chat template may have."""
+
 
 class TextCodec:
     """The tokenizer and the chat template of one target."""
 
     def __init__(self, tokenizer: bytes, facts: VocabularyFacts) -> None:
         self.facts = facts
-        self._tokenizer = Tokenizer.from_buffer(tokenizer)
+        self._tokenizer = _tokenizer(tokenizer)
+        self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._template = _compile(facts.template) if facts.template else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with what the tokenizer itself puts before it."""
-        return tuple(self._tokenizer.encode(_valid(text)).ids)
+        return self._ids(_valid(text), special=True)
 
     def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
         """Token ids of a conversation (user first, then alternating) up to where the next reply begins; plain text where there is no template."""
@@ -37,9 +46,19 @@ class TextCodec:
         begin, end = (self._tokenizer.id_to_token(i) if i is not None else "" for i in (self.facts.begin, next(iter(self.facts.end), None)))
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True, bos_token=begin or "", eos_token=end or "", tools=None)
-        except TemplateError as error:
-            raise RequestError("settings", f"the chat template of the target refuses these turns: {error}") from None
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+            raise RequestError("settings", f"the chat template of the target fails on these turns: {type(error).__name__}: {str(error)[:300]}") from None
+        return self._ids(text, special=False)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without tokenizing it: no token is longer than the longest of the vocabulary.
+
+        Half of what that gives, since a normalizer may drop characters.
+        """
+        return len(text) // (2 * self._longest)
+
+    def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self._tokenizer)
@@ -102,13 +121,45 @@ def _valid(text: str) -> str:
     return text
 
 
-def _compile(template: str):  # type: ignore[no-untyped-def]  # jinja2's Template, private to this file
+def _tokenizer(content: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise RequestError("vocabulary", f"tokenizer.json cannot be read: {str(error)[:300]}") from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Where a chat template runs: it reaches nothing outside, and no product makes a text of a hundred million characters."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if isinstance(side, str | list | tuple) else side for side in (left, right)]
+        if operator == "**" or (sizes != [left, right] and sizes[0] * sizes[1] > MAX_PRODUCT):
+            raise SecurityError(f"a chat template may not compute {operator} of this size")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(template: str) -> Template:
     """The chat template in the dialect of transformers: sandboxed, blocks trimmed, `raise_exception` and `strftime_now` at hand."""
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
-    return environment.from_string(template)
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise RequestError("settings", f"the chat template cannot be read: {str(error)[:300]}") from None

@@ -2,18 +2,23 @@
 
 import contextlib
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.codec import encode
+from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.links import MemoryHub, memory_links
+from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import Drafted, Emitted, Failed, Finished, Hello, Probe, Reported, Submit, Verified, VerifiedItem, Welcome
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime import coordinator
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import MAX_STRIKES, Coordinator
+from dovetail.runtime.coordinator import MAX_STRIKES, STUCK_NS, Coordinator
+from dovetail.runtime.registry import MAX_WORKERS
+from dovetail.runtime.session import Session
 from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
 
 PROMPT = (5, 6, 7)
@@ -24,7 +29,8 @@ class House:
 
     def __init__(self, *, draft: bool = True, target: bool = True, repeat: int = 1) -> None:
         self.hub: MemoryHub = memory_links()
-        self.coordinator = Coordinator(self.hub)
+        self.later_ns = 0
+        self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns)
         self.workers: list[ScriptedWorker] = []
         self.target = self.add(ScriptedTarget, "target", repeat) if target else None
         self.draft = self.add(ScriptedDraft, "draft", repeat) if draft else None
@@ -38,10 +44,7 @@ class House:
         return worker
 
     def connect(self) -> Client:
-        link = self.hub.connect()
-        receive = link.receive
-        link.receive = lambda timeout_s, **_: (self.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
-        return Client(link)
+        return Client(_pumped(self, self.hub.connect()))
 
     def run(self, most: int = 10_000) -> None:
         """Let everybody do what there is to do."""
@@ -65,6 +68,13 @@ class House:
 
     def report(self) -> Reported:
         return self.client.status()
+
+
+def _pumped(house: House, link: MemoryLink) -> MemoryLink:
+    """A link whose reader lets everybody else work first."""
+    receive = link.receive
+    link.receive = lambda timeout_s, **_: (house.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
+    return link
 
 
 def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
@@ -365,6 +375,126 @@ def test_a_worker_that_speaks_out_of_its_role_changes_nothing() -> None:
     target.link.send(encode(Drafted(epoch=target.epoch, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False)))
     assert list(house.client.complete(request).result.token_ids) == continuation(PROMPT, 60)
     assert house.report().stale == 2
+
+
+class SilentDraft(ScriptedDraft):
+    """Alive, but never proposes."""
+
+    def work(self, command):  # type: ignore[no-untyped-def]
+        return super().work(command) if command.type == "open" else []
+
+
+def test_a_draft_that_is_stuck_is_done_without_after_a_while() -> None:
+    house = House(draft=False)
+    house.add(SilentDraft, "draft")
+    request = house.submit()
+    assert not any(isinstance(r, Finished) for r in house.replies())
+    house.later_ns = STUCK_NS + 1
+    house.coordinator.tick()
+    assert list(house.client.complete(request).result.token_ids) == continuation(PROMPT, 60)
+    assert house.complete().result.drafted_tokens == 0, "the stuck worker gets no new session"
+
+
+class BoastfulDraft(ScriptedDraft):
+    """Claims more work than a message can say."""
+
+    def propose(self, command, log):  # type: ignore[no-untyped-def]
+        return super().propose(command, log).model_copy(update={"grown": (1 << 63) - 1})
+
+
+def test_absurd_counts_are_refused_before_they_are_summed() -> None:
+    house = House(draft=False)
+    house.add(BoastfulDraft, "draft")
+    request = house.submit()
+    house.run()
+    assert house.report().refused >= 1
+    house.later_ns = STUCK_NS + 1
+    house.coordinator.tick()
+    assert list(house.client.complete(request).result.token_ids) == continuation(PROMPT, 60)
+
+
+def test_our_own_fault_ends_the_sessions_that_it_concerns_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House()
+
+    def fail(self: Session, item: VerifiedItem) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "verified", fail)
+        house.submit()
+        failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "internal"
+    assert "ZeroDivisionError: a bug" in failed.text
+    assert house.report().sessions == 0
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+def test_there_is_a_limit_to_the_workers_that_may_register() -> None:
+    house = House(draft=False, target=False)
+    workers = [house.add(ScriptedDraft, "draft") for _ in range(MAX_WORKERS + 1)]
+    assert [f.code for w in workers for f in w.failures] == ["capacity"]
+    assert len(house.report().workers) == MAX_WORKERS
+
+
+@pytest.mark.parametrize("max_tokens", range(2, 12))
+def test_no_more_is_accepted_than_was_drafted(max_tokens: int) -> None:
+    result = House().complete(max_tokens=max_tokens, tree=TreeSettings(gamma=2, depth=1, width=2)).result
+    assert result.accepted_tokens <= result.drafted_tokens
+    assert result.drafted_tokens <= 2 * result.rounds
+
+
+def test_a_client_that_reads_late_misses_nothing() -> None:
+    house = House()
+    requests = [house.client.submit(tokens=(i % 90 + 1, 2), max_tokens=40, seed=1, speculate=False) for i in range(60)]
+    house.run()
+    submitted = 0
+    while submitted < 3000:  # more replies than its queue holds
+        house.client.submit(tokens=(), max_tokens=1)
+        submitted += 1
+        house.run()
+    replies: list[object] = []
+    while (reply := house.client.receive(0)) is not None:
+        replies.append(reply)
+        house.coordinator.tick()
+    finished = {r.request: list(r.result.token_ids) for r in replies if isinstance(r, Finished)}
+    assert finished == {request: continuation((i % 90 + 1, 2), 40) for i, request in enumerate(requests)}
+    assert sum(isinstance(r, Failed) for r in replies) == submitted
+
+
+def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "MAX_BACKLOG", 50)
+    house = House()
+    house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
+    other = house.connect()
+    house.deaf = other._link._peer  # type: ignore[attr-defined]
+    for _ in range(52):
+        other.submit(tokens=(), max_tokens=1)
+    house.run()
+    house.deaf = None  # type: ignore[attr-defined]
+    other.submit(tokens=PROMPT, max_tokens=1)
+    failed = other.receive(0)
+    assert isinstance(failed, Failed)
+    assert "say Hello" in failed.text
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+def _busy(peer, frames, send, house):  # type: ignore[no-untyped-def]
+    if peer == getattr(house, "deaf", None):
+        raise PeerBusy("full")
+    send(peer, frames)
+
+
+def test_only_a_client_on_this_machine_may_stop_the_coordinator() -> None:
+    house = House()
+    far = Client(_pumped(house, house.hub.connect(PeerKey("laptop", ("client",), "0" * 40))))
+    far.stop()
+    failed = far.receive(0)
+    assert isinstance(failed, Failed)
+    assert failed.code == "role"
+    assert not house.coordinator.ending
+    house.client.stop()
+    house.run()
+    assert house.coordinator.ending
 
 
 def test_a_worker_that_is_not_registered_is_not_listened_to() -> None:

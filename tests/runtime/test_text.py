@@ -52,6 +52,26 @@ def test_a_template_cannot_reach_the_interpreter() -> None:
         codec("{{ ''.__class__.__mro__[1].__subclasses__() }}").encode_turns(["a"])
 
 
+@pytest.mark.parametrize("wrong", ["messages[0]['content'] + 1", "1 / 0", "'a' * 100000000", "10 ** 10 ** 10", "strftime_now(1)"])
+def test_whatever_a_template_raises_concerns_the_request_alone(wrong: str) -> None:
+    with pytest.raises(RequestError, match="template"):
+        codec("{{ " + wrong + " }}").encode_turns(["a"])
+
+
+def test_a_template_that_is_none_is_refused_as_such() -> None:
+    with pytest.raises(RequestError, match="template"):
+        codec("{% for %}")
+
+
+def test_marks_for_training_change_nothing() -> None:
+    assert codec("{% generation %}hello{% endgeneration %}").encode_turns(["a"]) == codec().encode("hello")
+
+
+@given(st.text(max_size=200))
+def test_a_text_never_has_fewer_tokens_than_the_least(text: str) -> None:
+    assert codec().least_tokens(text) <= len(codec().encode(text))
+
+
 def test_lone_surrogates_are_refused() -> None:
     with pytest.raises(RequestError, match="surrogate"):
         codec().encode("\ud800")

@@ -7,10 +7,10 @@ number, or quantised. Knows files; builds no model.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import snapshot_download
@@ -25,6 +25,8 @@ from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
 READ_BYTES = 8 << 20
+"""A multiple of the size of every number type, so that no number lies across two blocks."""
+FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Checkpoint:
     tokenizer: bytes
     """The content of tokenizer.json."""
     vocabulary: VocabularyFacts
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every tensor in the weight files."""
 
 
 def open_checkpoint(source: str) -> Checkpoint:
@@ -45,10 +49,11 @@ def open_checkpoint(source: str) -> Checkpoint:
     folder = find_folder(source)
     _refuse_quantised(folder)
     weights = weight_files(folder)
-    for file in weights:
-        check_tensors(file)
     tokenizer, vocabulary = read_tokenizer(folder)
-    return Checkpoint(source, folder, _digest([folder / "config.json", *weights]), tokenizer, vocabulary)
+    configuration = _read(folder / "config.json")
+    digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
+    shapes = {name: shape for file in weights for name, shape in _read_weights(file, digest).items()}
+    return Checkpoint(source, folder, digest.hexdigest(), tokenizer, vocabulary, shapes)
 
 
 def find_folder(source: str) -> Path:
@@ -73,9 +78,9 @@ def _download(source: str) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
         raise CheckpointError(f"{source} is no folder and is not in the Hugging Face cache; run `{remedy}` while connected") from None
     except HfHubHTTPError as error:
-        raise CheckpointError(f"{source}: the Hugging Face hub refused it ({first_line(error)}); check the name, the revision and HF_TOKEN") from None
+        raise CheckpointError(f"{source}: the Hugging Face hub refused it ({reason(error)}); check the name, the revision and HF_TOKEN") from None
     except (HFValidationError, OSError) as error:
-        raise CheckpointError(f"{source} is neither a folder nor can it be fetched from the Hugging Face hub ({first_line(error)})") from None
+        raise CheckpointError(f"{source} is neither a folder nor can it be fetched from the Hugging Face hub ({reason(error)})") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -114,23 +119,35 @@ def tensor_names(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as content:
             return sorted(content.keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is no whole safetensors file ({first_line(error)}); fetch the model again") from None
+        raise CheckpointError(f"{file} is no whole safetensors file ({reason(error)}); fetch the model again") from None
 
 
-def check_tensors(file: Path) -> None:
-    """Reads every tensor once; `CheckpointError` if one holds what is not a number, or the file is truncated."""
-    for name, tensor in _tensors(file):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_weights(file: Path, digest: "hashlib._Hash") -> dict[str, tuple[int, ...]]:
+    """Read a whole file once, into the digest and past the check for what is not a number; the shapes of its tensors."""
+    names = tensor_names(file)  # safetensors proves here that the header is sound and that tensors fill the rest of the file without a gap
     try:
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 - not a mapping
-                yield name, content.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is no whole safetensors file ({first_line(error)}); fetch the model again") from None
+        with file.open("rb") as content:
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            size = content.read(8)
+            header = content.read(int.from_bytes(size, "little"))
+            digest.update(size + header)
+            entries: dict[str, dict[str, Any]] = json.loads(header)
+            for name in sorted(names, key=lambda name: entries[name]["data_offsets"]):
+                _read_tensor(content, entries[name], f"{file}: tensor {name}", digest)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+    return {name: tuple(entries[name]["shape"]) for name in names}
+
+
+def _read_tensor(content: BinaryIO, entry: dict[str, Any], what: str, digest: "hashlib._Hash") -> None:
+    kind, (start, stop) = entry["dtype"], entry["data_offsets"]
+    if kind not in FLOAT_TYPES and kind.startswith(("F", "BF")):
+        raise CheckpointError(f"{what} has numbers of type {kind}; take weights of type {', '.join(FLOAT_TYPES)}")
+    for left in range(stop - start, 0, -READ_BYTES):
+        block = bytearray(content.read(min(left, READ_BYTES)))
+        digest.update(block)
+        if kind in FLOAT_TYPES and not bool(torch.isfinite(torch.frombuffer(block, dtype=FLOAT_TYPES[kind])).all()):
+            raise CheckpointError(f"{what} holds NaN or infinite values")
 
 
 def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
@@ -141,7 +158,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
         raise CheckpointError(
             f"{folder} has no tokenizer.json; save it there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
         )
-    content = file.read_bytes()
+    content = _read(file)
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     try:
@@ -168,7 +185,10 @@ def _ids(generation: dict[str, Any], config: dict[str, Any], name: str) -> tuple
 def _chat_template(folder: Path) -> str:
     """The default chat template, from its own file or from tokenizer_config.json; empty if there is none."""
     if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return _read(file).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 ({reason(error)}); save it again as UTF-8") from None
     if not (folder / "tokenizer_config.json").is_file():
         return ""
     template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
@@ -180,19 +200,26 @@ def _chat_template(folder: Path) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` if the file holds none."""
     try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no JSON ({first_line(error)})") from None
+        content = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no JSON ({reason(error)})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds no JSON object")
     return content
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error, for messages of one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+
+
+def reason(error: BaseException) -> str:
+    """The first lines of an error as one: what some libraries say first is only where something went wrong."""
+    return " ".join(str(error).split("\n")[:3]).strip()[:300] or type(error).__name__
 
 
 def _refuse_quantised(folder: Path) -> None:
@@ -200,13 +227,3 @@ def _refuse_quantised(folder: Path) -> None:
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
         raise CheckpointError(f"{folder} is quantised ({method}); take the original weights of that model")
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as content:
-            while block := content.read(READ_BYTES):
-                digest.update(block)
-    return digest.hexdigest()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
-from dovetail.workers.models.checkpoint import Checkpoint, first_line
+from dovetail.workers.models.checkpoint import Checkpoint, reason
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
@@ -28,22 +28,20 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The transformers model of a checkpoint on the CPU with our attention; refuses what is missing, reports what is superfluous."""
     attention.register()
     folder = str(checkpoint.folder)
-    try:
+    with _refusing(checkpoint), _quiet(), torch.inference_mode(False):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        refuse_unsupported(config, checkpoint.source)
-        with _quiet(), torch.inference_mode(False):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention.IMPLEMENTATION,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{checkpoint.source} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)})") from error
+        refuse_unsupported(config, checkpoint)
+        refuse_misshapen(config, checkpoint)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{checkpoint.source} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}")
     if unexpected := sorted(info["unexpected_keys"]):
@@ -52,18 +50,49 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def refuse_unsupported(config: Any, source: str) -> None:
+@contextlib.contextmanager
+def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
+    """What transformers raises at a configuration is whatever its lines happen to stumble over: any of it is a `CheckpointError` of one line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{checkpoint.folder} cannot be loaded by transformers ({type(error).__name__}: {reason(error)})") from error
+
+
+def refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
     """`CheckpointError` naming what in a configuration cannot be decoded with trees and several sessions in a pass."""
-    kind = config.model_type
+    kind, file = config.model_type, checkpoint.folder / "config.json"
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
-        if not isinstance(getattr(config, name, None), int):
-            raise CheckpointError(f"{source}: a {kind} model has no {name}; only dense decoder models can be decoded here")
+        number = getattr(config, name, None)
+        if not isinstance(number, int):
+            raise CheckpointError(f"{file}: a {kind} model has no {name}; only dense decoder models can be decoded here")
+        if number < 1:
+            raise CheckpointError(f"{file}: {name} is {number}; it must be at least 1")
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES):
-        raise CheckpointError(f"{source}: layers of type {strange[0]} ({kind}) are not supported")
+        raise CheckpointError(f"{file}: layers of type {strange[0]} ({kind}) are not supported")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(entry.get("rope_type")) for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if refused := kinds.intersection(UNSUPPORTED_ROPE):
-        raise CheckpointError(f"{source}: rotary embeddings of type {min(refused)} ({kind}) are not supported: they depend on the longest sequence of a pass")
+        raise CheckpointError(f"{file}: rotary embeddings of type {min(refused)} ({kind}) are not supported: they depend on the longest sequence of a pass")
+
+
+def refuse_misshapen(config: Any, checkpoint: Checkpoint) -> None:
+    """`CheckpointError` naming a tensor that has another shape than `config` calls for, before memory is taken for any.
+
+    The model is built without numbers for it. Names that stand on one side only are left to transformers, which renames some as it loads.
+    """
+    layers, found = config.num_hidden_layers, checkpoint.shapes
+    if layers > len(found):  # and as many empty layers are not built first
+        raise CheckpointError(f"{checkpoint.folder} has {len(found)} tensors in all, where its config.json calls for {layers} layers")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False)
+    for name, tensor in model.state_dict().items():
+        if found.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {name} has the shape {list(found[name])}, where its config.json calls for {list(tensor.shape)}; fetch the model again"
+            )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from dovetail.protocol.errors import UserError
 
@@ -146,6 +148,18 @@ def _mask_of(file: Path) -> npt.NDArray[np.bool_]:
 
 
 # Models and folders
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Transformers draws bars of its own while it loads and saves; within this block it draws none."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def new_model(shape: Shape, tokenizer_folder: Path, context: int, seed: int) -> nn.Module:
