@@ -13,6 +13,7 @@ that is stopped stays connected and goes on when it is continued. Deadlines for 
 import fcntl
 import os
 import secrets
+import shutil
 import struct
 import tempfile
 import threading
@@ -110,7 +111,7 @@ def open_hub(address: str, *, keys: Path | None = None) -> Hub:
     """
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
-        return ZmqHub(_IpcPlace(Path(place).absolute() if place else _fresh_path()), None)
+        return ZmqHub(_IpcPlace(Path(place).absolute(), own=False) if place else _IpcPlace(_fresh_path(), own=True), None)
     if scheme == "tcp" and place:
         return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
     raise _no_address(address)
@@ -481,8 +482,10 @@ class _IpcPlace:
     Without the lock a second bind would silently take the path away from a living coordinator.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, own: bool) -> None:
+        """`own`: nobody else knows the folder, so that whatever lies in it may go."""
         self._path = path
+        self._own = own
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock: int | None = None
         self._made: list[Path] = []
@@ -503,8 +506,10 @@ class _IpcPlace:
             self._make_folder()
             try:
                 lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except FileNotFoundError:  # the former owner of the path removed the folder, which it had made
-                continue
+            except FileNotFoundError:
+                if self._path.parent.is_dir():
+                    raise
+                continue  # the former owner of the path removed the folder, which it had made
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -528,6 +533,8 @@ class _IpcPlace:
             self._path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock)
+        if self._own:
+            shutil.rmtree(self._path.parent, ignore_errors=True)
         for folder in self._made:
             with suppress(OSError):
                 folder.rmdir()

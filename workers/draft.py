@@ -80,7 +80,7 @@ class DraftWorker:
                     self._held.pop(command.session, None)
                     return [Closed(epoch=self._epoch, session=command.session)]
                 case _:
-                    raise RequestError("protocol", f"a draft worker takes no {command.type!r} command")
+                    raise RequestError("role", f"a draft worker does not do {command.type!r}")
         except StaleError:
             self.stale += 1
             return []

@@ -18,7 +18,7 @@ from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import Close, Command, Draft, Drain, Event, Failed, Hello, Open, Probe, Probed, Verify, Welcome
-from dovetail.workers.devices import is_out_of_memory
+from dovetail.workers.failures import as_request_error
 
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
@@ -92,12 +92,20 @@ class _Loop:
         """The next command of this coordinator; background work while there is none."""
         while True:
             frames = self._link.receive(0.0)
-            while frames is None and self._worker.idle():
+            while frames is None and self._idle():
                 frames = self._link.receive(0.0)
             if frames is None:
                 frames = self._link.receive(None)
             if frames is not None and (command := self._decode(frames)) is not None:
                 return command
+
+    def _idle(self) -> bool:
+        """Background work; it is only ahead of time, so a worker lives without it, and what fails here fails again where a command needs it."""
+        try:
+            return self._worker.idle()
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            return False
 
     def _decode(self, frames: list[bytes]) -> Command | None:
         try:
@@ -116,13 +124,8 @@ class _Loop:
         start = time.monotonic_ns()
         try:
             return self._worker.handle(command)
-        except RequestError as error:
-            return failures(command, self._epoch, error.code, str(error))
         except Exception as error:  # one command's failure must not end the other sessions
-            if is_out_of_memory(error):
-                return failures(command, self._epoch, "memory", f"the worker's memory is exhausted: {str(error)[:500]}")
-            traceback.print_exc(file=sys.stderr)
-            return failures(command, self._epoch, "internal", f"{type(error).__name__}: {str(error)[:500]}")
+            return failures(command, self._epoch, as_request_error(error))
         finally:
             self._busy_ns += time.monotonic_ns() - start
 
@@ -138,7 +141,7 @@ class _Loop:
         )
 
 
-def failures(command: Command, epoch: int, code: str, text: str) -> list[Event]:
+def failures(command: Command, epoch: int, error: RequestError) -> list[Event]:
     """A Failed for every session that a command is about, or a single one if it is about none."""
     subjects: list[tuple[int | None, int | None]] = [(None, None)]
     match command:
@@ -148,4 +151,4 @@ def failures(command: Command, epoch: int, code: str, text: str) -> list[Event]:
             subjects = [(command.session, command.round)]
         case Close():
             subjects = [(command.session, None)]
-    return [Failed(epoch=epoch, session=s, round=r, code=code, text=text) for s, r in subjects]  # type: ignore[arg-type]
+    return [Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error)) for s, r in subjects]  # type: ignore[arg-type]

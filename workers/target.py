@@ -30,6 +30,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import MAX_GAMMA, TargetSettings, byte_count
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import open_device
+from dovetail.workers.failures import as_request_error
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.verifier import MAX_SESSIONS, Verifier
 
@@ -131,12 +132,18 @@ class TargetWorker:
                 failed.append(self._failed(item, error))
             else:
                 items.append(item)
-        verdicts = self._verifier.verify(items) if items else []
+        verdicts = self._verdicts(items) if items else []
         verified = tuple(verdict for verdict in verdicts if isinstance(verdict, VerifiedItem))
         failed += [self._failed(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if isinstance(verdict, RequestError)]
         if not verified:
             return failed
         return [Verified(epoch=self._epoch, items=verified, spans=self._spans.take(MAX_SPANS)), *failed]
+
+    def _verdicts(self, items: Sequence[VerifyItem]) -> Sequence[VerifiedItem | RequestError]:
+        try:
+            return self._verifier.verify(items)
+        except Exception as error:  # the pass itself: what else the command names, stale or refused, has nothing to do with it
+            return [as_request_error(error)] * len(items)
 
     def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
         return Failed(epoch=self._epoch, session=item.session, round=item.round, code=error.code, text=str(error))  # type: ignore[arg-type]

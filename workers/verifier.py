@@ -2,7 +2,8 @@
 
 A verification is one pass over the weights for the trees of several sessions. Each tree's rows - its root, then its nodes - are written behind the
 session's committed rows, every row sees the committed ones, the root and its own ancestors, and the rows of the accepted path move down to become
-committed. The next root, the bonus, has no row yet. Every session is checked before the pass and committed after it, so whatever fails changes nothing.
+committed. The next root, the bonus, has no row yet. Every session is checked before the pass and committed after it, so that a pass that fails changes
+nothing; after it, each session is judged and committed for itself, and one whose commit fails half-way is forgotten.
 
 Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and nothing of links.
 """
@@ -18,6 +19,7 @@ from dovetail.protocol.messages import VerifiedItem, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers.failures import as_request_error
 from dovetail.workers.models.attention import Segment
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
@@ -85,15 +87,12 @@ class Verifier:
             raise RequestError("protocol", f"session {item.session}: {error}") from None
 
     def verify(self, items: Sequence[VerifyItem]) -> list[VerifiedItem | RequestError]:
-        """One pass for checked items of different sessions; for each in turn the verdict, committed, or why there is none."""
+        """One pass for checked items of different sessions; for each in turn the verdict, committed, or why there is none. If it raises, nothing changed."""
         with self._spans.measure("verify"):
             logits = self._forward(items)
             verdicts = [self._judge(item, rows) for item, rows in zip(items, logits, strict=True)]
         with self._spans.measure("commit"):
-            for item, verdict in zip(items, verdicts, strict=True):
-                if isinstance(verdict, VerifiedItem):
-                    self._commit(self._sessions[item.session], item.tree, verdict)
-        return verdicts
+            return [self._commit(item, verdict) if isinstance(verdict, VerifiedItem) else verdict for item, verdict in zip(items, verdicts, strict=True)]
 
     def close(self, number: int) -> None:
         """Forget a session; unknown ones are forgotten already."""
@@ -142,15 +141,23 @@ class Verifier:
 
     def _judge(self, item: VerifyItem, logits: Tensor) -> VerifiedItem | RequestError:
         session, tree = self._sessions[item.session], item.tree
-        choices = _choices(session, logits, [len(session.log) + depth for depth in (0, *tree.depths)])
         try:
+            choices = _choices(session, logits, [len(session.log) + depth for depth in (0, *tree.depths)])
             accepted, bonus = walk(tree, choices)
             margins = tuple(choices.margin(node + 1) for node in (-1, *accepted))
-        except RequestError as error:
-            return error
+        except Exception as error:  # the other sessions of the pass have their verdicts
+            return as_request_error(error)
         return VerifiedItem(session=item.session, round=item.round, accepted=accepted, bonus=bonus, margins=margins)
 
-    def _commit(self, session: _Session, tree: TokenTree, verdict: VerifiedItem) -> None:
+    def _commit(self, item: VerifyItem, verdict: VerifiedItem) -> VerifiedItem | RequestError:
+        try:
+            self._append(self._sessions[item.session], item.tree, verdict)
+        except Exception as error:  # its log may have moved and its cache not
+            self.close(item.session)
+            return as_request_error(error)
+        return verdict
+
+    def _append(self, session: _Session, tree: TokenTree, verdict: VerifiedItem) -> None:
         root = session.cache.length
         path = [root, *(root + 1 + node for node in verdict.accepted)]
         session.cache.keep(path, len(path))

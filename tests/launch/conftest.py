@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,12 +19,19 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Variables of a user who has nothing running, and whose temporary directory is empty."""
+def temporary() -> Iterator[Path]:
+    """An empty temporary directory; its path is short, since the path of a socket is at most 107 bytes, and pytest's own folders take most of that."""
+    with tempfile.TemporaryDirectory(prefix="dt-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, temporary: Path) -> dict[str, str]:
+    """Variables of a user who has nothing running, and whose temporary directory (`tmp_path / "tmp"`) is empty."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").symlink_to(temporary, target_is_directory=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")}
-    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path / "run"), "TMPDIR": str(tmp_path / "tmp")}
+    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path / "run"), "TMPDIR": str(temporary)}
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Commands start fast, end with the right code, and never show a traceback."""
 
+import errno
 import json
 import os
 import resource
@@ -19,6 +20,16 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
 HELP_LIMIT_S = 0.4
+TOLD = """
+import signal
+from dovetail.launch.child import end_when_told
+end_when_told()
+try:
+    print("ready", flush=True)
+    signal.pause()
+finally:
+    print("cleaned")
+"""
 
 
 def one_line(process: subprocess.CompletedProcess[str]) -> str:
@@ -112,6 +123,34 @@ def test_every_kind_of_error_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, 
     assert cli.run([]) == code
 
 
+def test_an_error_of_the_system_that_nobody_expected_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/some/file")
+
+    monkeypatch.setattr(cli.group, "main", fail)
+    assert cli.run([]) == 1
+    assert capsys.readouterr().err == "dovetail: the system refused to read or write: No space left on device (/some/file)\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "complaint"),
+    [
+        ("config show >/dev/full", 1, "dovetail: the system refused to read or write: No space left on device\n"),
+        ("config show >/dev/full 2>&1", 1, ""),
+        ("config show >&-", 0, ""),
+        ("config show <&- 2>&-", 0, ""),
+        ("config show --tree.gama 6 2>/dev/full", 2, ""),
+        ("config show --tree.gama 6 2>&-", 2, ""),
+        ("generate <&-", 2, "dovetail: the prompt is empty: write some text\n"),
+        ("generate - <&-", 2, "dovetail: the prompt is empty: write some text\n"),
+    ],
+)
+def test_a_standard_stream_that_is_full_or_closed_is_no_traceback(environment: dict[str, str], line: str, code: int, complaint: str) -> None:
+    command = f'"{sys.executable}" -P -m dovetail.launch.cli {line}'
+    done = subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (code, complaint)
+
+
 def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -134,6 +173,36 @@ def test_a_coordinator_runs_on_a_machine_without_torch(tmp_path: Path, environme
         _, complaints = process.communicate()
     assert process.returncode == 0
     assert "torch" not in complaints
+
+
+def test_a_closed_terminal_ends_a_coordinator_which_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
+    process = start("coordinator")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    process.communicate()
+    assert process.returncode == 0
+    assert [*(tmp_path / "tmp").iterdir()] == [*(tmp_path / "run" / "dovetail").iterdir()] == []
+
+
+def test_a_closed_terminal_unwinds_a_process_of_ours(start: Start) -> None:
+    process = start(command=(sys.executable, "-P", "-c", TOLD))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate()
+    assert (process.returncode, output) == (0, "cleaned\n")
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(start: Start, run: Run) -> None:
+    process = start("-P", "-m", "dovetail.launch.cli", "coordinator", command=("nohup", sys.executable))
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    process.send_signal(signal.SIGHUP)
+    assert json.loads(run("status", "--json").stdout)["address"] == address
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 0
 
 
 def test_a_coordinator_is_found_while_it_runs_and_leaves_nothing_behind(start: Start, run: Run, tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
+from dovetail.launch import cli
 from dovetail.launch.answers import open_answers
 from dovetail.launch.configure import configure
 from dovetail.launch.connection import Connection
+from dovetail.launch.generate import STOP_CHARACTERS, summary
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.messages import MAX_TEXT, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -109,12 +113,66 @@ def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(run: Run, stack: 
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("arguments", "named"), [(("--stop", ""), "stop"), (("--raw", "--stop", "x" * 2000), "stop")])
-def test_a_request_beyond_the_bounds_of_the_protocol_is_one_line_and_exit_code_2(run: Run, stack: Stack, arguments: tuple[str, ...], named: str) -> None:
-    done = run("generate", "hello", "--connect", stack.address, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"dovetail: the request is not possible: {named}")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("hello", "--stop", ""), "--stop '' would end every reply"),
+        (("hello", "--stop", "x" * (STOP_CHARACTERS + 1)), "has 1025 characters, and 1024 are possible"),
+        (("hello", *("--stop", "x") * 17), "--stop is given 17 times, and 16 stops are possible"),
+        (("hello", "--stop", "\udcff"), "is no valid UTF-8 text"),
+        (("hel\udcfflo",), "the prompt is no valid UTF-8 text"),
+        (("x" * (MAX_TEXT + 1),), f"the prompt has {MAX_TEXT + 1} characters"),
+    ],
+)
+def test_a_request_that_is_not_possible_is_refused_before_a_coordinator_is_looked_for(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert cli.run(["generate", *arguments, "--connect", "ipc:///no/such/socket"]) == 2
+    complaint = capsys.readouterr().err
+    assert words in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_the_longest_stop_is_the_one_that_the_protocol_takes() -> None:
+    def submit(length: int) -> Submit:
+        return Submit(epoch=0, request=1, text="x", sampling=Sampling(), max_tokens=1, stop=("x" * length,), tree=TreeSettings())
+
+    assert submit(STOP_CHARACTERS).stop
+    with pytest.raises(ValidationError):
+        submit(STOP_CHARACTERS + 1)
+
+
+def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() -> None:
+    result = Result(
+        text="",
+        token_ids=(),
+        prompt_tokens=1,
+        completion_tokens=1,
+        finish_reason="length",
+        seed=7,
+        fingerprint="",
+        rounds=1,
+        tau=None,
+        accepted_tokens=0,
+        drafted_tokens=0,
+        grown_nodes=0,
+        acceptance_rate=None,
+        accepted_per_position=(),
+        hit_rate=None,
+        wall_s=1.0,
+        time_to_first_token_s=0.1,
+        tokens_per_s=1.0,
+        prefill_s=0.06,
+        draft_exposed_s=0.2,
+        verify_s=0.7,
+        transport_s=0.0,
+        queue_s=0.0,
+        coordinator_s=0.0,
+        unaccounted_s=0.04,
+        bytes_per_round=0.0,
+    )
+    assert "· prefill 6 % draft 20 % verify 70 % ·" in summary(result, "")
+    assert "· draft 20 % verify 70 % ·" in summary(result.model_copy(update={"prefill_s": 0.05}), "")
 
 
 def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path: Path) -> None:
@@ -180,6 +238,60 @@ def test_a_torn_last_line_is_dropped_and_a_foreign_file_is_refused(tmp_path: Pat
         pass
 
 
+def begun(line: bytes) -> list[bytes]:
+    """Everything that can be left of a line."""
+    return [line[:end] for end in range(1, len(line))]
+
+
+def test_a_line_torn_at_any_byte_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with open_answers(path) as opened:
+        opened.write('a "quoted\\" \x01 id ü', [])
+        opened.write("b", [])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    for whole, torn in ((b"", first), (first, second)):
+        for part in begun(torn):
+            path.write_bytes(whole + part)
+            with open_answers(path) as opened:
+                assert len(opened.done) == bool(whole)
+            assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"my only copy": 1}',
+        "my diary",
+        '{"id": "1", "turns": ["my only copy"]}',
+        '{"id": "1", "turns": ["my only copy"]}\n',
+        '{"id": "a", "results": []}\n{"id": 1, "results": []}\n',
+        '{"id": "a", "results": []}\n{"my only copy": 1}',
+        "[" * 100_000 + "\n",
+    ],
+)
+def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(UserError, match="is no answer of an earlier run"), open_answers(path):
+        pass
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null", "/dev/zero", "/"])
+def test_answers_go_to_a_regular_file_only(path: str) -> None:
+    with pytest.raises(UserError, match="is no regular file"), open_answers(Path(path)):
+        pass
+
+
+def test_the_answers_do_not_go_to_the_file_of_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ("a", ["x"]))
+    (tmp_path / "link").symlink_to(prompts)
+    before = Path(prompts).read_bytes()
+    assert cli.run(["generate", "--prompts", prompts, "--out", str(tmp_path / "link")]) == 2
+    assert "is the file of --prompts itself" in capsys.readouterr().err
+    assert Path(prompts).read_bytes() == before
+
+
 def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with open_answers(path), pytest.raises(UserError, match="another run"), open_answers(path):
@@ -196,6 +308,8 @@ def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
         ('{"id": "b", "turns": []}', "line 2: the"),
         ('{"id": "b", "turns": [1]}', "line 2: the"),
         ('{"id": "b", "turns": ["\\ud800"]}', "line 2.*surrogates"),
+        ('{"id": "\\ud800", "turns": ["x"]}', "line 2.*surrogates"),
+        ("[" * 100_000, "line 2 is nested too deep"),
         ('{"id": "a", "turns": ["x"]}', "two prompts of id 'a'"),
     ],
 )
@@ -210,6 +324,13 @@ def test_prompts_keep_their_order_and_blank_lines_are_nothing(tmp_path: Path) ->
     path = tmp_path / "prompts.jsonl"
     path.write_text('\n{"id": "b", "turns": ["x", "y"], "more": 1}\n\n{"id": "a", "turns": ["z"]}\n')
     assert read_prompts(path) == [Prompt("b", ("x", "y")), Prompt("a", ("z",))]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_a_newline_ends_a_line_of_prompts(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": "a", "turns": [f"x{separator}y"]}, ensure_ascii=False) + "\n")
+    assert read_prompts(path) == [Prompt("a", (f"x{separator}y",))]
 
 
 def test_the_loss_of_a_draft_is_an_error_where_runs_are_compared() -> None:

@@ -33,12 +33,9 @@ GONE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the processes of this test leave what they leave."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+def _left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processes of this test leave, they leave there."""
+    monkeypatch.setenv("TMPDIR", str(temporary))
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -104,6 +101,8 @@ def test_no_child_outlives_a_supervisor_that_a_signal_ends(start: Start, tmp_pat
 
 
 def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     configuration = configure(flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={})
     with Supervisor() as supervisor:
         stack = start_stack(supervisor, configuration)

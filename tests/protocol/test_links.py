@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import stat
@@ -25,6 +26,7 @@ from dovetail.protocol.links import open_link
 link = open_link(sys.argv[1], keys=Path(sys.argv[2]) if sys.argv[2] else None, role="target")
 link.send([b"hello"])
 print("ready", flush=True)
+link.send(link.receive(None))
 link.receive(None)
 """
 HUB = """
@@ -269,13 +271,24 @@ def test_a_killed_process_is_noticed_at_once(socket_wire: Wire, stack: contextli
         wire.hub.send(peer, [b"x"])
 
 
-def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
+def test_a_stopped_process_is_noticed_over_tcp_by_its_missing_heartbeat(tcp_wire: Wire, stack: contextlib.ExitStack) -> None:
+    child = spawn(stack, LINK, tcp_wire.hub.address, str(tcp_wire.keys))
+    peer, _ = tcp_wire.arrived()
+    os.kill(child.pid, signal.SIGSTOP)
+    assert tcp_wire.departed() == 1
+    with pytest.raises(PeerGone):
+        tcp_wire.hub.send(peer, [b"x"])
+
+
+def test_a_process_that_was_stopped_goes_on_over_ipc(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
     child = spawn(stack, LINK, ipc_wire.hub.address, "")
     peer, _ = ipc_wire.arrived()
     os.kill(child.pid, signal.SIGSTOP)
-    assert ipc_wire.departed() == 1
-    with pytest.raises(PeerGone):
-        ipc_wire.hub.send(peer, [b"x"])
+    ipc_wire.hub.send(peer, [b"while stopped"])
+    assert select.select([ipc_wire.hub.monitor_fileno()], [], [], 2.5)[0] == []  # longer than the heartbeats of tcp allow
+    os.kill(child.pid, signal.SIGCONT)
+    assert ipc_wire.arrived() == (peer, [b"while stopped"])
+    ipc_wire.hub.send(peer, [b"x"])
 
 
 def test_a_link_notices_a_killed_coordinator_and_another_may_take_its_place(tmp_path: Path, stack: contextlib.ExitStack) -> None:
@@ -347,7 +360,29 @@ def test_an_ipc_path_leaves_neither_socket_nor_lock_behind(tmp_path: Path) -> No
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(list(folder.iterdir())) == 2
     hub.close()
-    assert list(folder.iterdir()) == []
+    assert not folder.exists()
+
+
+def test_a_folder_that_was_there_or_holds_something_else_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    open_hub(f"ipc://{tmp_path}/socket").close()
+    assert list(tmp_path.iterdir()) == []
+    hub = open_hub(f"ipc://{tmp_path}/outer/inner/socket")
+    (tmp_path / "outer" / "note").write_text("")
+    hub.close()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "outer", tmp_path / "outer" / "note"]
+
+
+def test_a_hub_that_is_interrupted_while_it_opens_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(folder: Path) -> None:
+        assert folder.is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(links, "_check_private", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        open_hub("ipc")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_coordinator_on_a_path_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:

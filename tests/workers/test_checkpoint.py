@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def test_a_whole_folder_opens_with_its_facts(folder: Path) -> None:
 
 def test_the_digest_covers_weights_and_configuration_but_not_the_place(folder: Path, llama_folder: Path) -> None:
     before = open_checkpoint(str(llama_folder)).digest
+    files = [folder / "config.json", folder / "model.safetensors"]
+    assert before == sha256(b"".join(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes() for file in files)).hexdigest()
     assert open_checkpoint(str(folder)).digest == before
     edit_json(folder / "config.json", rms_norm_eps=1e-4)
     changed = open_checkpoint(str(folder)).digest
@@ -71,7 +74,19 @@ def test_a_superfluous_tensor_is_reported(folder: Path, caplog: pytest.LogCaptur
 
 def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
     edit_tensors(folder, model__norm__weight=torch.ones(63))
-    assert "cannot be loaded" in refusal(folder)
+    assert refusal(folder).startswith(f"{folder}: tensor model.norm.weight has the shape [63], where config.json calls for [64]")
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", 10**9), ("vocab_size", 10**7), ("intermediate_size", 10**12), ("num_hidden_layers", 10**9)])
+def test_a_configuration_that_calls_for_immense_weights_is_refused_before_memory_is_taken(folder: Path, name: str, value: int) -> None:
+    edit_json(folder / "config.json", **{name: value}, layer_types=None)
+    assert str(value) in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_that_mean_nothing_without_a_scale_are_refused(folder: Path, kind: torch.dtype) -> None:
+    edit_tensors(folder, model__norm__weight=torch.ones(64).to(kind))
+    assert "model.safetensors: tensor model.norm.weight has numbers of type F8" in refusal(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -174,12 +189,30 @@ def test_an_adapter_is_refused(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"vocab_size": 0}, "size"),
         ({"eos_token_id": "one"}, "end"),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
+        ({"num_attention_heads": -4}, "config.json: num_attention_heads is -4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"hidden_size": 63}, "63"),
+        ({"head_dim": -3}, "head_dim is -3"),
+        ({"rope_parameters": 3}, "cannot be loaded"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused_by_name(folder: Path, changes: dict[str, object], named: str) -> None:
     (folder / "generation_config.json").unlink()
     edit_json(folder / "config.json", **changes)
     assert named in refusal(folder)
+
+
+def test_a_configuration_that_transformers_cannot_read_is_refused_in_one_line(folder: Path) -> None:
+    edit_json(folder / "config.json", eos_token_id="x")
+    text = refusal(folder)
+    assert str(folder) in text
+    assert "Field 'eos_token_id' with value 'x'" in text
+
+
+def test_a_chat_template_that_is_not_utf_8_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    assert f"{folder / 'chat_template.jinja'} is not UTF-8" in refusal(folder)
 
 
 def test_remote_code_is_neither_run_nor_asked_about(folder: Path) -> None:

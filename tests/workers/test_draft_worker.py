@@ -10,6 +10,7 @@ from dovetail.protocol.codec import COMMAND, EVENT, encode
 from dovetail.protocol.errors import RequestError, SettingsError
 from dovetail.protocol.messages import Close, Closed, Draft, Drafted, Drain, Event, Open, Opened
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.workers.devices import is_out_of_memory
 from dovetail.workers.draft import MAX_OPEN, DraftWorker, open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from support.models import CONTEXT, VOCABULARY, tiny_llama
@@ -95,7 +96,7 @@ def test_a_command_of_a_round_that_is_done_is_counted_and_changes_nothing(worker
         (draft(2, prefix=5, bonus=VOCABULARY), "vocabulary", f"token {VOCABULARY}"),
         (draft(2, prefix=5, session=6), "session", "session 6 is not open"),
         (open_(session=6, prompt=(VOCABULARY,)), "vocabulary", f"token {VOCABULARY}"),
-        (Drain(epoch=1), "protocol", "takes no 'drain'"),
+        (Drain(epoch=1), "role", "does not do 'drain'"),
     ],
 )
 def test_a_command_that_cannot_be_done_is_refused_and_changes_nothing(worker: DraftWorker, command: Any, code: str, words: str) -> None:
@@ -106,6 +107,32 @@ def test_a_command_that_cannot_be_done_is_refused_and_changes_nothing(worker: Dr
     assert refusal.value.code == code
     assert (worker.stale, worker.sessions) == (0, 1)
     assert isinstance(only(worker.handle(draft(2, prefix=5))), Drafted)
+
+
+def test_a_session_whose_cache_does_not_fit_is_not_kept(worker: DraftWorker, llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.handle(open_())
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "new_cache", lambda capacity, real=llama.new_cache: real(capacity * 10**9))
+        with pytest.raises(RuntimeError) as failure:
+            worker.handle(open_(session=6))
+    assert is_out_of_memory(failure.value)
+    assert worker.sessions == 1
+    assert isinstance(only(worker.handle(draft(1, prefix=4))), Drafted)
+    assert isinstance(only(worker.handle(open_(session=6))), Opened)
+
+
+def test_a_session_whose_round_fails_is_forgotten_and_the_others_go_on(worker: DraftWorker, llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise MemoryError
+
+    worker.handle(open_())
+    worker.handle(open_(session=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "forward", fail)
+        with pytest.raises(MemoryError):
+            worker.handle(draft(1, prefix=4))
+    assert worker.sessions == 1
+    assert isinstance(only(worker.handle(draft(1, prefix=4, session=6))), Drafted)
 
 
 def test_an_unknown_session_is_closed_already(worker: DraftWorker) -> None:

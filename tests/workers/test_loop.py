@@ -237,6 +237,89 @@ def test_a_failure_inside_is_answered_and_the_worker_goes_on(
     assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
 
 
+def test_a_session_whose_cache_does_not_fit_is_not_kept_and_the_others_go_on(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator.ask(opening(1))
+    model = coordinator.worker._model
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "new_cache", lambda capacity, real=model.new_cache: real(capacity * 10**9))
+        failed = coordinator.ask(opening(2))
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round, failed.code) == (2, 0, "memory")
+    assert "\n" not in failed.text
+    assert coordinator.probe().sessions == 1
+    assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
+    assert isinstance(coordinator.ask(opening(2)), Opened)
+
+
+def test_a_pass_that_fails_is_answered_for_the_sessions_in_it_alone(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for session in (1, 2, 3):
+        coordinator.ask(opening(session))
+    coordinator.ask(verifying((3, 1, 5)))
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator.worker._model, "forward", fail)
+        coordinator.send(verifying((1, 1, 5), (3, 1, 5), (2, 1, 5)), Probe(epoch=EPOCH, sent_ns=5))
+        events = [coordinator.next() for _ in range(3)]
+    assert [(event.session, event.code) for event in events if isinstance(event, Failed)] == [(1, "memory"), (2, "memory")]
+    assert isinstance(events[2], Probed)
+    assert isinstance(coordinator.ask(verifying((1, 1, 5), (2, 1, 5), (3, 2, 6))), Verified)
+
+
+def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator.ask(opening(1))
+    coordinator.ask(opening(2, sampling=Sampling(temperature=1.0)))
+
+    def fail(position: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator.worker._verifier._sessions[2].noise, "row", fail)
+        verified, failed = coordinator.ask(verifying((1, 1, 5), (2, 1, 5))), coordinator.next()
+    assert isinstance(verified, Verified)
+    assert [item.session for item in verified.items] == [1]
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round, failed.code) == (2, 1, "memory")
+    assert isinstance(coordinator.ask(verifying((1, 2, 6), (2, 1, 5))), Verified)
+
+
+def test_a_session_whose_commit_fails_is_forgotten_and_the_others_go_on(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator.ask(opening(1))
+    coordinator.ask(opening(2))
+
+    def fail(slots: object, committed: int) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(coordinator.worker._verifier._sessions[2].cache, "keep", fail)
+    verified, failed = coordinator.ask(verifying((1, 1, 5), (2, 1, 5))), coordinator.next()
+    assert isinstance(verified, Verified)
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.code, failed.text) == (2, "internal", "RuntimeError: boom")
+    assert coordinator.probe().sessions == 1
+    unknown = coordinator.ask(verifying((2, 2, 6)))
+    assert isinstance(unknown, Failed)
+    assert unknown.code == "session"
+    assert isinstance(coordinator.ask(verifying((1, 2, 6))), Verified)
+
+
+def test_background_work_that_fails_does_not_end_a_worker(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    failing = threading.Event()
+
+    def fail() -> bool:
+        if failing.is_set():
+            return False
+        failing.set()
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(coordinator.worker, "idle", fail)
+    coordinator.ask(opening())
+    assert failing.wait(30.0)
+    assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
+    assert "boom" in capfd.readouterr().err
+
+
 def test_drain_ends_it(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
     coordinator.send(Welcome(epoch=EPOCH), Drain(epoch=EPOCH))

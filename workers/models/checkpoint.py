@@ -219,7 +219,7 @@ def _read(file: Path) -> bytes:
 
 def reason(error: BaseException) -> str:
     """The first lines of an error as one: what some libraries say first is only where something went wrong."""
-    return " ".join(str(error).split("\n")[:3]).strip()[:300] or type(error).__name__
+    return " ".join(" ".join(str(error).split("\n")[:3]).split())[:300] or type(error).__name__
 
 
 def _refuse_quantised(folder: Path) -> None:

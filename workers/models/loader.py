@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
-from dovetail.workers.models.checkpoint import Checkpoint, reason
+from dovetail.workers.models.checkpoint import Checkpoint, read_json, reason
 
+SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest sequence of the pass; rows of different sessions would change each other."""
@@ -28,9 +29,11 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The transformers model of a checkpoint on the CPU with our attention; refuses what is missing, reports what is superfluous."""
     attention.register()
     folder = str(checkpoint.folder)
-    with _refusing(checkpoint), _quiet(), torch.inference_mode(False):
+    refuse_empty(checkpoint)
+    with _refusing(checkpoint):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         refuse_unsupported(config, checkpoint)
+    with _refusing(checkpoint), _quiet(), torch.inference_mode(False):
         refuse_misshapen(config, checkpoint)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -61,15 +64,21 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         raise CheckpointError(f"{checkpoint.folder} cannot be loaded by transformers ({type(error).__name__}: {reason(error)})") from error
 
 
+def refuse_empty(checkpoint: Checkpoint) -> None:
+    """`CheckpointError` naming a size in config.json that is not positive; transformers divides by some before it says what is wrong."""
+    content = read_json(checkpoint.folder / "config.json")
+    for name in (*SIZES, "num_key_value_heads", "intermediate_size", "head_dim"):
+        number = content.get(name)
+        if isinstance(number, int | float) and number < 1:
+            raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {name} is {number}; it must be at least 1")
+
+
 def refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
     """`CheckpointError` naming what in a configuration cannot be decoded with trees and several sessions in a pass."""
     kind, file = config.model_type, checkpoint.folder / "config.json"
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
-        number = getattr(config, name, None)
-        if not isinstance(number, int):
+    for name in SIZES:
+        if not isinstance(getattr(config, name, None), int):
             raise CheckpointError(f"{file}: a {kind} model has no {name}; only dense decoder models can be decoded here")
-        if number < 1:
-            raise CheckpointError(f"{file}: {name} is {number}; it must be at least 1")
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES):
         raise CheckpointError(f"{file}: layers of type {strange[0]} ({kind}) are not supported")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -91,7 +100,7 @@ def refuse_misshapen(config: Any, checkpoint: Checkpoint) -> None:
     for name, tensor in model.state_dict().items():
         if found.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{checkpoint.folder}: tensor {name} has the shape {list(found[name])}, where its config.json calls for {list(tensor.shape)}; fetch the model again"
+                f"{checkpoint.folder}: tensor {name} has the shape {list(found[name])}, where config.json calls for {list(tensor.shape)}; fetch the model again"
             )
 
 

@@ -1,0 +1,75 @@
+"""What can be refused before a process is started or torch is imported: a model that is not there, an inflation that this machine cannot hold.
+
+Cheap looks at files only, so that a slip of the pen costs no loading time; whether a model is whole and fits, its worker finds out. Knows nothing of
+what is in a file.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.settings import Settings, byte_count
+
+MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
+GROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
+"""Controller in /proc/self/cgroup -> (root, file with the limit) of the second and of the first kind of control groups (cgroups(7))."""
+
+
+def check_target(settings: Settings) -> None:
+    """`UserError` if the target cannot be loaded on this machine, as far as a look at it tells."""
+    check_model("target", settings.target.model)
+    check_inflation(settings.target.inflate, memory_bytes())
+
+
+def check_draft(settings: Settings) -> None:
+    """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
+    check_model("draft", settings.draft.model)
+
+
+def check_model(role: str, source: str) -> None:
+    """`CheckpointError` if `source` is a path (not the id of a hub, nor empty) and no folder of a model."""
+    path = Path(source).expanduser() if source else None
+    if path is None or not (source.startswith(("/", ".", "~")) or path.exists()):
+        return
+    if not path.is_dir():
+        remedy = MODEL_FILES if path.exists() else "name a folder that there is, or the id of a hub (OWNER/NAME)"
+        raise CheckpointError(f"the {role} model {source} {'is no folder' if path.exists() else 'is not there'}: {remedy}")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
+    if not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights of another kind (*.bin) first")
+
+
+def check_inflation(size: str, memory: int) -> None:
+    """`SettingsError` if a target inflated to `size` does not fit into `memory` bytes. A target for a GPU counts too: it grows in memory first."""
+    try:
+        wanted = byte_count(size) if size else 0
+    except ValueError as error:
+        raise SettingsError(f"target.inflate: {error}") from None
+    if wanted > memory:
+        raise SettingsError(f"target.inflate = {size!r} is {_gib(wanted)} and does not fit into the {_gib(memory)} of memory here: ask for less")
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or what our control group may use of it, whichever is less."""
+    total: int = psutil.virtual_memory().total
+    return min([total, *_group_limits()])
+
+
+def _group_limits() -> Iterator[int]:
+    """The limits of our control group and of those around it."""
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in GROUPS:
+            continue
+        root, name = GROUPS[controllers]
+        group = Path(root) / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root) and (folder / name).is_file() and (limit := (folder / name).read_text(encoding="ascii").strip()).isdigit():
+                yield int(limit)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

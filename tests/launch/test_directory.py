@@ -1,0 +1,29 @@
+"""Which coordinators are alive."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dovetail.launch.directory import Announcement, announced, announcements
+
+
+def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        announcement = Announcement("ipc:///x", process.pid, started)
+        assert announcement.alive
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{process.pid}").exists()
+        assert not announcement.alive
+    assert not announcement.alive
+
+
+def test_this_process_is_announced_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with announced("ipc:///x"):
+        assert [(a.address, a.pid) for a in announcements()] == [("ipc:///x", os.getpid())]
+    assert announcements() == []

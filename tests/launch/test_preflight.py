@@ -1,0 +1,120 @@
+"""What is refused before anything is started."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dovetail.launch.configure import configure
+from dovetail.launch.outputs import check_output
+from dovetail.launch.preflight import check_draft, check_inflation, check_model, memory_bytes
+from dovetail.launch.supervise import Supervisor, start_stack
+from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def model_folder(path: Path, *names: str) -> str:
+    path.mkdir()
+    for name in names:
+        (path / name).touch()
+    return str(path)
+
+
+def test_a_path_that_is_no_folder_of_a_model_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    file.touch()
+    wrong = {
+        "/no/such/model": "is not there",
+        "./no-such-model": "is not there",
+        "~/no-such-model": "is not there",
+        str(file): "is no folder",
+        model_folder(tmp_path / "a"): "no config.json",
+        model_folder(tmp_path / "b", "config.json", "pytorch_model.bin"): "no \\*.safetensors",
+    }
+    for source, words in wrong.items():
+        with pytest.raises(CheckpointError, match=f"^the target model {source} .*{words}"):
+            check_model("target", source)
+
+
+def test_a_folder_with_the_files_of_a_model_and_what_may_be_an_id_of_a_hub_are_left_to_the_worker(tmp_path: Path) -> None:
+    for source in ("", "owner/name", "name@main", model_folder(tmp_path / "c", "config.json", "model-00001-of-00002.safetensors")):
+        check_model("target", source)
+
+
+def test_a_relative_path_that_exists_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^the draft model models has no config\.json"):
+        check_draft(configure(flags={"draft.model": "models"}, environment={}).settings)
+
+
+def test_an_inflation_beyond_the_memory_is_refused_and_names_both_sizes() -> None:
+    check_inflation("8GiB", 8 << 30)
+    check_inflation("", 0)
+    with pytest.raises(SettingsError, match=r"'10TiB' is 10240.0 GiB and does not fit into the 8.0 GiB"):
+        check_inflation("10TiB", 8 << 30)
+    with pytest.raises(SettingsError, match=r"target.inflate: 'much' is no size"):
+        check_inflation("much", 8 << 30)
+
+
+def test_the_memory_is_at_most_that_of_the_machine() -> None:
+    assert 0 < memory_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"target.model": "/no/such/model", "draft.kind": "none"},
+        {"target.model": "owner/name", "draft.model": "/no/such/model"},
+        {"target.inflate": "10000TiB"},
+    ],
+)
+def test_nothing_is_started_for_what_cannot_be_loaded(flags: dict[str, str]) -> None:
+    with Supervisor() as supervisor:
+        with pytest.raises(UserError):
+            start_stack(supervisor, configure(flags=flags, environment={}))
+        assert supervisor.children == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "hello", "--target", "/no/such/model", "--draft", "none"),
+        ("worker", "--role", "target", "--connect", "ipc:///no/such/socket", "--target", "/no/such/model"),
+    ],
+)
+def test_a_missing_model_is_told_without_torch_and_within_a_second_of_the_processor(command: tuple[str, ...], environment: dict[str, str]) -> None:
+    code = f"""
+import sys, time
+from dovetail.launch.cli import run
+code = run({command!r})
+assert "torch" not in sys.modules
+assert time.process_time() < 1.0, time.process_time()
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("dovetail: the target model /no/such/model is not there: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_output_that_cannot_be_written_is_refused_and_one_that_can_keeps_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("old")
+    check_output(file, "the trace")
+    check_output(None, "the trace")
+    assert file.read_text() == "old"
+    for path in (tmp_path / "none" / "trace.json", tmp_path):
+        with pytest.raises(UserError, match=f"cannot write the trace to {path}: "):
+            check_output(path, "the trace")
+
+
+def test_a_trace_that_cannot_be_written_ends_the_command_before_it_looks_for_a_coordinator(run: Run, tmp_path: Path) -> None:
+    done = run("generate", "hello", "--trace", str(tmp_path / "none" / "trace.json"), "--connect", "ipc:///no/such/socket")
+    assert done.returncode == 2
+    assert done.stderr.startswith("dovetail: cannot write the trace to ")
+    assert [*(tmp_path / "tmp").iterdir()] == []

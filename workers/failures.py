@@ -1,0 +1,24 @@
+"""What a failure inside a worker is answered with.
+
+A worker outlives the failure of a command: memory that one session asks for too much, a line of ours that stumbles. Knows exceptions, not commands.
+"""
+
+import sys
+import traceback
+
+from dovetail.protocol.errors import RequestError
+from dovetail.workers.devices import is_out_of_memory
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """The code and the line of text for an exception; one that nobody foresaw is printed whole to stderr. Holds on to nothing that the exception held."""
+    if isinstance(error, RequestError):
+        return RequestError(error.code, str(error))
+    if is_out_of_memory(error):
+        return RequestError("memory", f"the worker's memory is exhausted: {_line(error)}")
+    traceback.print_exception(error, file=sys.stderr)
+    return RequestError("internal", f"{type(error).__name__}: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
