@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
+from dovetail.launch.comparison import NEAR_TIE
 from dovetail.protocol.messages import Finished
-
-NEAR_TIE = 1e-4
-"""Margins between the target's choice and its runner-up below which rounding may decide; fp32 logits of another summation order differ by about 1e-5."""
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
