@@ -54,10 +54,7 @@ def test_both_models_have_the_same_tokenizer_and_template() -> None:
 def test_chat_template_is_the_format_of_the_training_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     turns = [{"role": "user", "content": "Hello!"}]
-    assert (
-        tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        == "<|begin|><|user|>\nHello!<|end|>\n<|assistant|>\n"
-    )
+    assert tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) == "<|begin|><|user|>\nHello!<|end|>\n<|assistant|>\n"
 
 
 def test_folder_is_small_and_holds_no_pickle() -> None:
