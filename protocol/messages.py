@@ -333,8 +333,8 @@ class Emitted(Message):
     type: Literal["emitted"] = "emitted"
     request: Count
     tokens: Tokens
-    drafted: Count
-    """How many of them, from the first on, were accepted draft tokens."""
+    drafted: Annotated[tuple[bool, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
+    """Of each of them, whether the draft had proposed it."""
     text: Text
 
 

@@ -56,6 +56,8 @@ MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
 STOP_GRACE_S = 5.0
 MAX_BACKLOG = 16384
+EMIT_EVERY_NS = 2_000_000
+"""A client is not woken more often for text: nobody reads faster, and where cores are few it would take one from a worker."""
 STUCK_NS = 10 * 10**9
 """A draft that has been waited for so long is done without."""
 DRAIN_EVERY_S = 0.02
@@ -68,11 +70,19 @@ def _at_once(work: Callable[[], Request | RequestError], done: Callable[[Request
     done(work())
 
 
+Later = Callable[[float, Callable[[], None]], object]
+"""Does something after so many seconds."""
+
+
+def _now(_seconds: float, action: Callable[[], None]) -> None:
+    action()
+
+
 class Coordinator:
     """Everything but the loop: `pump` handles what has arrived, `tick` what is due."""
 
-    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns, defer: Defer = _at_once) -> None:
-        self._hub, self._now, self._defer = hub, clock_ns, defer
+    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns, defer: Defer = _at_once, later: Later = _now) -> None:
+        self._hub, self._now, self._defer, self._later = hub, clock_ns, defer, later
         self.epoch = secrets.randbits(62)
         self.registry = Registry(self.epoch)
         self.ending = False
@@ -395,7 +405,8 @@ class Coordinator:
                 live.left(now_ns, size // len(sessions))
 
     def _emit(self, live: Live, emit: Emit) -> None:
-        self._tell(live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=emit.drafted, text=emit.text))
+        drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
+        self._tell(live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=drafted, text=emit.text))
 
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
@@ -511,22 +522,23 @@ class Coordinator:
         return sum(map(len, frames))
 
     def _tell(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client, in order; what it does not take off its full queue waits, and text that waits is told in one piece."""
+        """Send to a client, in order; text that comes too soon after the last, or that a full queue does not take, waits and is told in one piece."""
         last = client.backlog[-1] if client.backlog else None
         if isinstance(last, Emitted) and isinstance(message, Emitted) and last.request == message.request:
-            drafted = last.drafted + message.drafted
-            client.backlog[-1] = Emitted(
-                epoch=self.epoch, request=last.request, tokens=last.tokens + message.tokens, drafted=drafted, text=last.text + message.text
-            )
-            return
-        client.backlog.append(message)
-        if len(client.backlog) == 1:
-            self._flush(client)
-        elif len(client.backlog) > MAX_BACKLOG:
+            client.backlog[-1] = _joined(last, message)
+        else:
+            client.backlog.append(message)
+        if len(client.backlog) > MAX_BACKLOG:
             log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
             self._client_lost(client)
+        elif not isinstance(message, Emitted) or self._now() - client.told_ns >= EMIT_EVERY_NS:
+            self._flush(client)
+        elif not client.reminded:
+            client.reminded = True
+            self._later(EMIT_EVERY_NS / 1e9, lambda: self._flush(client))
 
     def _flush(self, client: ClientPeer) -> None:
+        client.told_ns, client.reminded = self._now(), False
         while client.backlog:
             try:
                 self._hub.send(client.peer, encode(client.backlog[0]))
@@ -586,6 +598,12 @@ class Coordinator:
             self._send_to_worker(worker, Drain(epoch=self.epoch))
 
 
+def _joined(first: Emitted, second: Emitted) -> Emitted:
+    """One message that says what both say."""
+    tokens, drafted, text = first.tokens + second.tokens, first.drafted + second.drafted, first.text + second.text
+    return Emitted(epoch=first.epoch, request=first.request, tokens=tokens, drafted=drafted, text=text)
+
+
 def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
     return Failed.model_validate({"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]})
 
@@ -606,7 +624,7 @@ async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> No
 
         loop.run_in_executor(None, work).add_done_callback(hand_back)
 
-    coordinator = Coordinator(hub, defer=elsewhere)
+    coordinator = Coordinator(hub, defer=elsewhere, later=loop.call_later)
 
     def arrived() -> None:
         coordinator.pump()

@@ -77,7 +77,11 @@ class ClientPeer:
     hello: Hello
     sessions: dict[int, int] = field(default_factory=dict)
     backlog: deque[Message] = field(default_factory=deque)
-    """What it has not taken off its full queue yet."""
+    """What has not been sent yet: it came too soon after the last, or the client's queue is full."""
+    told_ns: int = 0
+    """When something was sent last."""
+    reminded: bool = False
+    """Whether somebody will see to the backlog soon."""
 
 
 class Registry:

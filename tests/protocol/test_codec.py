@@ -74,7 +74,7 @@ def test_a_message_of_the_largest_tuples_fits() -> None:
 
 def test_a_message_beyond_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match=r"'emitted' of .* beyond the limit"):
-        encode(Emitted(epoch=1, request=1, tokens=(1 << 30,) * messages.MAX_TOKENS, drafted=0, text="世" * messages.MAX_TEXT))
+        encode(Emitted(epoch=1, request=1, tokens=(1 << 30,) * messages.MAX_TOKENS, drafted=(False,) * messages.MAX_TOKENS, text="世" * messages.MAX_TEXT))
 
 
 # -- hostile bytes -----------------------------------------------------------------------------------------------------------------------------

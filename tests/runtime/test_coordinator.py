@@ -117,7 +117,8 @@ def test_streamed_tokens_and_text_add_up_to_the_result() -> None:
     emitted = [r for r in replies if isinstance(r, Emitted)]
     assert tuple(t for e in emitted for t in e.tokens) == result.token_ids
     assert "".join(e.text for e in emitted) == result.text
-    assert sum(e.drafted for e in emitted) == result.accepted_tokens
+    assert sum(sum(e.drafted) for e in emitted) == result.accepted_tokens
+    assert all(len(e.drafted) == len(e.tokens) for e in emitted)
 
 
 def test_a_speculating_session_needs_fewer_rounds_and_says_tau() -> None:

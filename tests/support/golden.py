@@ -137,7 +137,7 @@ def representative() -> dict[str, Any]:
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "stop": m.Stop(epoch=5),
-        "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=1, text="Hello,"),
+        "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=(True, False), text="Hello,"),
         "finished": m.Finished(epoch=1, request=9, result=result, margins=(0.5, 0.25, 1.0), spans=(("target-1", spans[0]),)),
         "reported": m.Reported(
             epoch=1,
