@@ -13,7 +13,7 @@ from dovetail.launch.configure import Configuration, SettingsCommand, settings_f
 from dovetail.launch.cores import bind, parse_cores
 from dovetail.launch.directory import announced
 from dovetail.protocol.links import open_hub
-from dovetail.runtime.coordinator import coordinate
+from dovetail.runtime.loop import coordinate
 
 
 @click.command(cls=SettingsCommand)

@@ -1,23 +1,20 @@
 """The coordinator: routes messages between clients, sessions and workers.
 
-One asyncio loop, one hub. A message arrives, is decoded, becomes an event of a session, and the actions that follow are carried out before the next is
-looked at: first what a worker waits for, then what a client reads. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns),
-`registry.py` (who is let in) - and nothing here touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message can
-raise out of the loop.
+A message arrives, is decoded, becomes an event of a session, and the actions that follow are carried out before the next is looked at: first what a worker
+waits for, then what a client reads. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let in) -
+and nothing here touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message can raise out of `pump`. Time, and
+what is done elsewhere or later, are handed in: `loop.py` runs it for real.
 """
 
-import asyncio
-import gc
 import logging
 import os
 import secrets
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
-from dovetail.protocol.errors import DecodeError, LinkError, PeerBusy, ProtocolError, RequestError, StaleError
+from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     Cancel,
@@ -45,22 +42,18 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.live import MAX_TRACE_SPANS, Live
 from dovetail.runtime.metrics import Accounts
+from dovetail.runtime.outbox import EMIT_EVERY_NS
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
 from dovetail.runtime.session import Action, Ask, Emit, Finish, Request, Session, State
 
 log = logging.getLogger("dovetail.coordinator")
 
-PROBE_EVERY_S = 0.25
 MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
-STOP_GRACE_S = 5.0
 MAX_BACKLOG = 16384
-EMIT_EVERY_NS = 2_000_000
-"""A client is not woken more often for text: nobody reads faster, and where cores are few it would take one from a worker."""
 STUCK_NS = 10 * 10**9
 """A draft that has been waited for so long is done without."""
-DRAIN_EVERY_S = 0.02
 
 Defer = Callable[[Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None]
 """Does a piece of work that takes long, elsewhere, and hands its outcome back."""
@@ -484,7 +477,7 @@ class Coordinator:
         for live in list(self._live.values()):
             if live.session.state is State.DRAFTING and now_ns - live.mark_ns > STUCK_NS:
                 self._draft_stuck(live)
-        for client in list(self.registry.clients.values()):
+        for client in [client for client in self.registry.clients.values() if client.outbox]:
             self._flush(client)
 
     def _draft_stuck(self, live: Live) -> None:
@@ -522,34 +515,22 @@ class Coordinator:
         return sum(map(len, frames))
 
     def _tell(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client, in order; text that comes too soon after the last, or that a full queue does not take, waits and is told in one piece."""
-        last = client.backlog[-1] if client.backlog else None
-        if isinstance(last, Emitted) and isinstance(message, Emitted) and last.request == message.request:
-            client.backlog[-1] = _joined(last, message)
-        else:
-            client.backlog.append(message)
-        if len(client.backlog) > MAX_BACKLOG:
+        """Send to a client, in order, now or soon."""
+        client.outbox.add(message)
+        if len(client.outbox) > MAX_BACKLOG:
             log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
             self._client_lost(client)
-        elif not isinstance(message, Emitted) or self._now() - client.told_ns >= EMIT_EVERY_NS:
+        elif client.outbox.due(self._now()):
             self._flush(client)
-        elif not client.reminded:
-            client.reminded = True
+        elif client.outbox.remind():
             self._later(EMIT_EVERY_NS / 1e9, lambda: self._flush(client))
 
     def _flush(self, client: ClientPeer) -> None:
-        client.told_ns, client.reminded = self._now(), False
-        while client.backlog:
-            try:
-                self._hub.send(client.peer, encode(client.backlog[0]))
-            except PeerBusy:
-                return
-            except LinkError:
-                self._client_lost(client)
-                return
-            except ProtocolError as error:
-                log.warning("a reply to client %s cannot be sent: %s", client.hello.name, error)
-            client.backlog.popleft()
+        try:
+            client.outbox.send(lambda message: self._hub.send(client.peer, encode(message)), self._now())
+        except (LinkError, ProtocolError) as error:
+            log.info("client %s (pid %d) cannot be told any more: %s", client.hello.name, client.hello.pid, error)
+            self._client_lost(client)
 
     def _send(self, peer: bytes, message: Message) -> bool:
         try:
@@ -598,12 +579,6 @@ class Coordinator:
             self._send_to_worker(worker, Drain(epoch=self.epoch))
 
 
-def _joined(first: Emitted, second: Emitted) -> Emitted:
-    """One message that says what both say."""
-    tokens, drafted, text = first.tokens + second.tokens, first.drafted + second.drafted, first.text + second.text
-    return Emitted(epoch=first.epoch, request=first.request, tokens=tokens, drafted=drafted, text=text)
-
-
 def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
     return Failed.model_validate({"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]})
 
@@ -611,69 +586,3 @@ def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Fai
 def _awaits(session: Session, message: Message) -> bool:
     """Whether this is the command that the session waits for, and not the draft worker's Open beside it."""
     return not isinstance(message, Open) or session.state is State.OPENING
-
-
-async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> None:
-    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened."""
-    loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-
-    def elsewhere(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
-        def hand_back(reading: asyncio.Future[Request | RequestError]) -> None:
-            done(reading.result())
-            arrived()
-
-        loop.run_in_executor(None, work).add_done_callback(hand_back)
-
-    coordinator = Coordinator(hub, defer=elsewhere, later=loop.call_later)
-
-    def arrived() -> None:
-        coordinator.pump()
-        if coordinator.ending:
-            ended.set()
-
-    def left() -> None:
-        coordinator.look_around()
-        arrived()
-
-    def signalled() -> None:
-        ended.set()
-        hurried.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
-    loop.add_reader(hub.fileno(), arrived)
-    loop.add_reader(hub.monitor_fileno(), left)
-    gc.freeze()
-    if ready is not None:
-        ready()
-    try:
-        while not ended.is_set():
-            coordinator.tick()
-            left()
-            await _wait(ended, PROBE_EVERY_S)
-        coordinator.ending = True
-        await _finish_what_runs(coordinator, hurried)
-    finally:
-        loop.remove_reader(hub.fileno())
-        loop.remove_reader(hub.monitor_fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        coordinator.end()
-
-
-async def _finish_what_runs(coordinator: Coordinator, hurried: asyncio.Event) -> None:
-    """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it."""
-    left_s = STOP_GRACE_S
-    while not coordinator.idle and left_s > 0:
-        coordinator.tick()
-        coordinator.look_around()
-        coordinator.pump()
-        await asyncio.sleep(DRAIN_EVERY_S)
-        left_s -= DRAIN_EVERY_S * hurried.is_set()
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return

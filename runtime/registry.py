@@ -4,15 +4,15 @@ Checks what only the coordinator can: protocol versions, that a key may play the
 sockets; a refusal is a `RequestError` whose code and text go back to the peer.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import VERSION, Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
+from dovetail.runtime.outbox import Outbox
 from dovetail.runtime.scheduler import Turns
 from dovetail.runtime.text import TextCodec
 
@@ -76,12 +76,7 @@ class ClientPeer:
     peer: bytes
     hello: Hello
     sessions: dict[int, int] = field(default_factory=dict)
-    backlog: deque[Message] = field(default_factory=deque)
-    """What has not been sent yet: it came too soon after the last, or the client's queue is full."""
-    told_ns: int = 0
-    """When something was sent last."""
-    reminded: bool = False
-    """Whether somebody will see to the backlog soon."""
+    outbox: Outbox = field(default_factory=Outbox)
 
 
 class Registry:

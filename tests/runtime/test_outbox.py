@@ -1,0 +1,54 @@
+"""What waits for a client, and in what order it leaves."""
+
+from dovetail.protocol.errors import PeerBusy
+from dovetail.protocol.messages import Emitted, Failed, Message
+from dovetail.runtime.outbox import EMIT_EVERY_NS, Outbox
+
+
+def emitted(*tokens: int, request: int = 1) -> Emitted:
+    return Emitted(epoch=1, request=request, tokens=tokens, drafted=(True,) * len(tokens), text="".join(f"w{t} " for t in tokens))
+
+
+def test_text_of_a_request_that_waits_becomes_one_message() -> None:
+    box, sent = Outbox(), list[Message]()
+    for message in (emitted(1), emitted(2, 3), emitted(4, request=2), emitted(5)):
+        box.add(message)
+    box.send(sent.append, 1)
+    assert sent == [emitted(1, 2, 3), emitted(4, request=2), emitted(5)]
+    assert len(box) == 0
+
+
+def test_text_waits_a_little_and_anything_else_does_not() -> None:
+    box = Outbox()
+    box.add(emitted(1))
+    box.send(lambda _: None, EMIT_EVERY_NS * 5)
+    box.add(emitted(2))
+    assert not box.due(EMIT_EVERY_NS * 5 + 1)
+    assert box.due(EMIT_EVERY_NS * 6)
+    box.add(Failed(epoch=1, code="internal", text="no"))
+    assert box.due(EMIT_EVERY_NS * 5 + 1)
+
+
+def test_somebody_is_reminded_once_until_it_is_sent() -> None:
+    box = Outbox()
+    box.add(emitted(1))
+    assert [box.remind(), box.remind()] == [True, False]
+    box.send(lambda _: None, 1)
+    assert box.remind()
+
+
+def test_what_a_full_queue_does_not_take_stays_first() -> None:
+    box, sent = Outbox(), list[Message]()
+
+    def one(message: Message) -> None:
+        if sent:
+            raise PeerBusy("full")
+        sent.append(message)
+
+    box.add(emitted(1))
+    box.add(emitted(2, request=2))
+    box.send(one, 1)
+    assert (sent, len(box)) == ([emitted(1)], 1)
+    sent.clear()
+    box.send(one, 2)
+    assert sent == [emitted(2, request=2)]
