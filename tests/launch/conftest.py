@@ -1,6 +1,7 @@
 """The command line as users have it: real processes, in a runtime directory and a temporary directory of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ import pytest
 
 from dovetail.launch.configure import configure
 from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and every process started here would inherit that
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 TIMEOUT_S = 120.0
