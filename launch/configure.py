@@ -118,15 +118,20 @@ class Configuration:
         return _validated({**{name: self.value(name) for name in SETTINGS}, **values}, {**self.origins, **dict.fromkeys(values, origin)})
 
 
-def configure(*, flags: Mapping[str, str] | None = None, file: Path | None = None, environment: Mapping[str, str] | None = None) -> Configuration:
-    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the value, where it came from and the remedy."""
+def configure(
+    *, flags: Mapping[str, str] | None = None, file: Path | None = None, environment: Mapping[str, str] | None = None, demo: bool = True
+) -> Configuration:
+    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the value, where it came from and the remedy.
+
+    `demo`: whether no named target means the embedded one; it does not where the workers are somebody else's.
+    """
     environment = os.environ if environment is None else environment
     layers: list[tuple[str, dict[str, Any]]] = []
     if file is not None:
         layers.append((str(file), read_file(file)))
     layers += [(s.variable, {s.name: s.parse(text, s.variable)}) for s, text in _variables(environment)]
     layers += [(f"--{name}", {name: parse_setting(name, text, f"--{name}")}) for name, text in (flags or {}).items()]
-    if not any(values.get("target.model") for _, values in layers):
+    if demo and not any(values.get("target.model") for _, values in layers):
         layers.insert(0, ("demo", read_file(DEMO_SETTINGS)))
     values: dict[str, Any] = {}
     origins = dict.fromkeys(SETTINGS, "default")
@@ -260,7 +265,7 @@ def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Cal
             given = {name: text for name, text in flags.items() if text is not None}
             if draft_short is not None:
                 given.setdefault("draft.kind" if draft_short in DRAFT_KINDS else "draft.model", draft_short)
-            return function(configuration=configure(flags=given, file=config), **parameters)
+            return function(configuration=configure(flags=given, file=config, demo=parameters.get("connect") is None), **parameters)
 
         decorated: Callable[..., Any] = with_configuration
         for option in reversed(_options(sections, without)):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import click
 
-WIDTH_WITHOUT_TERMINAL = 200
+WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
 
 
 def note(text: str) -> None:
@@ -56,7 +56,9 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(format_cell(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL).print(table, markup=False)
+    # with a height beside it the width holds for a "dumb" terminal too, which rich takes for 80 columns else
+    width, height = (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
+    Console(width=width, height=height).print(table, markup=False)
 
 
 def format_cell(cell: object) -> str:

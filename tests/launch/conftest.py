@@ -13,7 +13,9 @@ import pytest
 from dovetail.launch.configure import configure
 from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and every process started here would inherit that
+# under nohup, or in the background of a script, these are ignored, and every process started here would inherit that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 TIMEOUT_S = 120.0

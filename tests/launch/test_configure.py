@@ -30,6 +30,11 @@ def test_without_anything_the_settings_are_the_defaults_where_a_target_is_named(
     assert settings == Settings().model_copy(update={"target": Settings().target.model_copy(update={"model": "m"})})
 
 
+def test_the_settings_of_the_demo_are_not_for_the_workers_of_somebody_else() -> None:
+    assert configure(environment={}, demo=False).settings == Settings()
+    assert configure(environment={}).settings != Settings()
+
+
 def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("[tree]\ngamma = 3\n")

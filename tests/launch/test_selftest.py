@@ -31,7 +31,7 @@ def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
 
 def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
     done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "4")
-    assert "temperature 1 top_p 0.9 · gamma 6 depth 5 width 10" in done.stdout
+    assert "temperature 1 top_p 0.9 · gamma 15 depth 8 width 10" in done.stdout
 
 
 def test_equal_tokens_do_not_differ() -> None:

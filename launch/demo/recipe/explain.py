@@ -259,8 +259,7 @@ TIPS: dict[str, str] = {
     "Start with simple dishes",
     "growing plants": "Give them enough light|Water them when the soil is dry|Use good soil|Turn the pots now and then|"
     "Remove dry leaves|Talk to people who know plants|Choose plants that fit your home",
-    "writing a letter": "Begin with a friendly greeting|Use short sentences|Say why you write|"
-    "Be polite|Check your spelling|End with kind wishes|Write clearly",
+    "writing a letter": "Begin with a friendly greeting|Use short sentences|Say why you write|Be polite|Check your spelling|End with kind wishes|Write clearly",
     "giving a speech": "Practise at home|Speak slowly|Look at the people|Use short sentences|Begin with a story|Take a deep breath|Smile",
     "taking care of a dog": "Walk it every day|Give it fresh water|Feed it at the same time|Play with it|"
     "Take it to the vet|Brush its fur|Be patient when you train it",
@@ -271,12 +270,10 @@ TIPS: dict[str, str] = {
     "Start with short books",
     "being more patient": "Take a deep breath|Count to ten|Think of something nice|Plan more time|"
     "Accept that mistakes happen|Take small steps|Rest when you are tired",
-    "a good morning": "Get up early|Drink a glass of water|Open the window|"
-    "Eat a good breakfast|Make your bed|Listen to music|Plan your day",
+    "a good morning": "Get up early|Drink a glass of water|Open the window|Eat a good breakfast|Make your bed|Listen to music|Plan your day",
     "riding a bicycle safely": "Wear a helmet|Check your brakes|Use a light at night|Look both ways|"
     "Keep your hands on the bars|Wear bright clothes|Do not ride too fast",
-    "travelling": "Pack only what you need|Check your ticket|Take some water|Arrive early|"
-    "Learn a few words of the language|Keep your money safe|Take a map",
+    "travelling": "Pack only what you need|Check your ticket|Take some water|Arrive early|Learn a few words of the language|Keep your money safe|Take a map",
     "saving energy": "Turn off the lights|Use the bus or a bicycle|Wash clothes in cold water|"
     "Close the windows in winter|Unplug things you do not use|Wear a warm sweater|"
     "Cook with a lid on the pot",
@@ -284,24 +281,18 @@ TIPS: dict[str, str] = {
     "Use a soft pencil|Do not fear mistakes|Learn from other artists|Keep your old drawings",
     "writing a story": "Think of a hero|Give the hero a problem|Write every day|Use strong verbs|"
     "Read your text aloud|Cut what is not needed|Find a good ending",
-    "programming": "Write small functions|Give things good names|Test your code|"
-    "Read code of other people|Ask for help|Fix one mistake at a time|Take breaks",
+    "programming": "Write small functions|Give things good names|Test your code|Read code of other people|Ask for help|Fix one mistake at a time|Take breaks",
     "working at home": "Make a plan for the day|Sit in a quiet place|Take breaks|"
     "Get dressed in the morning|Turn off your phone|Go outside at noon|"
     "Stop at a fixed time",
-    "a picnic": "Bring a blanket|Pack sandwiches and fruit|Take enough water|Check the weather|"
-    "Choose a place in the shade|Bring a ball|Take your rubbish home",
-    "a birthday party": "Write a list of guests|Bake a cake|Plan some games|Put up balloons|"
-    "Play music|Ask friends to help|Prepare some drinks",
-    "staying calm": "Breathe slowly|Go for a walk|Listen to quiet music|Talk to a friend|"
-    "Drink some tea|Think before you speak|Look at the sky",
+    "a picnic": "Bring a blanket|Pack sandwiches and fruit|Take enough water|Check the weather|Choose a place in the shade|Bring a ball|Take your rubbish home",
+    "a birthday party": "Write a list of guests|Bake a cake|Plan some games|Put up balloons|Play music|Ask friends to help|Prepare some drinks",
+    "staying calm": "Breathe slowly|Go for a walk|Listen to quiet music|Talk to a friend|Drink some tea|Think before you speak|Look at the sky",
     "eating better": "Eat more vegetables|Drink water instead of lemonade|Cook fresh food|"
     "Eat slowly|Have fruit as a snack|Do not skip breakfast|Use less sugar",
-    "learning an instrument": "Practise every day|Start slowly|Listen to good music|"
-    "Find a teacher|Play with friends|Record yourself|Be patient",
+    "learning an instrument": "Practise every day|Start slowly|Listen to good music|Find a teacher|Play with friends|Record yourself|Be patient",
     "winter": "Wear warm clothes|Drink hot tea|Walk carefully on ice|Put out food for the birds|Light a candle|Wear gloves|Enjoy the snow",
-    "hot days": "Drink a lot of water|Stay in the shade|Wear a hat|Close the curtains|"
-    "Eat light food|Do sports in the evening|Put your feet into cold water",
+    "hot days": "Drink a lot of water|Stay in the shade|Wear a hat|Close the curtains|Eat light food|Do sports in the evening|Put your feet into cold water",
     "a camping trip": "Take a good tent|Bring a lamp|Pack warm clothes|Check the weather|"
     "Take enough food|Do not camp too close to a river|Leave no rubbish behind",
     "being a good neighbour": "Say hello|Be quiet at night|Offer your help|Keep the stairs clean|"
@@ -314,31 +305,21 @@ TIPS: dict[str, str] = {
 STEPS: dict[str, str] = {
     "make a cup of tea": "Boil some water|Put a tea bag into a cup|Pour the hot water into the cup|"
     "Wait for three minutes|Take out the bag and add milk or sugar",
-    "make a sandwich": "Take two slices of bread|Spread butter on them|"
-    "Add cheese, ham or vegetables|Put the slices together|"
-    "Cut the sandwich in half",
+    "make a sandwich": "Take two slices of bread|Spread butter on them|Add cheese, ham or vegetables|Put the slices together|Cut the sandwich in half",
     "plant a seed": "Fill a pot with soil|Make a small hole|Put the seed into the hole|Cover it with soil|Water it and put it in the sun",
-    "boil an egg": "Put water into a pot|Let it boil|"
-    "Put the egg into the water carefully|Wait for seven minutes|"
-    "Cool the egg in cold water",
+    "boil an egg": "Put water into a pot|Let it boil|Put the egg into the water carefully|Wait for seven minutes|Cool the egg in cold water",
     "wash the dishes": "Fill the sink with warm water|Add some soap|Wash the glasses|Wash the plates and pots|Dry everything with a towel",
-    "write a letter": "Take paper and a pen|Begin with a greeting|Write what you want to say|"
-    "End with kind wishes|Put it into an envelope and add a stamp",
+    "write a letter": "Take paper and a pen|Begin with a greeting|Write what you want to say|End with kind wishes|Put it into an envelope and add a stamp",
     "make pancakes": "Mix flour, milk and eggs|Heat some butter in a pan|Pour in some of the mixture|"
     "Turn the pancake when it is golden|Serve it with jam or sugar",
-    "clean a window": "Fill a bucket with warm water|Add a little soap|"
-    "Wash the glass with a cloth|Dry it with paper|"
-    "Look for spots and wipe them away",
+    "clean a window": "Fill a bucket with warm water|Add a little soap|Wash the glass with a cloth|Dry it with paper|Look for spots and wipe them away",
     "make a salad": "Wash the vegetables|Cut them into small pieces|Put them into a bowl|Add oil, vinegar and salt|Mix everything well",
     "build a snowman": "Roll a big ball of snow|Roll two smaller balls|Put them on top of each other|"
     "Add stones for the eyes and a carrot for the nose|Give it a hat and a scarf",
     "brush your teeth": "Put some toothpaste on the brush|Brush the front of the teeth|"
     "Brush the back and the top|Do it for two minutes|Rinse your mouth with water",
-    "ride a bicycle": "Put on a helmet|Sit on the bicycle and hold the bars|"
-    "Push off with one foot|Turn the pedals|Look ahead and keep your balance",
-    "paint a room": "Take the furniture out|Cover the floor|"
-    "Paint the corners with a small brush|Paint the walls with a roller|"
-    "Let everything dry",
+    "ride a bicycle": "Put on a helmet|Sit on the bicycle and hold the bars|Push off with one foot|Turn the pedals|Look ahead and keep your balance",
+    "paint a room": "Take the furniture out|Cover the floor|Paint the corners with a small brush|Paint the walls with a roller|Let everything dry",
     "change a light bulb": "Turn off the light|Wait until the bulb is cold|Turn the old bulb to the left|"
     "Put in the new bulb and turn it to the right|Turn on the light",
     "pack a bag": "Make a list|Put heavy things at the bottom|Roll your clothes|Put small things into the corners|Check the list again",
@@ -408,8 +389,7 @@ def steps(rng: random.Random) -> tuple[str, str]:
     stock = line.split("|")
     s = {"t": task}
     ask = say(
-        "[how do I {t}?|how do you {t}?|how can I {t}?|explain how to {t}.|"
-        "tell me how to {t}.|what are the steps to {t}?|write down how to {t}.]",
+        "[how do I {t}?|how do you {t}?|how can I {t}?|explain how to {t}.|tell me how to {t}.|what are the steps to {t}?|write down how to {t}.]",
         s,
         rng,
     )

@@ -193,9 +193,7 @@ a pumpkin:orange|a pea:green
     .replace("\n", "|")
     .split("|")
 )
-MIXES = "red and yellow:orange|blue and yellow:green|red and blue:purple|red and white:pink|black and white:grey|red and green:brown".split(
-    "|"
-)
+MIXES = "red and yellow:orange|blue and yellow:green|red and blue:purple|red and white:pink|black and white:grey|red and green:brown".split("|")
 DEFINITIONS = (
     """library:a place where you can read and borrow books|hospital:a place where sick people are cared for
 bakery:a shop where bread and cakes are made and sold
@@ -312,9 +310,7 @@ def animal(rng: random.Random) -> tuple[str, str]:
     """A question about an animal."""
     name, (sound, young, home, food, legs, group, more) = rng.choice(list(ANIMALS.items()))
     s = {"n": name, "sound": sound, "young": young, "home": home, "food": food, "legs": legs, "group": group, "more": more}
-    plural = {"mouse": "mice", "wolf": "wolves", "goose": "geese", "sheep": "sheep", "fox": "foxes", "butterfly": "butterflies"}.get(
-        name, name + "s"
-    )
+    plural = {"mouse": "mice", "wolf": "wolves", "goose": "geese", "sheep": "sheep", "fox": "foxes", "butterfly": "butterflies"}.get(name, name + "s")
     s["ns"] = plural
     ask, answer = rng.choice(
         (
@@ -371,8 +367,7 @@ def word(rng: random.Random) -> tuple[str, str]:
         bare = a in {"patience", "courage", "friendship", "gravity"}
         s = {"a": a, "an": a if bare else "a " + a, "b": b}
         return say(
-            '[what is {an}?|what does the word "{a}" mean?|explain the word "{a}".|'
-            "define {a}.|can you explain what {an} is?|what does {a} mean?]",
+            '[what is {an}?|what does the word "{a}" mean?|explain the word "{a}".|define {a}.|can you explain what {an} is?|what does {a} mean?]',
             s,
             rng,
         ), say("{an} is {b}.", s, rng)
@@ -436,22 +431,14 @@ def world(rng: random.Random) -> tuple[str, str]:
     if form == 5:
         a, b = rng.choice(MADE_OF).split(":")
         verb = "are" if a == "pancakes" else "is"
-        return say("what {is} {a} made [of|from]?", {"a": a, "is": verb}, rng), say(
-            "{a} {is} made from {b}.", {"a": a, "b": b, "is": verb}, rng
-        )
+        return say("what {is} {a} made [of|from]?", {"a": a, "is": verb}, rng), say("{a} {is} made from {b}.", {"a": a, "b": b, "is": verb}, rng)
     if form == 6:
         a, b = rng.choice(JOBS).split(":")
-        return say("[what does a {a} do?|what is the job of a {a}?|what is a {a}?]", {"a": a}, rng), say(
-            "a {a} [|is a person who ]{b}.", {"a": a, "b": b}, rng
-        )
+        return say("[what does a {a} do?|what is the job of a {a}?|what is a {a}?]", {"a": a}, rng), say("a {a} [|is a person who ]{b}.", {"a": a, "b": b}, rng)
     a, b = rng.choice(USED_FOR).split(":")
     plural = a in {"scissors", "glasses"}
     return say(
-        (
-            "[what are {a} for?|what do you use {a} for?]"
-            if plural
-            else "[what is {a} for?|what do you use {a} for?|what do we need {a} for?]"
-        ),
+        ("[what are {a} for?|what do you use {a} for?]" if plural else "[what is {a} for?|what do you use {a} for?|what do we need {a} for?]"),
         {"a": a},
         rng,
     ), say("[you use {a} {b}.|{a} {is} used {b}.|people use {a} {b}.]", {"a": a, "b": b, "is": "are" if plural else "is"}, rng)

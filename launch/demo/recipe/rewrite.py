@@ -107,9 +107,7 @@ def summary(rng: random.Random) -> tuple[str, str]:
     link = rng.choice((", so ", ". ", " and ")) if "in summer" not in result else ". "
     extra = rng.choice(EXTRA)
     body = say((extra + " " if extra else "") + cause + link + result + ".", s, rng)
-    ask = say(
-        "[summarize this|sum this up in one sentence|say this in fewer words|make this shorter|write a short summary of this]", {}, rng
-    )
+    ask = say("[summarize this|sum this up in one sentence|say this in fewer words|make this shorter|write a short summary of this]", {}, rng)
     return ask + rng.choice((": ", ": ", ":\n", ".\n\n")) + body, say(short + ".", s, rng)
 
 
@@ -133,9 +131,7 @@ def tense(rng: random.Random) -> tuple[str, str]:
     told = rng.choice((" every day", " today", " in the evening", ""))
     before, after = say(frame.replace("%s", now) + told + ".", s, rng), say(frame.replace("%s", then) + told + ".", s, rng)
     if rng.random() < 0.7:
-        return say(
-            "[put this into the past tense|change this to the past tense|write this sentence in the past]: ", {}, rng
-        ) + before, after
+        return say("[put this into the past tense|change this to the past tense|write this sentence in the past]: ", {}, rng) + before, after
     return say("[put this into the present tense|change this to the present tense]: ", {}, rng) + after, before
 
 
@@ -173,13 +169,11 @@ def arrange(rng: random.Random) -> tuple[str, str]:
     s = people(rng)
     form = rng.randrange(5)
     if form == 0:
-        return say("[sort these words|put these words in alphabetical order|order these words from a to z]: ", {}, rng) + ", ".join(
-            some
-        ) + ".", ", ".join(sorted(some))
+        return say("[sort these words|put these words in alphabetical order|order these words from a to z]: ", {}, rng) + ", ".join(some) + ".", ", ".join(
+            sorted(some)
+        )
     if form == 1:
-        return say("[write these words in capital letters|change to capital letters]: ", {}, rng) + " ".join(some[:3]) + ".", " ".join(
-            some[:3]
-        ).upper()
+        return say("[write these words in capital letters|change to capital letters]: ", {}, rng) + " ".join(some[:3]) + ".", " ".join(some[:3]).upper()
     if form == 2:
         return say("[turn this list around|reverse the order of these words]: ", {}, rng) + ", ".join(some) + ".", ", ".join(reversed(some))
     if form == 3:
@@ -211,8 +205,7 @@ def use(rng: random.Random) -> tuple[str, str]:
     s["w"] = rng.choice(words.THINGS + words.ANIMALS)
     if rng.random() < 0.7:
         return say(
-            '[use the word "{w}" in a sentence.|write a sentence with the word "{w}".|'
-            'make a sentence with "{w}".|write a sentence about a {w}.]',
+            '[use the word "{w}" in a sentence.|write a sentence with the word "{w}".|make a sentence with "{w}".|write a sentence about a {w}.]',
             s,
             rng,
         ), say(rng.choice(USES), s, rng)

@@ -24,24 +24,19 @@ class Plot:
 
 
 OPENINGS = (
-    "[once upon a time|once|long ago|one day|a long time ago|"
-    "many years ago], there was {a_kind} [named|called] {hero} who lived in {a_place}.",
+    "[once upon a time|once|long ago|one day|a long time ago|many years ago], there was {a_kind} [named|called] {hero} who lived in {a_place}.",
     "[once upon a time|once|long ago] there lived {a_kind} [named|"
     "called] {hero}. {he} lived in [a small house|a cosy home|a little hut|a tiny room] in "
     "{a_place}.",
-    "{hero} was {a_kind}. {he} lived [near|in|close to|not far from] {a_place}[|"
-    " with {his} family| with {his} grandmother| all by {himself}].",
-    "in {a_place} there lived {a_kind} [named|called] {hero}. [everyone knew {him}|"
-    "everybody liked {him}|{he} was {trait} and [kind|clever|funny]].",
+    "{hero} was {a_kind}. {he} lived [near|in|close to|not far from] {a_place}[| with {his} family| with {his} grandmother| all by {himself}].",
+    "in {a_place} there lived {a_kind} [named|called] {hero}. [everyone knew {him}|everybody liked {him}|{he} was {trait} and [kind|clever|funny]].",
     "there was once {a_kind} whose name was {hero}. {he} [loved|"
     "liked] to [sit in the sun|look at the clouds|sing in the morning|play outside|"
     "walk in the rain|listen to old stories|watch the birds|count the stars].",
     "{a_kind} [named|called] {hero} lived in {a_place}. [every morning|every day|each evening] {he} [went for a walk|said hello to the sun|"
     "swept the floor|ate {food} for breakfast|looked out of the window|sang a little song].",
 )
-TIMES = (
-    "[one morning|one day|one sunny day|one cold morning|one afternoon|one evening|on a rainy day|one windy day|on the first day of spring]"
-)
+TIMES = "[one morning|one day|one sunny day|one cold morning|one afternoon|one evening|on a rainy day|one windy day|on the first day of spring]"
 FRIENDS = (
     "{his} friend {friend} the {fkind}",
     "{friend} the {fkind}",
@@ -81,8 +76,7 @@ PLOTS = (
             ),
             (
                 "they looked [together|for a long time|all day]. at last, {friend} saw something {colour} {spot}. it was the {obj}!",
-                "[together they|so they|the two friends] searched until [the sun went "
-                "down|evening|lunch time]. and there, {spot}, was the {obj}!",
+                "[together they|so they|the two friends] searched until [the sun went down|evening|lunch time]. and there, {spot}, was the {obj}!",
                 "[after a while|soon|a little later], {friend} called. the {obj} was {spot}.",
             ),
             (
@@ -136,8 +130,7 @@ PLOTS = (
             (
                 TIMES + ', {meet} came to visit. "come out and play!" said {friend}. "I can not," said {hero}. "I am afraid of {fear}."',
                 TIMES + ", {hero} heard a cry for help. it was {meet}. {friend} was [stuck {spot}|lost|all alone].",
-                TIMES
-                + ', {hero} told {meet} about it. "everyone is afraid of something," said {friend}. "I used to be afraid of {fear2}."',
+                TIMES + ', {hero} told {meet} about it. "everyone is afraid of something," said {friend}. "I used to be afraid of {fear2}."',
             ),
             (
                 '"[hold my hand|stay close to me|take a deep breath]," said {friend}. "we will do it together."',
@@ -239,11 +232,8 @@ PLOTS = (
                 '"one, two, three, go!" everyone ran. {friend} the {fkind} was the fastest. {hero} was [last|in the middle|second].',
             ),
             (
-                "suddenly {friend} [fell down|hurt {fhis} foot|"
-                "fell into a hole]. {hero} could win now! but {he} stopped and helped "
-                "{friend} up.",
-                "{friend} was so sure of winning that {fhe} [lay down to sleep|"
-                "stopped to eat {food}|sat down to rest]. {hero} ran on and on.",
+                "suddenly {friend} [fell down|hurt {fhis} foot|fell into a hole]. {hero} could win now! but {he} stopped and helped {friend} up.",
+                "{friend} was so sure of winning that {fhe} [lay down to sleep|stopped to eat {food}|sat down to rest]. {hero} ran on and on.",
                 'half way, {hero} was very tired. but {he} thought, "one more step, and one more step."',
             ),
             (
@@ -309,8 +299,7 @@ PLOTS = (
             ),
             (
                 "then, one morning, there was a small green leaf! soon it was a big {seed} plant.",
-                "and one day a little green plant came out of the earth. "
-                "it grew and grew until it was [as tall as {hero}|taller than {hero}].",
+                "and one day a little green plant came out of the earth. it grew and grew until it was [as tall as {hero}|taller than {hero}].",
                 "in summer, the {seed} plant was the [biggest|prettiest|finest] in the {place}.",
             ),
             (
@@ -428,11 +417,8 @@ PLOTS = (
             ),
             ("{he} took {his} {thing} and some {food} and said goodbye.", "{he} walked and walked, over hills and along rivers."),
             (
-                'on the way {he} met {meet}. "where are you going?" asked {friend}. '
-                '"I want to see {sight}," said {hero}. "may I come with you?"',
-                "{he} came to a [wide river|dark forest|"
-                "high wall] and did not know what to do. "
-                "there {he} met {meet}, who showed {him} the way.",
+                'on the way {he} met {meet}. "where are you going?" asked {friend}. "I want to see {sight}," said {hero}. "may I come with you?"',
+                "{he} came to a [wide river|dark forest|high wall] and did not know what to do. there {he} met {meet}, who showed {him} the way.",
             ),
             (
                 "together they [crossed a river|climbed a steep hill|slept under the stars] and shared the {food}.",
@@ -565,8 +551,7 @@ PLOTS = (
             ),
             ("there they dug a deep hole. they found a box with a {colour} lock.", "under a big stone they found a small wooden box."),
             (
-                "in the box there was no gold. there was {a_thing2} and a letter. "
-                'it said: "the real treasure is the friend who came with you."',
+                'in the box there was no gold. there was {a_thing2} and a letter. it said: "the real treasure is the friend who came with you."',
                 "the box was full of {food}. they laughed and ate them all.",
                 "inside they found {a_thing2} and many shiny coins. they gave the coins to the poor.",
             ),
@@ -584,8 +569,7 @@ PLOTS = (
             ('"who is there?" {he} [asked|whispered]. nobody answered.', "{he} pulled the blanket over {his} head. the noise came again."),
             ("then {he} took {his} lamp and went to see. {his} knees were shaking.", "at last {he} got up and walked slowly to the door."),
             (
-                'it was only {a_fkind}! "I am sorry," said the {fkind}. '
-                '"my name is {friend}. I was looking for [some {food}|my mother|a warm place]."',
+                'it was only {a_fkind}! "I am sorry," said the {fkind}. "my name is {friend}. I was looking for [some {food}|my mother|a warm place]."',
                 "and there sat {a_fkind} named {friend}, who was [cold|hungry|lost].",
             ),
             (
@@ -639,9 +623,7 @@ PLOTS = (
                 '"who is there?" asked {friend} in a weak voice. "it is me, {hero}!"',
             ),
             (
-                "{hero} told {fhim} [a funny story|all the news|"
-                "a long tale about {sight}], and {friend} laughed so much that {fhe} forgot "
-                "{fhis} pain.",
+                "{hero} told {fhim} [a funny story|all the news|a long tale about {sight}], and {friend} laughed so much that {fhe} forgot {fhis} pain.",
                 "they played {game} on the bed, and {hero} made some tea.",
             ),
             (
@@ -1056,9 +1038,9 @@ def continued(rng: random.Random) -> tuple[str, str]:
     plot, s = rng.choice(PLOTS), cast(rng)
     begin, *rest = re.split(r"(?<=[.!?]) (?=[A-Z])", tell(plot, s, rng), maxsplit=rng.choice([1, 2, 2, 3]))
     begin = " ".join([begin, *rest[:-1]])
-    return say(
-        "[continue this story|go on with this story|finish this story|how does this story go on|write the rest of this story]: ", s, rng
-    ) + begin, rest[-1]
+    return say("[continue this story|go on with this story|finish this story|how does this story go on|write the rest of this story]: ", s, rng) + begin, rest[
+        -1
+    ]
 
 
 def plain(rng: random.Random) -> str:

@@ -44,8 +44,7 @@ def adding(rng: random.Random) -> tuple[str, str]:
     return solved(
         "{n} has {a} {t}. [{he} buys {b} more|{he} finds {b} more|{his} {rel} gives {n} {b} more|"
         "{he} gets {b} more from {m}]. how many {t} does {n} have [now|in all|then]?",
-        "[{n} has {a} {t} and gets {b} more|at first {n} has {a} {t}, and then {b} "
-        "more]. {a} + {b} = {r}. [{n} has {r} {t}|so {n} has {r} {t} now].",
+        "[{n} has {a} {t} and gets {b} more|at first {n} has {a} {t}, and then {b} more]. {a} + {b} = {r}. [{n} has {r} {t}|so {n} has {r} {t} now].",
         s,
         rng,
     )
@@ -71,9 +70,7 @@ def times(rng: random.Random) -> tuple[str, str]:
     return solved(
         "[there are {a} {c} with {b} {t} [each|in each one]|{n} has {a} {c}. there are {b} {t} in each|"
         "{n} puts {b} {t} in each of {a} {c}]. how many {t} are there [in all|altogether]?",
-        "[there are {a} {c} with {b} {t} each|"
-        "each of the {a} {c} holds {b} {t}]. {a} x {b} = {r}. "
-        "[there are {r} {t} in all|so there are {r} {t}].",
+        "[there are {a} {c} with {b} {t} each|each of the {a} {c} holds {b} {t}]. {a} x {b} = {r}. [there are {r} {t} in all|so there are {r} {t}].",
         s,
         rng,
     )
@@ -95,8 +92,7 @@ def two_steps(rng: random.Random) -> tuple[str, str]:
     c = rng.randint(1, a + b - 2)
     s = setting(rng) | {"a": str(a), "b": str(b), "d": str(c), "x": str(a + b), "r": str(a + b - c)}
     return solved(
-        "{n} has {a} {t}. {he} [buys|finds|gets] {b} more and [gives {d} to {his} {rel}|"
-        "loses {d}|gives {d} to {m}]. how many {t} does {n} have [now|left]?",
+        "{n} has {a} {t}. {he} [buys|finds|gets] {b} more and [gives {d} to {his} {rel}|loses {d}|gives {d} to {m}]. how many {t} does {n} have [now|left]?",
         "first we add: {a} + {b} = {x}. then we take away: {x} - {d} = {r}. [{n} has {r} {t}|so {n} has {r} {t} now].",
         s,
         rng,

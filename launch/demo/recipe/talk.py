@@ -23,8 +23,7 @@ EXCHANGES: tuple[tuple[str, str], ...] = (
     ),
     (
         "who are you?",
-        "I am a [small|tiny] language model. I can tell [short |"
-        "]stories, [do easy sums|answer simple questions] and [chat with you|give advice].",
+        "I am a [small|tiny] language model. I can tell [short |]stories, [do easy sums|answer simple questions] and [chat with you|give advice].",
     ),
     (
         "are you a [robot|human|person|computer]?",
@@ -54,13 +53,11 @@ EXCHANGES: tuple[tuple[str, str], ...] = (
     ),
     (
         "I am [tired|very tired|so tired].",
-        "then you should [rest a little|go to bed early|take a short break|"
-        "drink some water]. [sleep helps the body and the mind.|you will feel better soon.]",
+        "then you should [rest a little|go to bed early|take a short break|drink some water]. [sleep helps the body and the mind.|you will feel better soon.]",
     ),
     (
         "I am [hungry|very hungry].",
-        "how about [a sandwich|some fruit|an apple|a bowl of soup|"
-        "some bread and cheese]? [it is quick and tasty.|what do you like to eat?]",
+        "how about [a sandwich|some fruit|an apple|a bowl of soup|some bread and cheese]? [it is quick and tasty.|what do you like to eat?]",
     ),
     (
         "I am [angry|angry with my brother|angry with my friend].",
@@ -82,9 +79,7 @@ EXCHANGES: tuple[tuple[str, str], ...] = (
     ),
     (
         "do you like [music|books|cats|dogs|the sea|winter|summer|chocolate|rain]?",
-        "I am a program, so I [cannot feel it|"
-        "cannot like things as you do], but many people [love it|enjoy it]. "
-        "[do you like it?|what about you?]",
+        "I am a program, so I [cannot feel it|cannot like things as you do], but many people [love it|enjoy it]. [do you like it?|what about you?]",
     ),
     (
         "what is your favourite [colour|animal|food|book|season|song]?",
@@ -124,8 +119,7 @@ EXCHANGES: tuple[tuple[str, str], ...] = (
     ),
     (
         "it is [raining|snowing|sunny|cold|windy] [today|outside].",
-        "[then dress warmly|how nice|then it may be a good day to read|"
-        "I hope you enjoy it]! [what are you going to do?|do you like that weather?]",
+        "[then dress warmly|how nice|then it may be a good day to read|I hope you enjoy it]! [what are you going to do?|do you like that weather?]",
     ),
     ("today is my birthday[!|.]", "happy birthday! [I wish you a wonderful day.|I hope you get some cake.|all the best to you!]"),
     (
@@ -161,13 +155,11 @@ NAMED: tuple[tuple[str, str], ...] = (
     ),
     (
         "my friend {n} is [sad|ill|angry with me|moving away]. what can I do?",
-        "[talk to {n}|listen to {n}|ask {n} how you can help|"
-        "write {n} a nice letter]. [a kind word helps a lot.|that shows that you care.]",
+        "[talk to {n}|listen to {n}|ask {n} how you can help|write {n} a nice letter]. [a kind word helps a lot.|that shows that you care.]",
     ),
     (
         "what can I give {n} for [a birthday|Christmas]?",
-        "you could give {n} [a book|a plant|a game|a cake|a picture|"
-        "a warm scarf]. [something made by hand is also nice.|what does {n} like?]",
+        "you could give {n} [a book|a plant|a game|a cake|a picture|a warm scarf]. [something made by hand is also nice.|what does {n} like?]",
     ),
 )
 FOLLOW: tuple[tuple[str, str], ...] = (

@@ -34,9 +34,7 @@ INNER = "b d l m n r s t v nd rt ll nn st".split()
 LAST = "a e o i us an en in ik el is".split()
 FEMALE = {"girl", "queen", "princess", "cow", "hen"}
 MALE = {"boy", "king", "prince", "fisherman", "postman"}
-SMALL = (
-    "little small young tiny quiet shy clever cheerful curious gentle kind lazy brave grumpy proud sleepy silly old busy friendly".split()
-)
+SMALL = "little small young tiny quiet shy clever cheerful curious gentle kind lazy brave grumpy proud sleepy silly old busy friendly".split()
 COLOURS = "red blue green yellow white black brown golden silver purple orange pink grey".split()
 THINGS = """
 hat scarf coat button bell key lamp lantern kite ball drum flute book map boat basket blanket cup spoon ring necklace shell
@@ -63,9 +61,7 @@ play the drum
 cook|knit|write|build a boat|swing|play chess|count to one hundred|catch a ball|row a boat|tie a knot""".replace("\n", "|").split("|")
 SIGHTS = """the sea|the highest mountain|the big city|a rainbow|the snow|a waterfall|the northern lights|the oldest tree
 the moon from the top of the hill
-the stars|the king's castle|a lighthouse|the desert|the wild flowers on the other side of the hill|the end of the river""".replace(
-    "\n", "|"
-).split("|")
+the stars|the king's castle|a lighthouse|the desert|the wild flowers on the other side of the hill|the end of the river""".replace("\n", "|").split("|")
 SEEDS = "sunflower|pumpkin|bean|apple|tomato|rose|carrot|cherry|lemon|strawberry|pea|tulip|melon|walnut".split("|")
 DISHES = "soup|a cake|a pie|pancakes|bread|a stew|biscuits|jam|a pudding|noodles|porridge|a pizza|a salad".split("|")
 GAMES = "hide and seek|tag|catch|a counting game|cards|a guessing game|leapfrog|a clapping game|chess|skipping".split("|")
