@@ -93,11 +93,10 @@ class Link(Protocol):
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the coordinator has gone."""
 
-    def receive(self, timeout_s: float | None, *, spin_us: float = 0.0) -> list[bytes] | None:
+    def receive(self, timeout_s: float | None) -> list[bytes] | None:
         """The next message, or None if none comes within the time (None: wait for ever).
 
-        `LinkClosed` when the coordinator has gone and all that it sent has been received. For the first `spin_us` microseconds the thread does not
-        sleep, which saves the wake-up of an idle core at the price of its time.
+        `LinkClosed` when the coordinator has gone and all that it sent has been received.
         """
 
     def close(self) -> None:
@@ -336,8 +335,8 @@ class ZmqLink:
                 if not self._gone:
                     zmq.zmq_poll([(self._socket, zmq.POLLOUT), (self._monitor_socket(), zmq.POLLIN)], -1)
 
-    def receive(self, timeout_s: float | None, *, spin_us: float = 0.0) -> list[bytes] | None:
-        if (frames := self._spin(spin_us)) is not None:
+    def receive(self, timeout_s: float | None) -> list[bytes] | None:
+        if (frames := self._take()) is not None:
             return frames
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -349,14 +348,6 @@ class ZmqLink:
             if left_ms is not None and left_ms <= 0:
                 return None
             self._poller.poll(None if left_ms is None else ceil(left_ms))
-
-    def _spin(self, spin_us: float) -> list[bytes] | None:
-        frames = self._take()
-        if frames is None and spin_us > 0:
-            end = time.perf_counter_ns() + int(spin_us * 1000)
-            while frames is None and time.perf_counter_ns() < end:
-                frames = self._take()
-        return frames
 
     def _take(self) -> list[bytes] | None:
         """The next message that keeps the bounds, or None."""
@@ -691,7 +682,7 @@ class MemoryLink:
             self.waiting += 1
             hub.arrived.ring()
 
-    def receive(self, timeout_s: float | None, *, spin_us: float = 0.0) -> list[bytes] | None:
+    def receive(self, timeout_s: float | None) -> list[bytes] | None:
         with self._hub.changed:
             self._hub.changed.wait_for(lambda: self.inbox or self._closed or self._hub.closed, timeout_s)
             if self.inbox:

@@ -86,7 +86,8 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: tuple[str, ...]
 
 
 def test_variables_that_kubernetes_makes_for_a_service_are_not_ours() -> None:
-    configure(environment={"DOVETAIL_SERVICE_HOST": "10.0.0.1", "DOVETAIL_COORDINATOR_PORT_5555_TCP_ADDR": "10.0.0.2"})
+    service = {"DOVETAIL_SERVICE_HOST": "10.0.0.1", "DOVETAIL_COORDINATOR_PORT_5555_TCP_ADDR": "10.0.0.2"}
+    assert configure(environment=service).settings == configure(environment={}).settings
 
 
 @given(gamma=st.integers(0, 1023), temperature=st.floats(0, 100), model=st.text(st.characters(blacklist_categories=["Cs", "Cc"])))

@@ -64,11 +64,3 @@ def test_rows_are_written_and_viewed_without_a_copy() -> None:
 def test_committed_rows_and_the_end_cannot_be_overwritten(start: int) -> None:
     with pytest.raises(ValueError, match="may be written"):
         filled(2).write(0, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), start)
-
-
-def test_truncating_forgets_only_what_lies_behind() -> None:
-    cache = filled(6)
-    cache.truncate(4)
-    assert cache.length == 4
-    with pytest.raises(ValueError, match="cannot cut"):
-        cache.truncate(5)

@@ -39,9 +39,3 @@ class KVCache:
             moved = torch.tensor(slots[in_place:], device=self.rows.device)
             self.rows[:, :, :, self.length + in_place : self.length + len(slots)] = self.rows.index_select(3, moved)
         self.length += committed
-
-    def truncate(self, length: int) -> None:
-        """Forget every row behind the first `length` committed ones."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot cut {self.length} committed rows to {length}")
-        self.length = length
