@@ -23,10 +23,9 @@ import numpy as np
 from dovetail.launch.comparison import Difference, first_difference
 from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, parse_setting, read_file, settings_flags
 from dovetail.launch.connection import Connection
-from dovetail.launch.cores import allowed_cores, lay_out
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, read_prompts
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.supervise import Supervisor, layout_of, start_stack, wait_until_ready
 from dovetail.launch.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.transport import Overhead, measure_overhead
 from dovetail.protocol.errors import RequestError, UserError
@@ -188,13 +187,13 @@ def read_method(base: Configuration, text: str) -> Method:
     head, *settings = text.split(",")
     origin = f"--method {text}"
     if head in DRAFT_KINDS:
-        configuration = base.over(origin, {"draft.kind": head})
+        configuration = base.over(origin, {"draft.kind": head, **({"draft.model": ""} if head == "ngram" else {})})
     elif head.endswith(".toml"):
         configuration = base.over(origin, read_file(Path(head)))
     elif "/" in head or Path(head).is_dir():
         configuration = base.over(origin, {"draft.model": head})
     else:
-        raise UserError(f"--method {head!r} is no method: name none, a kind of draft (small), the folder of a draft, or a settings file (NAME.toml)")
+        raise UserError(f"--method {head!r} is no method: name none, a kind of draft (small, ngram), the folder of a draft, or a settings file (NAME.toml)")
     values = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -217,7 +216,7 @@ def _stacks(methods: Sequence[Method]) -> Iterator[dict[str, Connection]]:
         with spinner() as say:
             for method in methods:
                 say(f"starting {method.name}")
-                layout = lay_out(allowed_cores(), threads=methods[0].configuration.settings.target.threads)
+                layout = layout_of(methods[0].configuration.settings)
                 stack = start_stack(supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ")
                 state = wait_until_ready(supervisor, stack, lambda text, name=method.name: say(f"{name}: {text}"))  # type: ignore[misc]
                 stacks[method.name] = Connection(owned.enter_context(stack.connect()), state, stack)
@@ -250,19 +249,22 @@ def _rotated(cells: Sequence[Cell], by: int) -> list[Cell]:
     return [*cells[by:], *cells[:by]]
 
 
-def _sampling(method: Method, temperature: float) -> Sampling:
-    return method.configuration.settings.sampling.model_copy(update={"temperature": temperature})
+def _sampling(method: Method, temperature: float, max_tokens: int) -> Sampling:
+    sampling = method.configuration.settings.sampling
+    return sampling.model_copy(update={"temperature": temperature, "min_tokens": min(sampling.min_tokens, max_tokens)})
 
 
 def decode(connection: Connection, method: Method, task: Task, temperature: float, seed: int) -> Finished:
     """One timed reply."""
     tree = method.configuration.settings.tree
-    return connection.decode([task.turn], sampling=_sampling(method, temperature), tree=tree, max_tokens=task.max_tokens, seed=seed, speculate=method.drafts)
+    sampling = _sampling(method, temperature, task.max_tokens)
+    return connection.decode([task.turn], sampling=sampling, tree=tree, max_tokens=task.max_tokens, seed=seed, speculate=method.drafts)
 
 
 def prepare(connection: Connection, alone: Method, prompt: Prompt, temperature: float, seed: int) -> Task:
     """Cut a prompt until it fits the context together with its reply, keeping its beginning, and find where the reply begins to loop."""
-    sampling, tree, most = _sampling(alone, temperature), alone.configuration.settings.tree, alone.configuration.settings.sampling.max_tokens
+    tree, most = alone.configuration.settings.tree, alone.configuration.settings.sampling.max_tokens
+    sampling = _sampling(alone, temperature, most)
     turn = prompt.turns[0]
     while True:
         try:

@@ -23,6 +23,8 @@ COMMANDS = {
     "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
     "selftest": ("dovetail.launch.selftest", "Prove on this machine that speculation changes no token."),
     "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
+    "calibrate": ("dovetail.launch.calibrate", "Measure what a pass of the target costs here, beside what it could."),
+    "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
     "train": ("dovetail.launch.train", "Train models."),
     "keygen": ("dovetail.launch.keygen", "Make, rotate and revoke the keys that tcp needs."),
     "config": ("dovetail.launch.configure", "Show the settings in force."),
@@ -61,10 +63,10 @@ def group() -> None:
     """Lossless, fast decoding of large language models on machines whose GPU is too small for them."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. What a user did wrong is one line on stderr; that nobody reads our output any more, click hears."""
+def run(arguments: Sequence[str], entry: click.Command = group) -> int:
+    """Run one command line, of `entry`; returns its exit code. What a user did wrong is one line on stderr; that nobody reads our output, click hears."""
     try:
-        return group.main(list(arguments), prog_name="dovetail", standalone_mode=False) or 0
+        return entry.main(list(arguments), prog_name="dovetail", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2

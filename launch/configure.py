@@ -29,6 +29,7 @@ ALL_SECTIONS = tuple(Settings.model_fields)
 SHORT_FORMS = {
     "target.model": "--target",
     "target.weights": "--weights",
+    "target.backend": "--backend",
     "target.inflate": "--inflate",
     "tree.policy": "--policy",
     "tree.gamma": "--gamma",
@@ -36,6 +37,11 @@ SHORT_FORMS = {
     "sampling.top_k": "--top-k",
     "sampling.top_p": "--top-p",
     "sampling.min_p": "--min-p",
+    "sampling.repetition_penalty": "--repetition-penalty",
+    "sampling.presence_penalty": "--presence-penalty",
+    "sampling.frequency_penalty": "--frequency-penalty",
+    "sampling.logit_bias": "--logit-bias",
+    "sampling.min_tokens": "--min-tokens",
     "sampling.max_tokens": "--max-tokens",
     "coordinator.listen": "--listen",
     "coordinator.keys": "--keys",
@@ -70,12 +76,34 @@ class Setting:
         """In words, what the setting may be."""
         return " or ".join(_expected(self.type))
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it maps things to things: a flag for it can be given several times."""
+        return get_origin(self.field.annotation) is tuple
+
     def parse(self, text: str, origin: str) -> Any:
         """The value that a flag or a variable spells; `SettingsError` if it spells none."""
         try:
             return TypeAdapter(self.type).validate_strings(text)
-        except ValidationError:
-            raise SettingsError(f"{self.name} = {text!r} ({origin}) is not possible: write {self.expected}") from None
+        except ValidationError as error:
+            raise SettingsError(self.complaint(error, text, origin)) from None
+
+    def complaint(self, error: ValidationError, value: Any, origin: str) -> str:
+        """What is wrong with a value, and what would be right."""
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":
+            return f"{self.name} = {value!r} ({origin}): {str(first['msg']).removeprefix('Value error, ')}"
+        return f"{self.name} = {value!r} ({origin}) is not possible: write {self.expected}"
+
+    def flag_text(self, value: Any) -> str:
+        """The text that `parse` reads as this value."""
+        return ",".join(f"{key}={number!r}" for key, number in value) if self.is_table else str(value)
+
+    def toml(self, value: Any) -> str:
+        """The value as a TOML file has it."""
+        if not self.is_table:
+            return json.dumps(value)
+        return f"{{ {', '.join(f'{key} = {number!r}' for key, number in value)} }}" if value else "{}"
 
 
 def _settings() -> dict[str, Setting]:
@@ -111,7 +139,7 @@ class Configuration:
     def arguments(self, *sections: str) -> list[str]:
         """The flags that give another command the same settings, whatever its environment and defaults say."""
         names = (n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default")
-        return [f"--{name}={self.value(name)}" for name in names]
+        return [f"--{name}={SETTINGS[name].flag_text(self.value(name))}" for name in names]
 
     def over(self, origin: str, values: Mapping[str, Any]) -> "Configuration":
         """These settings with some replaced, by dotted name."""
@@ -205,13 +233,8 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> Configu
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"][:2])
-    known = SETTINGS[name]
-    where = f"{name} = {values[name]!r} ({origins[name]})"
-    if first["type"] == "value_error":
-        return f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
-    return f"{where} is not possible: write {known.expected}"
+    name = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"][:2])
+    return SETTINGS[name].complaint(error, values[name], origins[name])
 
 
 def _expected(kind: Any) -> list[str]:
@@ -221,6 +244,9 @@ def _expected(kind: Any) -> list[str]:
         return [_bounded(words, bounds) for words in _expected(inner)]
     if get_origin(kind) is Literal:
         return [repr(value) for value in get_args(kind)]
+    if get_origin(kind) is tuple:  # of pairs
+        key, value = (_expected(part)[0] for part in get_args(get_args(kind)[0]))
+        return [f"one or more of A=B with commas between them, A {key} and B {value}"]
     if get_args(kind):
         return [words for part in get_args(kind) for words in _expected(part)]
     return [{int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")]
@@ -262,7 +288,8 @@ def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Cal
         @wraps(function)
         def with_configuration(config: Path | None, draft_short: str | None = None, **parameters: Any) -> Any:
             flags = {name: parameters.pop(_parameter(name)) for name in _names(sections)}
-            given = {name: text for name, text in flags.items() if text is not None}
+            texts = {name: ",".join(text) or None if isinstance(text, tuple) else text for name, text in flags.items()}
+            given = {name: text for name, text in texts.items() if text is not None}
             if draft_short is not None:
                 given.setdefault("draft.kind" if draft_short in DRAFT_KINDS else "draft.model", draft_short)
             return function(configuration=configure(flags=given, file=config, demo=parameters.get("connect") is None), **parameters)
@@ -283,8 +310,8 @@ def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[
     for name in _names(sections):
         setting = SETTINGS[name]
         forms = [setting.flag, *(short for short in [SHORT_FORMS.get(name)] if short is not None and short not in without)]
-        default = f"  [default: {setting.default if setting.default != '' else 'empty'}]"
-        options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), cls=SettingsOption, help=(setting.field.description or "") + default))
+        text = f"{setting.field.description}  [default: {'empty' if setting.default in ('', ()) else setting.default}]"
+        options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), multiple=setting.is_table, cls=SettingsOption, help=text))
         if name == "draft.model":
             text = "the draft by its kind or its model; none decodes with the target alone"
             options.append(click.option("--draft", "draft_short", metavar="MODEL|KIND|none", cls=SettingsOption, help=text))
@@ -300,6 +327,8 @@ def _parameter(name: str) -> str:
 
 
 def _metavar(setting: Setting) -> str:
+    if setting.is_table:
+        return "A=B"
     kinds = {"whole number": "INTEGER", "number": "NUMBER"}
     return next((metavar for words, metavar in kinds.items() if words in setting.expected), "TEXT")
 
@@ -319,12 +348,12 @@ def command() -> None:
 def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
     """Print the settings in force, as a TOML file that --config reads."""
     if as_json:
-        settings = configuration.settings.model_dump()
+        settings = configuration.settings.model_dump(mode="json")
         click.echo(json.dumps({**settings, **({"origin": dict(configuration.origins)} if origin else {})}))
         return
     for section in ALL_SECTIONS:
         click.echo(f"[{section}]")
         for name in _names([section]):
-            line = f"{name.split('.')[1]} = {json.dumps(configuration.value(name))}"
+            line = f"{name.split('.')[1]} = {SETTINGS[name].toml(configuration.value(name))}"
             click.echo(f"{line:<32} # {configuration.origins[name]}" if origin else line)
         click.echo()

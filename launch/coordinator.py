@@ -8,9 +8,10 @@ from pathlib import Path
 
 import click
 
+from dovetail.launch.binding import Place, bind
 from dovetail.launch.child import end_when_told, end_with
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
-from dovetail.launch.cores import bind, parse_cores
+from dovetail.launch.cores import parse_cores
 from dovetail.launch.directory import announced
 from dovetail.protocol.links import open_hub
 from dovetail.runtime.loop import coordinate
@@ -29,7 +30,7 @@ def command(configuration: Configuration, cores: str | None, parent: int | None)
         end_with(parent)
     end_when_told()
     if cores is not None:
-        bind(parse_cores(cores))
+        bind(Place(parse_cores(cores)))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)
     settings = configuration.settings.coordinator
     with ExitStack() as opened:

@@ -1,6 +1,6 @@
-"""The coordinators of this user on this machine: each announces itself with a file in the runtime directory, so that other commands find it.
+"""Where this user's files are: the runtime directory, in which each coordinator on this machine announces itself, and the profile file.
 
-A file holds an address and the process behind it, and is removed with it; one whose process has gone is ignored and cleaned away. Knows no sockets.
+An announcement holds an address and the process behind it, and is removed with it; one whose process has gone is ignored and cleaned away. Knows no sockets.
 """
 
 import json
@@ -58,6 +58,22 @@ def announced(address: str, *, keys: str = "") -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def profile_path() -> Path:
+    """The file that keeps what was measured on this machine: dovetail/profile.json in $XDG_CACHE_HOME, else in ~/.cache. It need not be there."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "dovetail" / "profile.json"
+
+
+def writable_profile_path() -> Path | None:
+    """The profile file if it can be written, its folders made; None where it cannot, as in many containers: then all is measured anew each time."""
+    try:
+        path = profile_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+    return path if os.access(path.parent, os.W_OK) and (not path.exists() or os.access(path, os.R_OK | os.W_OK)) else None
 
 
 def announcements() -> list[Announcement]:

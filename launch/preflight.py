@@ -4,15 +4,17 @@ Cheap looks at files only, so that a slip of the pen costs no loading time; whet
 what is in a file.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
-from dovetail.protocol.settings import Settings, byte_count
+from dovetail.protocol.settings import Settings, TargetSettings, byte_count
 
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
+BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
 GROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 """Controller in /proc/self/cgroup -> (root, file with the limit) of the second and of the first kind of control groups (cgroups(7))."""
 
@@ -25,6 +27,8 @@ def check_target(settings: Settings) -> None:
 
 def check_draft(settings: Settings) -> None:
     """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
+    if settings.draft.kind == "ngram" and settings.draft.model:
+        raise SettingsError(f"draft.kind = 'ngram' has no model, and draft.model names {settings.draft.model!r}: leave one of the two out")
     check_model("draft", settings.draft.model)
 
 
@@ -52,10 +56,26 @@ def check_inflation(size: str, memory: int) -> None:
         raise SettingsError(f"target.inflate = {size!r} is {_gib(wanted)} and does not fit into the {_gib(memory)} of memory here: ask for less")
 
 
+def estimated_bytes(target: TargetSettings) -> int:
+    """The memory that a target's weights will need, from the sizes of its files; 0 where they are not here yet, or hold what we cannot tell."""
+    folder = Path(target.model).expanduser() if target.model else None
+    size = byte_count(target.inflate) if target.inflate else 0
+    if folder is None or not folder.is_dir():
+        return size
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return size + files * BYTES_A_WEIGHT.get(target.weights, 4) // _stored_bytes(folder)
+
+
 def memory_bytes() -> int:
     """The memory of this machine, or what our control group may use of it, whichever is less."""
     total: int = psutil.virtual_memory().total
     return min([total, *_group_limits()])
+
+
+def free_memory_bytes() -> int:
+    """The memory that is free for a process of ours, by the machine and by our control group."""
+    free: int = psutil.virtual_memory().available
+    return min([free, *_group_limits()])
 
 
 def _group_limits() -> Iterator[int]:
@@ -69,6 +89,15 @@ def _group_limits() -> Iterator[int]:
         for folder in (group, *group.parents):
             if folder.is_relative_to(root) and (folder / name).is_file() and (limit := (folder / name).read_text(encoding="ascii").strip()).isdigit():
                 yield int(limit)
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of a weight in a model's files, as its config.json says: 2 for float16 and bfloat16, else 4."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return 2 if str(content.get("dtype") or content.get("torch_dtype")).endswith("16") else 4
+    except (OSError, ValueError, AttributeError):  # its worker will say so
+        return 4
 
 
 def _gib(size: int) -> str:

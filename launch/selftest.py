@@ -28,6 +28,8 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_k=40),
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(temperature=0.8, min_p=0.05),
+    Sampling(repetition_penalty=1.2, min_tokens=16),
+    Sampling(temperature=1.0, presence_penalty=0.6, frequency_penalty=0.4, logit_bias=((0, -100.0), (5, 2.5))),
 )
 CHAIN = {"gamma": 4, "depth": 4, "width": 1}
 WIDE = {"gamma": 59, "depth": 8, "width": 10}
@@ -43,7 +45,7 @@ class Case:
     @property
     def name(self) -> str:
         given = {key: value for key, value in self.sampling.model_dump().items() if key == "temperature" or value != Sampling.model_fields[key].default}
-        sampling = " ".join(f"{key} {value:g}" for key, value in given.items())
+        sampling = " ".join(f"{key} {len(value)}" if isinstance(value, tuple) else f"{key} {value:g}" for key, value in given.items())
         return f"{sampling} · gamma {self.tree.gamma} depth {self.tree.depth} width {self.tree.width}"
 
 
@@ -75,8 +77,8 @@ def command(context: click.Context, configuration: Configuration, connect: str |
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
         raise UserError("without a draft there is nothing to compare: leave --draft none and --gamma 0 out")
     chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
-    cases = _cases(configuration.settings.tree)
     tokens = configuration.settings.sampling.max_tokens if configuration.given("sampling.max_tokens") else TOKENS
+    cases = _cases(configuration.settings.tree, tokens)
     with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
         runs = _Runs(connection, chosen, tokens)
         checks = []
@@ -101,11 +103,12 @@ def _remark(check: Check) -> str:
     return f"{'near-tie' if check.difference.near_tie else 'differs'} at token {check.difference.position}"
 
 
-def _cases(tree: TreeSettings) -> list[Case]:
-    """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and with a large tree."""
+def _cases(tree: TreeSettings, tokens: int) -> list[Case]:
+    """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and with a large tree; replies are of so many tokens."""
     others = [tree.model_copy(update=shape) for shape in (CHAIN, WIDE)]
+    samplings = [sampling.model_copy(update={"min_tokens": min(sampling.min_tokens, tokens)}) for sampling in SAMPLINGS]
     return [
-        *(Case(sampling, tree) for sampling in SAMPLINGS),
+        *(Case(sampling, tree) for sampling in samplings),
         *(Case(sampling, other) for other in others for sampling in (Sampling(), Sampling(temperature=1.0))),
     ]
 

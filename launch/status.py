@@ -34,6 +34,8 @@ def _show(state: Reported) -> None:
         headings = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "MB", "host", "pid")
         print_table(headings, [_row(worker) for worker in state.workers])
         for worker in state.workers:
+            click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")
+        for worker in state.workers:
             if worker.fingerprint:
                 click.echo(f"fingerprint of {worker.name}: {worker.fingerprint}")
 

@@ -19,11 +19,13 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from dovetail.launch.configure import Configuration
-from dovetail.launch.cores import CoreLayout, allowed_cores, format_cores, lay_out
-from dovetail.launch.preflight import check_draft, check_target
+from dovetail.launch.cores import CoreLayout, lay_out_here
+from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
+from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported
+from dovetail.protocol.settings import Settings
 from dovetail.runtime.client import Client
 
 GRACE_S = 5.0
@@ -126,7 +128,7 @@ class Supervisor:
 
     def start_coordinator(self, cores: Sequence[int], name: str = "coordinator") -> str:
         """Start a coordinator of our own on a private ipc address, and return the address."""
-        return self.start_hub(name, ["coordinator", "--listen=ipc", f"--cores={format_cores(cores)}"])
+        return self.start_hub(name, ["coordinator", "--listen=ipc", f"--cores={format_numbers(cores)}"])
 
     def start_hub(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli") -> str:
         """Start a process that listens at a private ipc address and says on stdout at which, once it does."""
@@ -190,14 +192,21 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     check_target(configuration.settings)
     if drafting:
         check_draft(configuration.settings)
-    layout = layout or lay_out(allowed_cores(), threads=configuration.settings.target.threads)
+    layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
-    address = supervisor.start_coordinator(layout.coordinator, f"{prefix}coordinator")
-    for role, cores in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:
-        place = [f"--role={role}", f"--connect={address}", f"--cores={format_cores(cores)}", f"--name={role}"]
-        supervisor.start(f"{prefix}{role} worker", ["worker", *place, *configuration.arguments(role)])
+    address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator")
+    for role, place in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:
+        where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
+        arguments = ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *configuration.arguments(role)]
+        supervisor.start(f"{prefix}{role} worker", arguments)
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
+
+
+def layout_of(settings: Settings) -> CoreLayout:
+    """The places of the processes that these settings ask for, on this machine."""
+    target = settings.target
+    return lay_out_here(numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target))
 
 
 def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None) -> Reported:
@@ -217,8 +226,8 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
 def _check_pair(configuration: Configuration) -> None:
     """The embedded draft shares the vocabulary of the embedded target only: for another target, a draft has to be named."""
     settings = configuration.settings
-    if settings.target.model and not settings.draft.model and settings.draft.kind != "none":
-        remedy = "add --draft FOLDER with a smaller model of its vocabulary, or --draft none for the target alone"
+    if settings.target.model and not settings.draft.model and settings.draft.kind not in ("ngram", "none"):
+        remedy = "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram, which needs none, or --draft none for the target alone"
         raise UserError(f"no draft is named for the target {settings.target.model!r}: {remedy}")
 
 

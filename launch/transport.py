@@ -24,10 +24,12 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.launch.binding import Place, bind
 from dovetail.launch.child import end_when_told, end_with
 from dovetail.launch.configure import DEMO_FOLDER
-from dovetail.launch.cores import allowed_cores, bind, format_cores, lay_out, parse_cores
+from dovetail.launch.cores import lay_out_here, parse_cores
 from dovetail.launch.supervise import Supervisor
+from dovetail.launch.topology import format_numbers
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.errors import DovetailError, LinkClosed, LinkError
@@ -161,16 +163,16 @@ class _Arrangement:
     """Two echo workers around a hub: the real coordinator or the bare relay."""
 
     def __init__(self, supervisor: Supervisor, hub: Literal["coordinator", "relay"], folder: Path) -> None:
-        layout = lay_out(allowed_cores())
+        layout = lay_out_here()
         if hub == "coordinator":
-            self._address = supervisor.start_coordinator(layout.coordinator)
+            self._address = supervisor.start_coordinator(layout.coordinator.cores)
         else:
-            self._address = supervisor.start_hub("relay", ["relay", f"--cores={format_cores(layout.coordinator)}"], module=MODULE)
+            self._address = supervisor.start_hub("relay", ["relay", f"--cores={format_numbers(layout.coordinator.cores)}"], module=MODULE)
         self._stamps: dict[Role, Path] = {"draft": folder / f"{hub}-draft", "target": folder / f"{hub}-target"}
-        cores: dict[Role, Sequence[int]] = {"draft": layout.draft, "target": layout.target}
+        cores: dict[Role, Sequence[int]] = {"draft": layout.draft.cores, "target": layout.target.cores}
         self._workers = []
         for role, path in self._stamps.items():
-            place = [f"--connect={self._address}", f"--stamps={path}", f"--cores={format_cores(cores[role])}"]
+            place = [f"--connect={self._address}", f"--stamps={path}", f"--cores={format_numbers(cores[role])}"]
             self._workers.append(supervisor.start(f"{role} echo", ["echo", f"--role={role}", f"--behind={hub}", *place], module=MODULE))
 
     def client(self) -> Client:
@@ -225,7 +227,7 @@ def relay(cores: str, parent: int) -> None:
     """Forward frames between the two echo workers, undecoded, as a coordinator would at best."""
     end_with(parent)
     end_when_told()
-    bind(parse_cores(cores))
+    bind(Place(parse_cores(cores)))
     hub = open_hub("ipc")
     try:
         click.echo(hub.address)
@@ -282,7 +284,7 @@ def echo(role: Role, behind: str, connect: str, stamps: Path, cores: str, parent
     """A worker that answers at once and notes when."""
     end_with(parent)
     end_when_told()
-    bind(parse_cores(cores))
+    bind(Place(parse_cores(cores)))
     link = open_link(connect, role=role)
     worker = _Echo(link, role)
     try:

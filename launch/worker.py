@@ -5,16 +5,18 @@ worker's loop. Knows where the embedded models are; what a model is, the worker 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
+from dovetail.launch.binding import Binding, Place, bind
 from dovetail.launch.child import end_when_told, end_with
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
-from dovetail.launch.cores import allowed_cores, bind, lay_out, parse_cores
-from dovetail.launch.preflight import check_draft, check_target
+from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
+from dovetail.launch.directory import writable_profile_path
+from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
 from dovetail.launch.terminal import note
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
@@ -32,36 +34,47 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 @click.option("--role", type=click.Choice(["draft", "target"]), required=True, help="What this worker does.")
 @click.option("--connect", metavar="ADDRESS", required=True, help="The coordinator: ipc://PATH or tcp://HOST:PORT.")
 @click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
+@click.option("--memory-nodes", metavar="LIST", default="", help="Memory nodes to take memory from, with --cores.  [default: not bound]")
 @click.option("--name", help="Name of this worker in `dovetail status`.  [default: its role]")
 @click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends.")
 @settings_flags("target", "draft", "coordinator")
-def command(configuration: Configuration, role: Role, connect: str, cores: str | None, name: str | None, parent: int | None) -> None:
+def command(configuration: Configuration, role: Role, connect: str, cores: str | None, memory_nodes: str, name: str | None, parent: int | None) -> None:
     """Run one draft or target worker by hand, on any machine, until its coordinator ends.
 
-    Without --cores nothing is bound: a target then takes target.threads threads (auto: one less than there are cores), a draft on the CPU one.
+    Without --cores a target is bound to its memory nodes (target.numa) if there are several or one is named; else nothing is bound, and it takes
+    target.threads threads (auto: one less than there are cores), a draft on the CPU one.
     """
     if parent is not None:
         end_with(parent)
     end_when_told()
     check = check_target if role == "target" else check_draft
     check(configuration.settings)
-    bound = parse_cores(cores) if cores is not None else None
-    if bound is not None:
-        bind(bound)
-    threads = thread_count(role, configuration.settings.target, bound)
+    place = place_of(role, configuration.settings.target, cores, memory_nodes)
+    binding = bind(place) if place is not None else Binding("none", Place(()))
+    threads = thread_count(role, configuration.settings.target, place)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     say = note if parent is None else lambda _: None
-    _serve(configuration, role, connect, name or role, threads, say)
+    _serve(configuration, role, connect, name or role, threads, str(binding), say)
 
 
-def thread_count(role: Role, target: TargetSettings, bound: Sequence[int] | None) -> int:
+def place_of(role: Role, target: TargetSettings, cores: str | None, memory_nodes: str) -> Place | None:
+    """Where this worker is to be bound: where it is told; else a target on a machine of several nodes to those that its settings mean; None: nowhere."""
+    if cores is not None:
+        return Place(parse_cores(cores), parse_nodes(memory_nodes))
+    if memory_nodes:
+        raise UserError("--memory-nodes goes with --cores: name the cores too, or leave both out and set target.numa")
+    place = lay_out_here(numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)).target
+    return place if role == "target" and (place.nodes or target.numa not in ("auto", "off")) else None
+
+
+def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int:
     """Threads for this worker: what the settings say, else one for each core that it is bound to, else what the layout of one machine would give it."""
     if role == "target" and target.threads != "auto":
         return target.threads
-    if bound is not None:
-        return len(bound)
-    layout = lay_out(allowed_cores())
-    return len(layout.target if role == "target" else layout.draft)
+    if place is not None:
+        return len(place.cores)
+    layout = lay_out_here(numa=target.numa)
+    return len(layout.target.cores if role == "target" else layout.draft.cores)
 
 
 def embedded(settings: TargetSettings | DraftSettings, folder: Path) -> dict[str, str]:
@@ -69,7 +82,7 @@ def embedded(settings: TargetSettings | DraftSettings, folder: Path) -> dict[str
     return {} if settings.model else {"model": str(folder)}
 
 
-def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int, say: Callable[[str], None]) -> None:
+def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int, binding: str, say: Callable[[str], None]) -> None:
     """Connect first: a wrong address or key is told at once, not after a model has been loaded."""
     keys = configuration.settings.coordinator.keys
     link = open_link(connect, keys=Path(keys) if keys else None, role=role)
@@ -77,8 +90,8 @@ def _serve(configuration: Configuration, role: Role, connect: str, name: str, th
         from dovetail.workers.loop import serve  # torch comes in here, after the binding
 
         worker = _opener(configuration, role)(name, threads)
-        say(f"{role} worker {name} is loaded, {threads} threads: it serves {connect}")
-        serve(link, worker)
+        say(f"{role} worker {name} is loaded, {threads} threads, bound: {binding}; it serves {connect}")
+        serve(link, worker, binding=binding)
         say(f"{role} worker {name} ends: its coordinator let it go, or has gone")
     finally:
         link.close()
@@ -89,13 +102,15 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     if role == "target":
         target = configuration.settings.target
         target = target.model_copy(update=embedded(target, DEMO_FOLDER / "target"))
+        profile = writable_profile_path()
         from dovetail.workers.target import open_target_worker
 
-        return lambda name, threads: open_target_worker(target, name=name, threads=threads)
+        return lambda name, threads: open_target_worker(target, name=name, threads=threads, profile=profile)
     draft = configuration.settings.draft
     if draft.kind == "none":
         raise UserError("draft.kind = 'none' is no worker: leave the draft worker out to decode with the target alone")
-    draft = draft.model_copy(update=embedded(draft, DEMO_FOLDER / "draft"))
+    if draft.kind != "ngram":
+        draft = draft.model_copy(update=embedded(draft, DEMO_FOLDER / "draft"))
     from dovetail.workers.draft import open_draft_worker
 
     return lambda name, threads: open_draft_worker(draft, name=name, threads=threads)

@@ -16,7 +16,7 @@ from dovetail.protocol.arrays import Array
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 0)
+VERSION = (1, 1)
 
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
@@ -25,6 +25,7 @@ MAX_SPANS = 256
 MAX_TEXT = 4 << 20
 MAX_TURNS = 1024
 MAX_STOPS = 16
+MAX_ENDS = 64
 
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -34,6 +35,7 @@ NodeTokens = Annotated[tuple[Token, ...], Field(max_length=MAX_NODES, fail_fast=
 NodeParents = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
 Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
 Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)]
+Ends = Annotated[tuple[Token, ...], Field(max_length=MAX_ENDS, fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
 Label = Annotated[str, Field(max_length=120)]
 """Short enough that a whole fingerprint is a Name."""
@@ -92,7 +94,7 @@ class VocabularyFacts(Frozen):
     """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
     size: Annotated[int, Field(ge=1, le=1 << 24)]
     """Rows of the embedding: ids at and beyond it do not exist."""
-    end: Annotated[tuple[Token, ...], Field(max_length=64, fail_fast=True)] = ()
+    end: Ends = ()
     """Ids that end a reply."""
     begin: Token | None = None
     template: Annotated[str, Field(max_length=1 << 18)] = ""
@@ -112,11 +114,13 @@ class Hello(Message):
     model: Name = ""
     device: Name = ""
     threads: Count = 0
+    binding: Name = ""
+    """To which cores and memory nodes the process is bound, and why to no more: begins with full, cores or none."""
     fingerprint: Fingerprint | None = None
     limits: Limits | None = None
     vocabulary: VocabularyFacts | None = None
     tokenizer: Array | None = None
-    """The bytes of tokenizer.json; models only."""
+    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model knows no other tokens than it is sent."""
 
 
 class Welcome(Message):
@@ -164,6 +168,8 @@ class Open(AboutSession):
     """Longest this sequence can become, prompt included."""
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
     """Of the target: a draft never proposes an id at or beyond it."""
+    end: Ends = ()
+    """Ids that end the reply; what `Sampling.min_tokens` holds back."""
     sampling: Sampling
     tree: TreeSettings
 
@@ -387,6 +393,7 @@ class WorkerState(Frozen):
     model: Name
     device: Name
     threads: Count
+    binding: Name = ""
     fingerprint: Name
     host: Name
     pid: Count

@@ -4,18 +4,26 @@ Where a setting comes from (flag, environment, file, default) is the business of
 messages. Sizes are in bytes, probabilities within 0..1.
 """
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from annotated_types import MaxLen
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_serializer, field_validator
 
 POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
 BUILT_POLICIES = ("dynamic",)
 DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
-BUILT_DRAFT_KINDS = ("auto", "small", "none")
+BUILT_DRAFT_KINDS = ("auto", "small", "ngram", "none")
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
-BUILT_TARGET_WEIGHTS = ("fp32",)
+BUILT_TARGET_WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
+BACKENDS = ("auto", "kernels", "library")
 BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16")
+NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
+MAX_BIASES = 1024
+"""Tokens that one request may bias."""
 
 
 class Frozen(BaseModel):
@@ -36,21 +44,44 @@ class TargetSettings(Frozen):
     """The model whose output is decoded."""
 
     model: str = Field("", description="id, id@revision or folder; empty: the embedded demonstration target")
-    weights: str = Field("fp32", description="type of the weights: fp32")
+    weights: str = Field(
+        "fp32",
+        description="fp32, half (the 16 bits of the checkpoint), int8; bf16 and int8-per-tensor (torch's own) change the function, and the last one is not lossless",
+    )
+    backend: str = Field("auto", description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto (kernels where they can)")
     device: str = Field("cpu", description="cpu or cuda:N")
-    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field("auto", description="CPU threads; auto leaves a core for a draft on the CPU")
+    numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
+        "auto", description="memory nodes of the target: auto (the best one), off, a node, or a list such as 0,1"
+    )
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        "auto", description="CPU threads; auto: one a physical core, leaving one to the draft"
+    )
     inflate: str = Field("", description='fp32 size to which the linears are inflated without changing a token, e.g. "512MiB"')
+
+    @field_validator("numa")
+    @classmethod
+    def _numa(cls, value: str | int) -> str | int:
+        if isinstance(value, str) and value not in ("auto", "off") and NODES.fullmatch(value) is None:
+            raise ValueError("write auto, off, a memory node such as 0, or a list of them such as 0,1")
+        return value
 
     @field_validator("weights")
     @classmethod
     def _weights(cls, value: str) -> str:
         return built(value, WEIGHTS, BUILT_TARGET_WEIGHTS, "type of target weights")
 
+    @field_validator("backend")
+    @classmethod
+    def _backend(cls, value: str) -> str:
+        return built(value, BACKENDS, BACKENDS, "back end")
+
 
 class DraftSettings(Frozen):
     """The model that proposes."""
 
-    kind: str = Field("auto", description="auto (recognised from the folder), small (a smaller model) or none (the target alone)")
+    kind: str = Field(
+        "auto", description="auto (recognised from the folder), small (a smaller model), ngram (looks up what was said before) or none (the target alone)"
+    )
     model: str = Field("", description="id, id@revision or folder; empty: the embedded one of that kind")
     weights: str = Field("auto", description="fp32, fp16 or bf16; auto: fp32 on a CPU, fp16 on a GPU")
     device: str = Field("auto", description="auto (the first GPU if there is one, else the CPU), cpu or cuda:N")
@@ -83,13 +114,67 @@ class TreeSettings(Frozen):
         return built(value, POLICIES, BUILT_POLICIES, "tree policy")
 
 
+def _pairs(value: Any) -> Any:
+    """A table of TOML or JSON (token id -> bias), or the text "5=-2.5,17=3", as pairs; anything else as it is, for the types to judge."""
+    if isinstance(value, Mapping):
+        halves = [*value.items()]
+    elif isinstance(value, str):
+        halves = [(token, bias) for token, _, bias in (part.partition("=") for part in value.split(",") if value.strip())]
+    else:
+        return value
+    try:
+        return tuple((int(token), float(bias)) for token, bias in halves)
+    except (TypeError, ValueError):
+        raise ValueError("write token ids and biases, such as 17=-100,5=2.5 on a command line or { 17 = -100, 5 = 2.5 } in a file") from None
+
+
+def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Sorted by token id, so that equal biases are equal values."""
+    ordered = tuple(sorted(pairs))
+    for (token, _), (following, _) in pairwise(ordered):
+        if token == following:
+            raise ValueError(f"token {token} has two biases: leave one out")
+    return ordered
+
+
+LogitBias = Annotated[
+    tuple[tuple[Annotated[int, Field(ge=0, le=(1 << 31) - 1)], Annotated[float, Field(ge=-100.0, le=100.0)]], ...],
+    FailFast(),
+    MaxLen(MAX_BIASES),
+    BeforeValidator(_pairs),
+    AfterValidator(_in_order),
+]
+"""Pairs of a token id and what is added to its logit, in order of the ids."""
+
+
 class Sampling(Frozen):
-    """The processors of a session, applied in this order: temperature, top-k, top-p, min-p. Temperature 0 is greedy."""
+    """The processors of a session, applied in this order: logit bias, repetition penalty (over prompt and reply), presence and frequency penalty (over
+    the reply), least number of tokens, temperature, top-k, top-p, min-p. Temperature 0 is greedy: the largest logit before temperature.
+
+    The names and ranges are OpenAI's where it has them, else transformers'.
+    """
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = Field(0.0, description="0: greedy")
     top_k: Annotated[int, Field(ge=0, le=1 << 20)] = Field(0, description="keep the k likeliest tokens; 0: all")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="keep the likeliest tokens that together reach this probability")
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.0, description="keep tokens of at least this share of the likeliest one's probability")
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
+        1.0, description="logits of tokens of prompt and reply are divided by it, negative ones multiplied; 1: off"
+    )
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(0.0, description="taken off the logit of every token that the reply holds")
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(0.0, description="taken off a token's logit for each time that the reply holds it")
+    logit_bias: LogitBias = Field((), description="added to the logits of tokens: TOKEN=BIAS,..., with biases from -100 to 100")
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = Field(0, description="before so many tokens no token that ends the reply is chosen")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether anything is asked for beside temperature, top-k, top-p and min-p: then a token's logit depends on what was said before."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens)
+
+    @field_serializer("logit_bias", when_used="json")
+    def _table(self, pairs: tuple[tuple[int, float], ...]) -> dict[str, float]:
+        """In JSON a map from token id to bias, as OpenAI has it."""
+        return {str(token): bias for token, bias in pairs}
 
 
 class SamplingSettings(Sampling):

@@ -1,6 +1,6 @@
 """Who is here: the workers and clients that said Hello, and on what terms a newcomer is let in.
 
-Checks what only the coordinator can: protocol versions, that a key may play the role, that a draft shares the vocabulary of its target. Knows no
+Checks what only the coordinator can: protocol versions, that a key may play the role, that a draft with a vocabulary shares that of its target. Knows no
 sockets; a refusal is a `RequestError` whose code and text go back to the peer.
 """
 
@@ -20,16 +20,24 @@ MAX_WORKERS = 64
 MAX_PEERS = 1024
 
 
+@dataclass(frozen=True)
+class Language:
+    """What a worker with a tokenizer reads and writes."""
+
+    facts: VocabularyFacts
+    vocabulary: Mapping[int, str]
+    text: TextCodec
+
+
 @dataclass
 class Worker:
     """A registered draft or target worker."""
 
     peer: bytes
     hello: Hello
-    facts: VocabularyFacts
     limits: Limits
-    vocabulary: Mapping[int, str]
-    text: TextCodec
+    language: Language | None
+    """None: a draft without a model, which proposes no other tokens than it was sent. A target has one."""
     turns: Turns
     registered_ns: int
     clock: ClockOffset = field(default_factory=ClockOffset)
@@ -44,6 +52,18 @@ class Worker:
     def name(self) -> str:
         return self.hello.name
 
+    @property
+    def facts(self) -> VocabularyFacts:
+        """Of a target."""
+        assert self.language is not None
+        return self.language.facts
+
+    @property
+    def text(self) -> TextCodec:
+        """Of a target."""
+        assert self.language is not None
+        return self.language.text
+
     def plays(self, role: str) -> bool:
         return role in self.hello.roles
 
@@ -55,6 +75,7 @@ class Worker:
             model=hello.model,
             device=hello.device,
             threads=hello.threads,
+            binding=hello.binding,
             fingerprint=str(hello.fingerprint or ""),
             host=hello.host,
             pid=hello.pid,
@@ -125,18 +146,11 @@ class Registry:
     def _worker(self, peer: bytes, hello: Hello, now_ns: int) -> Worker:
         if "client" in hello.roles:
             raise RequestError("role", "a client cannot be a worker as well")
-        if hello.limits is None or hello.vocabulary is None or hello.tokenizer is None:
-            raise RequestError("protocol", f"the worker {hello.name} introduced itself without limits, vocabulary and tokenizer")
+        if hello.limits is None:
+            raise RequestError("protocol", f"the worker {hello.name} introduced itself without limits")
         if "target" in hello.roles and hello.fingerprint is None:
             raise RequestError("protocol", f"the target worker {hello.name} introduced itself without a fingerprint")
-        try:
-            vocabulary = read_vocabulary(hello.tokenizer.data)
-            text = TextCodec(hello.tokenizer.data, hello.vocabulary)
-        except CheckpointError as error:
-            raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None
-        except RequestError as error:
-            raise RequestError(error.code, f"{hello.model or hello.name}: {error}") from None
-        return Worker(peer, hello, hello.vocabulary, hello.limits, vocabulary, text, Turns(self._epoch), now_ns)
+        return Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns)
 
     def _check_vocabulary(self, draft: Worker) -> None:
         for worker in self.workers.values():
@@ -144,14 +158,27 @@ class Registry:
                 self._compare(draft, worker)
 
     def _compare(self, draft: Worker, target: Worker) -> None:
-        if draft.vocabulary == target.vocabulary:
+        if draft.language is None or target.language is None or draft.language.vocabulary == target.language.vocabulary:
             return
-        named = "; ".join(vocabulary_differences(target.vocabulary, draft.vocabulary))
+        named = "; ".join(vocabulary_differences(target.language.vocabulary, draft.language.vocabulary))
         raise RequestError(
             "vocabulary",
             f"the draft {draft.hello.model or draft.name} does not share the vocabulary of the target {target.hello.model or target.name}: {named}. "
             "Choose a draft of the same model family.",
         )
+
+
+def _language(hello: Hello) -> Language | None:
+    if hello.roles == ("draft",) and hello.vocabulary is None and hello.tokenizer is None:
+        return None
+    if hello.vocabulary is None or hello.tokenizer is None:
+        raise RequestError("protocol", f"the worker {hello.name} introduced itself without vocabulary and tokenizer")
+    try:
+        return Language(hello.vocabulary, read_vocabulary(hello.tokenizer.data), TextCodec(hello.tokenizer.data, hello.vocabulary))
+    except CheckpointError as error:
+        raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None
+    except RequestError as error:
+        raise RequestError(error.code, f"{hello.model or hello.name}: {error}") from None
 
 
 def _dotted(version: tuple[int, int]) -> str:

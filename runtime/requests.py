@@ -21,6 +21,7 @@ def read_request(submit: Submit, target: Worker) -> Request:
         raise RequestError("prompt_too_long", text)
     if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
         raise RequestError("settings", f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}")
+    _check_sampling(submit, target)
     seed = secrets.randbits(63) if submit.seed is None else submit.seed
     return Request(
         prompt=prompt,
@@ -33,6 +34,14 @@ def read_request(submit: Submit, target: Worker) -> Request:
         vocabulary_size=target.facts.size,
         stop=submit.stop,
     )
+
+
+def _check_sampling(submit: Submit, target: Worker) -> None:
+    sampling = submit.sampling
+    if (bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)) is not None:
+        raise RequestError("settings", f"token id {bad} of logit_bias is beyond the target's vocabulary of {target.facts.size}")
+    if sampling.min_tokens > submit.max_tokens:
+        raise RequestError("settings", f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the reply can never reach it")
 
 
 def attempt(submit: Submit, target: Worker) -> Request | RequestError:

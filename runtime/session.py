@@ -105,6 +105,7 @@ class Session:
             prompt=self.request.prompt,
             capacity=len(self.request.prompt) + self.request.max_tokens,
             vocabulary_size=self.request.vocabulary_size,
+            end=self.request.end,
             sampling=_sampling(self.request.sampling),
             tree=self.request.tree,
         )
@@ -233,4 +234,4 @@ class Session:
 
 def _sampling(sampling: Sampling) -> Sampling:
     """Just the processors: a request's settings may be of a richer class."""
-    return Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+    return Sampling(**{name: getattr(sampling, name) for name in Sampling.model_fields})

@@ -39,7 +39,23 @@ def client() -> Iterator[Client]:
         yield connected
 
 
-def complete(client: Client, turns: Sequence[str], *, seed: int = 0, tree: TreeSettings | None = None, tokens: int = TOKENS, **sampling: float) -> Finished:
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": ((15, -100.0), (17, 3.0)), "min_tokens": 40},
+    "all": {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.6,
+        "frequency_penalty": -0.3,
+        "logit_bias": ((15, -8.0), (17, 2.5)),
+        "min_tokens": 30,
+        "top_p": 0.95,
+        "min_p": 0.01,
+    },
+}
+
+
+def complete(client: Client, turns: Sequence[str], *, seed: int = 0, tree: TreeSettings | None = None, tokens: int = TOKENS, **sampling: object) -> Finished:
     request = client.submit(
         turns=turns, sampling=Sampling.model_validate(sampling), max_tokens=tokens, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None
     )
@@ -68,6 +84,27 @@ def test_sampled_output_is_the_same_with_and_without_speculation(client: Client,
 
 def test_sampled_output_is_the_same_with_any_tree(client: Client) -> None:
     check_all(client, PROMPTS[:2], TREES, temperature=1.0, seed=11)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalties", PENALTIES)
+def test_output_is_the_same_with_processors_that_look_back(client: Client, penalties: str, temperature: float) -> None:
+    trees = {name: TREES[name] for name in ("2/2/1", "15/8/10", "64/12/8")}
+    check_all(client, PROMPTS[3:5], trees, temperature=temperature, seed=6, **PENALTIES[penalties])  # type: ignore[arg-type]
+
+
+def test_processors_that_look_back_do_what_they_say(client: Client) -> None:
+    tree = TREES["15/8/10"]
+    plain = complete(client, PROMPTS[0], tree=tree).result
+    banned = plain.token_ids[3]
+    assert banned not in complete(client, PROMPTS[0], tree=tree, logit_bias=((banned, -100.0),)).result.token_ids
+    varied = complete(client, PROMPTS[0], tree=tree, frequency_penalty=2.0, presence_penalty=2.0).result
+    assert len(set(varied.token_ids)) / len(varied.token_ids) > len(set(plain.token_ids)) / len(plain.token_ids)
+    turns = ["Say hello."]
+    short = complete(client, turns, tree=tree).result
+    assert short.finish_reason == "stop"
+    longer = complete(client, turns, tree=tree, min_tokens=short.completion_tokens + 4).result
+    assert longer.completion_tokens >= short.completion_tokens + 4
 
 
 def test_speculation_happens_and_saves_target_passes(client: Client) -> None:
@@ -132,6 +169,19 @@ def test_the_inflated_target_with_another_draft_writes_the_same(client: Client, 
             assert finished.result.accepted_tokens > finished.result.rounds, "a target that drafts for itself is nearly always right"
             wrong = difference(finished, alone.result.token_ids)
             assert wrong is None, wrong
+
+
+def test_a_draft_that_looks_up_what_was_said_changes_nothing(client: Client) -> None:
+    repeating = [["Repeat after me: one two three four five, one two three four five, one two three four five, one two"]]
+    with running({"draft.kind": "ngram"}) as looking_up:
+        drafts = [w for w in looking_up.status().workers if w.roles == ("draft",)]
+        assert [(w.model, w.device) for w in drafts] == [("ngram", "cpu")]
+        for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, **PENALTIES["all"]}, PENALTIES["repetition"]):
+            for turns in [*PROMPTS[:3], *repeating]:
+                alone = complete(client, turns, seed=4, **options)  # type: ignore[arg-type]
+                for tree in (TREES["6/5/10"], TREES["64/12/8"]):
+                    wrong = difference(complete(looking_up, turns, seed=4, tree=tree, **options), alone.result.token_ids)  # type: ignore[arg-type]
+                    assert wrong is None, f"{options}, {turns}: {wrong}"
 
 
 @pytest.mark.gpu

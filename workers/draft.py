@@ -1,6 +1,7 @@
 """The draft worker: commands of the coordinator become calls of the engine, and what it proposes becomes events.
 
-Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and nothing of links; the engine is `drafter.py`.
+Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and nothing of links; the engine is `drafter.py` with a small
+model, or `lookup.py` without one, and then torch is never imported.
 """
 
 import os
@@ -9,40 +10,83 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError, SettingsError, StaleError
-from dovetail.protocol.messages import MAX_SPANS, Close, Closed, Command, Draft, Drafted, Event, Hello, Limits, Open, Opened
-from dovetail.protocol.settings import DraftSettings
+from dovetail.protocol.messages import MAX_SPANS, MAX_TOKENS, Close, Closed, Command, Draft, Drafted, Event, Hello, Limits, Open, Opened, VocabularyFacts
+from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.devices import first_device, open_device
-from dovetail.workers.drafter import Drafter, DraftSession, Proposal
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.lookup import Lookup
 from dovetail.workers.rounds import check_round, find_session
-from dovetail.workers.speculation.growth import Shape
+from dovetail.workers.speculation.proposal import Proposal, Shape
 
 MAX_OPEN = 64
 """Sessions held at a time, each with a cache of its own."""
 
 
+class EngineSession(Protocol):
+    """One sequence of an engine."""
+
+    log: list[int]
+    """The prompt and every committed token."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether the engine can read the whole log; else it proposes nothing."""
+
+
+SessionT = TypeVar("SessionT", bound=EngineSession)
+
+
+class Engine(Protocol[SessionT]):
+    """What proposes: `Drafter` or `Lookup`. Sessions are opened, drafted for, and dropped."""
+
+    def check_tokens(self, tokens: Sequence[int], /) -> None:
+        """`RequestError` if one of `tokens` cannot be read."""
+
+    def open(
+        self, prompt: Sequence[int], /, *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int]
+    ) -> SessionT:
+        """A session with the prompt read; `end`: ids that end the reply."""
+
+    def draft(self, session: SessionT, accepted: Sequence[int], bonus: int, shape: Shape, deadline_ns: int | None, /) -> Proposal:
+        """Move the root below the `accepted` nodes of the last proposal to `bonus`, and propose."""
+
+    def prepare(self, session: SessionT, /) -> bool:
+        """Do a bit of work ahead of need; False: there is none."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a draft worker says of itself. Without a vocabulary it knows no other tokens than it is sent."""
+
+    name: str
+    model: str
+    device: str
+    threads: int
+    context: int
+    vocabulary: VocabularyFacts | None = None
+    tokenizer: bytes | None = None
+
+
 @dataclass
-class _Held:
+class _Held(Generic[SessionT]):
     """A session of the engine, the last round done and the tree that was proposed in it."""
 
-    session: DraftSession
+    session: SessionT
     round: int = 0
     proposed: TokenTree = field(default_factory=TokenTree)
 
 
-class DraftWorker:
+class DraftWorker(Generic[SessionT]):
     """Open, Draft and Close of any number of sessions, one command at a time."""
 
-    def __init__(self, model: LanguageModel, *, name: str, device: str, threads: int) -> None:
-        self._model, self._device, self._name, self._threads = model, device, name, threads
-        self._spans = Spans()
-        self._drafter = Drafter(model, self._spans)
-        self._held: dict[int, _Held] = {}
+    def __init__(self, engine: Engine[SessionT], identity: Identity, spans: Spans) -> None:
+        """`spans` are those in which the engine measures itself."""
+        self._engine, self._identity, self._spans = engine, identity, spans
+        self._held: dict[int, _Held[SessionT]] = {}
         self._epoch = 0
         self.stale = 0
 
@@ -53,19 +97,19 @@ class DraftWorker:
     def hello(self, epoch: int) -> Hello:
         """The introduction; from now on events carry `epoch`."""
         self._epoch = epoch
-        checkpoint = self._model.checkpoint
+        identity, tokenizer = self._identity, self._identity.tokenizer
         return Hello(
             epoch=epoch,
             roles=("draft",),
-            name=self._name,
+            name=identity.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            model=checkpoint.source,
-            device=self._device,
-            threads=self._threads,
-            limits=Limits(context=self._model.context, sessions=MAX_OPEN),
-            vocabulary=checkpoint.vocabulary,
-            tokenizer=Array(dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer),
+            model=identity.model,
+            device=identity.device,
+            threads=identity.threads,
+            limits=Limits(context=identity.context, sessions=MAX_OPEN),
+            vocabulary=identity.vocabulary,
+            tokenizer=None if tokenizer is None else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
         )
 
     def handle(self, command: Command) -> Sequence[Event]:
@@ -86,8 +130,8 @@ class DraftWorker:
             return []
 
     def idle(self) -> bool:
-        """Compute the noise of one coming position of one session."""
-        return any(self._drafter.prepare(held.session) for held in self._held.values())
+        """Work ahead for one session, a bit."""
+        return any(self._engine.prepare(held.session) for held in self._held.values())
 
     def _open(self, command: Open) -> Opened:
         number = command.session
@@ -95,18 +139,20 @@ class DraftWorker:
             raise StaleError(f"session {number} is open already")
         if len(self._held) >= MAX_OPEN:
             raise RequestError("capacity", f"this draft worker holds {MAX_OPEN} sessions already; wait for one to end or start another worker")
-        self._drafter.check_tokens(command.prompt)
-        session = self._drafter.open(
+        self._engine.check_tokens(command.prompt)
+        session = self._engine.open(
             command.prompt,
             capacity=command.capacity,
             vocabulary_size=command.vocabulary_size,
             key=command.key,
             sampling=command.sampling,
             tree=command.tree,
+            end=command.end,
         )
         if not session.readable:
             print(
-                f"{self._name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._model.context}: nothing is drafted for it",
+                f"{self._identity.name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._identity.context}: "
+                "nothing is drafted for it",
                 file=sys.stderr,
             )
         self._held[number] = _Held(session)
@@ -120,19 +166,19 @@ class DraftWorker:
         shape = Shape(command.max_nodes, command.max_depth, command.max_width)
         try:
             with self._spans.measure("draft"):
-                proposal = self._drafter.draft(held.session, command.accepted, command.bonus, shape, deadline_ns)
+                proposal = self._engine.draft(held.session, command.accepted, command.bonus, shape, deadline_ns)
         except BaseException:  # the log may have moved and the cache not: what cannot be trusted is forgotten
             del self._held[command.session]
             raise
         held.round, held.proposed = command.round, proposal.tree
         return self._drafted(command, proposal)
 
-    def _check(self, held: _Held, command: Draft) -> None:
+    def _check(self, held: _Held[SessionT], command: Draft) -> None:
         length = len(held.session.log) + len(command.accepted) + 1
         check_round(command.session, last=held.round, round=command.round, length=length, prefix=command.prefix)
         if not held.proposed.is_path(command.accepted):
             raise RequestError("prefix", f"session {command.session}: nodes {command.accepted} are no path of the proposal of round {held.round}")
-        self._drafter.check_tokens([command.bonus])
+        self._engine.check_tokens([command.bonus])
 
     def _drafted(self, command: Draft, proposal: Proposal) -> Drafted:
         return Drafted(
@@ -148,13 +194,25 @@ class DraftWorker:
         )
 
 
-def open_draft_worker(settings: DraftSettings, *, name: str, threads: int) -> DraftWorker:
-    """The draft worker of `settings`: a smaller causal language model from the folder or hub id `settings.model`."""
+def open_draft_worker(settings: DraftSettings, *, name: str, threads: int) -> DraftWorker[Any]:
+    """The draft worker of `settings`: a lookup, or a smaller causal language model from the folder or hub id `settings.model`."""
     if settings.kind == "none":
-        raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto' or 'small'")
+        raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' or 'ngram'")
+    if settings.kind == "ngram":
+        return DraftWorker(Lookup(), Identity(name, "ngram", "cpu", 1, MAX_TOKENS), Spans())
     if not settings.model:
-        raise SettingsError("draft.model is empty: name the folder or the hub id of a smaller model of the target's family")
+        raise SettingsError("draft.model is empty: name the folder or the hub id of a smaller model of the target's family, or choose draft.kind 'ngram'")
+    return _open_small(settings, name, threads)
+
+
+def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker[Any]:
+    from dovetail.workers.devices import first_device, open_device  # torch comes in here
+    from dovetail.workers.drafter import Drafter
+    from dovetail.workers.models.language_model import load_language_model
+
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(settings.model, weights=weights, device=device.name)
-    return DraftWorker(model, name=name, device=device.name, threads=threads)
+    checkpoint, spans = model.checkpoint, Spans()
+    identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer)
+    return DraftWorker(Drafter(model, spans), identity, spans)

@@ -18,13 +18,13 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.models.attention import Segment
-from dovetail.workers.models.cache import KVCache
+from dovetail.protocol.tree import ROOT
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes, Shape, frontier, likeliest
+from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes, frontier, likeliest
 from dovetail.workers.speculation.noise import NoiseCache
-from dovetail.workers.speculation.sampling import process_logits
+from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.speculation.sampling import LookingBack, process_logits
 
 CHUNK = 256
 """Tokens of the log read in one pass: bounds the mask and the activations of a long prompt."""
@@ -36,23 +36,14 @@ SHARPENING = 1.0
 are grown for it (388 a round at 0.3, 329 at 1.0)."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """What is offered for verification, best first; `grown` nodes joined the pool for it, `hit`: its root lay in the pool already."""
-
-    tree: TokenTree
-    scores: tuple[float, ...]
-    grown: int
-    hit: bool
-
-
 @dataclass
 class DraftSession:
     """One sequence. `room` is the number of tokens of it that the draft can hold, `capacity` the number that it can come to."""
 
     log: list[int]
-    cache: KVCache
+    cache: Cache
     noise: NoiseCache | None
+    looking_back: LookingBack | None
     sampling: Sampling
     sharpening: float
     depth: int
@@ -76,7 +67,10 @@ class DraftSession:
     def move_root(self, path: Sequence[int], bonus: int, width: int) -> bool:
         """Append the tokens of the accepted pool nodes and the bonus to the log, and carry over what is known below; says whether the bonus was known."""
         tree = self.tree
-        self.log += [*(int(tree.tokens[node]) for node in path), bonus]
+        committed = [*(int(tree.tokens[node]) for node in path), bonus]
+        self.log += committed
+        if self.looking_back is not None:
+            self.looking_back.extend(committed)
         root = tree.child(path[-1] if path else ROOT, bonus)
         way = path if root is None else (*path, root)
         # a node with a child in the pool has a row: on the way only the last one may lack it, and then nothing is behind it
@@ -105,14 +99,20 @@ class Drafter:
                 "vocabulary", f"token {largest} is beyond the draft's vocabulary of {self.model.vocabulary_size}; choose a draft of the same family"
             )
 
-    def open(self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings) -> DraftSession:
-        """A session with the prompt read, where the draft's context holds it; no id at or beyond `vocabulary_size`, the target's, will be proposed."""
+    def open(
+        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+    ) -> DraftSession:
+        """A session with the prompt read, where the draft's context holds it; no id at or beyond `vocabulary_size`, the target's, will be proposed.
+
+        `end`: ids that end the reply.
+        """
         room = min(capacity, self.model.context)
         size = min(vocabulary_size, self.model.vocabulary_size)
         noise = NoiseCache(key, size, self.model.device) if sampling.temperature > 0 else None
+        back = LookingBack(sampling, prompt, end, size, self.model.device) if sampling.looks_back else None
         sharpening = SHARPENING if tree.sharpening == "auto" else tree.sharpening
         cache = self.model.new_cache(room + _tree_rows(tree) if len(prompt) <= room else 0)
-        session = DraftSession(list(prompt), cache, noise, sampling, sharpening, tree.depth, capacity, room, size)
+        session = DraftSession(list(prompt), cache, noise, back, sampling, sharpening, tree.depth, capacity, room, size)
         if session.readable:
             with self._spans.measure("prefill"):
                 self._read_log(session)
@@ -156,7 +156,7 @@ class Drafter:
                 continue
             with self._spans.measure("level" if level else "root"):
                 logits = self._read_nodes(session, nodes, level) if level else self._read_log(session)
-                ranking = self._ranking(session, logits, level)
+                ranking = self._ranking(session, logits, level, nodes)
                 added = session.tree.add_children(nodes, *likeliest(ranking, shape.width, session.sharpening))
             yield added
 
@@ -175,13 +175,15 @@ class Drafter:
         tree, cache = session.tree, session.cache
         segment_start = cache.length + tree.rows_used
         tree.give_rows(nodes)
-        segment = Segment(cache, segment_start, len(nodes), torch.from_numpy(tree.lineage(nodes)))
+        segment = Segment(cache, segment_start, len(nodes), Paths.seen(cache.length, tree.lineage(nodes)))
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         return self.model.forward(tokens, torch.full((len(nodes),), len(session.log) - 1 + level), [segment])
 
-    def _ranking(self, session: DraftSession, logits: Tensor, level: int) -> Tensor:
-        """What the target's choice below nodes of `level` is guessed by [N, V]: greedy the logits, else processed logits and the noise of that position."""
+    def _ranking(self, session: DraftSession, logits: Tensor, level: int, nodes: Nodes) -> Tensor:
+        """What the target's choice below `nodes`, all of `level`, is guessed by [N, V]: processed logits, and the noise of that position if there is any."""
         logits = logits[:, : session.vocabulary_size]
+        if session.looking_back is not None:
+            logits = session.looking_back.process(logits, [session.tree.path_tokens(node) for node in nodes.tolist()])
         if session.noise is None:
             return logits
         return process_logits(logits, session.sampling) + session.noise.row(len(session.log) + level)

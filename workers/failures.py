@@ -7,17 +7,25 @@ import sys
 import traceback
 
 from dovetail.protocol.errors import RequestError
-from dovetail.workers.devices import is_out_of_memory
 
 
 def as_request_error(error: Exception) -> RequestError:
     """The code and the line of text for an exception; one that nobody foresaw is printed whole to stderr. Holds on to nothing that the exception held."""
     if isinstance(error, RequestError):
         return RequestError(error.code, str(error))
-    if is_out_of_memory(error):
+    if _is_out_of_memory(error):
         return RequestError("memory", f"the worker's memory is exhausted: {_line(error)}")
     traceback.print_exception(error, file=sys.stderr)
     return RequestError("internal", f"{type(error).__name__}: {_line(error)}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has errors of its own for it, which can only come up where torch has been imported; a draft without a model does without it."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from dovetail.workers.devices import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _line(error: Exception) -> str:

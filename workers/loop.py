@@ -44,10 +44,13 @@ class Worker(Protocol):
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
 
 
-def serve(link: Link, worker: Worker) -> None:
-    """Register with the coordinator and work until Drain or until it has gone; `UserError` if it refuses this worker, `LinkClosed` if it goes before."""
+def serve(link: Link, worker: Worker, *, binding: str = "") -> None:
+    """Register with the coordinator and work until Drain or until it has gone; `UserError` if it refuses this worker, `LinkClosed` if it goes before.
+
+    `binding` says to which cores and memory this process is bound; the worker does not know.
+    """
     epoch = secrets.randbits(EPOCH_BITS)
-    link.send(encode(worker.hello(epoch)))
+    link.send(encode(worker.hello(epoch).model_copy(update={"binding": binding})))
     _Loop(link, worker, epoch, _welcome(link).epoch).run()
 
 

@@ -5,8 +5,10 @@ Knows which command is stale, wrong or next; how tokens are computed is the veri
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError, SettingsError, StaleError
@@ -46,11 +48,25 @@ class Identity:
     fingerprint: Fingerprint
 
 
-def open_target_worker(settings: TargetSettings, *, name: str, threads: int) -> "TargetWorker":
-    """A target worker with its model loaded on its device; `UserError` names what is wrong with the settings."""
+def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None) -> "TargetWorker":
+    """A target worker with its model loaded on its device; `UserError` names what is wrong with the settings.
+
+    `profile`: the file that remembers what was measured on this machine.
+    """
     device = open_device(settings.device, threads)
-    model = load_language_model(settings.model, weights=settings.weights, device=device.name, inflate_bytes=_inflation(settings.inflate))
-    fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=f"{device.library}-{model.kernels}")
+    if settings.weights == "int8-per-tensor":
+        print(f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes a token depend on what is computed beside it", file=sys.stderr)
+    model = load_language_model(
+        settings.model,
+        weights=settings.weights,
+        device=device.name,
+        backend=settings.backend,
+        inflate_bytes=_inflation(settings.inflate),
+        profile=profile,
+    )
+    # the kernels compute the same bytes with any instruction set and any number of threads, torch does not
+    family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
+    fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family)
     return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint))
 
 
@@ -113,7 +129,13 @@ class TargetWorker:
             self.stale += 1
             return []
         bonus, margin = self._verifier.open(
-            command.session, key=command.key, prompt=command.prompt, capacity=command.capacity, sampling=command.sampling, tree=command.tree
+            command.session,
+            key=command.key,
+            prompt=command.prompt,
+            capacity=command.capacity,
+            sampling=command.sampling,
+            tree=command.tree,
+            end=command.end,
         )
         return [Opened(epoch=self._epoch, session=command.session, bonus=bonus, margin=margin, spans=self._spans.take(MAX_SPANS))]
 

@@ -20,13 +20,12 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.failures import as_request_error
-from dovetail.workers.models.attention import Segment
-from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.rounds import check_round, find_session
 from dovetail.workers.speculation.acceptance import walk
 from dovetail.workers.speculation.noise import NoiseCache
-from dovetail.workers.speculation.sampling import choose, process_logits
+from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
 
 PREFILL_ROWS = 256
 """Rows of a prefill pass: enough to be bound by arithmetic, few enough that activations stay small."""
@@ -37,13 +36,21 @@ MAX_SESSIONS = 64
 class _Session:
     log: list[int]
     """The prompt and every committed token; the last one is the root and has no row in the cache."""
-    cache: KVCache
+    cache: Cache
     capacity: int
     sampling: Sampling
     tree: TreeSettings
     noise: NoiseCache | None
     """None: greedy."""
+    looking_back: LookingBack | None
+    """None: no processor looks back."""
     round: int = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append what has been committed."""
+        self.log += tokens
+        if self.looking_back is not None:
+            self.looking_back.extend(tokens)
 
 
 class Verifier:
@@ -60,16 +67,20 @@ class Verifier:
     def __contains__(self, session: int) -> bool:
         return session in self._sessions
 
-    def open(self, number: int, *, key: bytes, prompt: Sequence[int], capacity: int, sampling: Sampling, tree: TreeSettings) -> tuple[int, float]:
-        """Prefill the prompt of a new session that may grow to `capacity` tokens; its first token and that one's margin."""
+    def open(
+        self, number: int, *, key: bytes, prompt: Sequence[int], capacity: int, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+    ) -> tuple[int, float]:
+        """Prefill the prompt of a new session that may grow to `capacity` tokens; its first token and that one's margin. `end`: ids that end the reply."""
         self._check_room(prompt, capacity)
+        self._check_biases(sampling)
         with self._spans.measure("prefill"):
             noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if sampling.temperature > 0.0 else None
-            session = _Session(list(prompt), self._model.new_cache(capacity + tree.gamma), capacity, sampling, tree, noise)
+            back = LookingBack(sampling, prompt, end, self._model.vocabulary_size, self._model.device) if sampling.looks_back else None
+            session = _Session(list(prompt), self._model.new_cache(capacity + tree.gamma), capacity, sampling, tree, noise, back)
             logits = self._prefill(session)
-            choices = _choices(session, logits, [len(prompt)])
+            choices = _choices(session, logits, TokenTree())
             bonus, margin = choices[0], choices.margin(0)
-        session.log.append(bonus)
+        session.extend([bonus])
         self._sessions[number] = session
         return bonus, margin
 
@@ -113,6 +124,11 @@ class Verifier:
         if max(prompt) >= size:
             raise RequestError("vocabulary", f"the prompt has token {max(prompt)}, beyond the vocabulary of {size}")
 
+    def _check_biases(self, sampling: Sampling) -> None:
+        size = self._model.vocabulary_size
+        if (largest := max((token for token, _ in sampling.logit_bias), default=0)) >= size:
+            raise RequestError("vocabulary", f"logit_bias names token {largest}, beyond the vocabulary of {size}")
+
     def _prefill(self, session: _Session) -> Tensor:
         """Compute and commit the rows of the prompt, some at a time; the logits [1, V] after its last token."""
         logits = torch.empty(0)
@@ -135,14 +151,14 @@ class Verifier:
             tokens += (session.log[-1], *tree.tokens)
             # what lies beyond the context is cut from the reply, but its rows are computed, and a model need have no position for them
             positions += (min(root + depth, self._model.context - 1) for depth in (0, *tree.depths))
-            segments.append(Segment(session.cache, root, len(tree) + 1, tree_mask(tree) if tree else None))
+            segments.append(Segment(session.cache, root, len(tree) + 1, tree_paths(tree, root) if tree else None))
         logits = self._model.forward(torch.tensor(tokens), torch.tensor(positions), segments)
         return torch.split(logits, [segment.count for segment in segments])
 
     def _judge(self, item: VerifyItem, logits: Tensor) -> VerifiedItem | RequestError:
         session, tree = self._sessions[item.session], item.tree
         try:
-            choices = _choices(session, logits, [len(session.log) + depth for depth in (0, *tree.depths)])
+            choices = _choices(session, logits, tree)
             accepted, bonus = walk(tree, choices)
             margins = tuple(choices.margin(node + 1) for node in (-1, *accepted))
         except Exception as error:  # the other sessions of the pass have their verdicts
@@ -161,22 +177,18 @@ class Verifier:
         root = session.cache.length
         path = [root, *(root + 1 + node for node in verdict.accepted)]
         session.cache.keep(path, len(path))
-        session.log += (*(tree.tokens[node] for node in verdict.accepted), verdict.bonus)
+        session.extend([*(tree.tokens[node] for node in verdict.accepted), verdict.bonus])
         session.round = verdict.round
         if session.noise is not None:
             session.noise.drop_before(len(session.log))
 
 
-def tree_mask(tree: TokenTree) -> Tensor:
-    """bool [N + 1, N + 1]: the root's row, then each node's, sees the root, the node's ancestors and itself."""
-    size = len(tree) + 1
-    rows = [bytearray(size)]
-    rows[0][0] = 1
+def tree_paths(tree: TokenTree, root: int) -> Paths:
+    """What the rows of a tree see whose root is written to slot `root` and node i behind it: all slots before, the root, their ancestors, themselves."""
+    paths = [[root]]
     for node, parent in enumerate(tree.parents):
-        row = bytearray(rows[parent + 1])
-        row[node + 1] = 1
-        rows.append(row)
-    return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(size, size)
+        paths.append([*paths[parent + 1], root + 1 + node])
+    return Paths.of(root, paths)
 
 
 class _Greedy:
@@ -196,11 +208,11 @@ class _Greedy:
         return margin
 
 
-class _Sampled:
+class _Processed:
     """The choices of the rows that are asked for, one by one: processing a row costs far more than looking at it, and few lie on the path."""
 
-    def __init__(self, logits: Tensor, sampling: Sampling, noise: NoiseCache, positions: Sequence[int]) -> None:
-        self._logits, self._sampling, self._noise, self._positions = logits, sampling, noise, positions
+    def __init__(self, session: _Session, logits: Tensor, tree: TokenTree) -> None:
+        self._session, self._logits, self._tree = session, logits, tree
         self._chosen: dict[int, tuple[int, float]] = {}
 
     def __getitem__(self, row: int) -> int:
@@ -211,16 +223,21 @@ class _Sampled:
 
     def _choose(self, row: int) -> tuple[int, float]:
         if row not in self._chosen:
-            processed = process_logits(self._logits[row : row + 1], self._sampling)
-            ids, margins = choose(processed, self._noise.row(self._positions[row]).unsqueeze(0))
+            session = self._session
+            path = [self._tree.tokens[node] for node in self._tree.path(row - 1)]
+            logits = self._logits[row : row + 1]
+            if session.looking_back is not None:
+                logits = session.looking_back.process(logits, [path])
+            noise = session.noise.row(len(session.log) + len(path)).unsqueeze(0) if session.noise is not None else None
+            ids, margins = choose(process_logits(logits, session.sampling), noise)
             self._chosen[row] = int(ids[0]), float(margins[0])
             _check_number(self._chosen[row][1])
         return self._chosen[row]
 
 
-def _choices(session: _Session, logits: Tensor, positions: Sequence[int]) -> _Greedy | _Sampled:
-    """The target's choices after the rows of `logits` [M, V]; `positions`: where in the log each choice would stand."""
-    return _Greedy(logits) if session.noise is None else _Sampled(logits, session.sampling, session.noise, positions)
+def _choices(session: _Session, logits: Tensor, tree: TokenTree) -> _Greedy | _Processed:
+    """The target's choices after the rows of `logits` [M, V]: the end of the session's log, then each node of `tree`."""
+    return _Greedy(logits) if session.noise is None and session.looking_back is None else _Processed(session, logits, tree)
 
 
 def _check_number(margin: float) -> None:

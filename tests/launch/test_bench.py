@@ -91,6 +91,8 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
     file.write_text("[tree]\ngamma = 3\ndepth = 2\n")
     assert read_method(base(), "none").configuration.settings.draft.kind == "none"
     assert read_method(base(), str(tmp_path)).configuration.settings.draft.model == str(tmp_path)
+    looking_up = read_method(base().over("--draft", {"draft.model": "x"}), "ngram").configuration.settings.draft
+    assert (looking_up.kind, looking_up.model) == ("ngram", "")
     tree = read_method(base(), f"{file},tree.gamma=9").configuration.settings.tree
     assert (tree.gamma, tree.depth) == (9, 2)
 

@@ -54,6 +54,10 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         ({"target.threads": "few"}, {}, ("whole number from 1 to 1024 or 'auto'",)),
         ({"draft.kind": "eagle"}, {}, ("draft.kind", "not built yet", "'small'")),
         ({"draft.kind": "smal"}, {}, ("there is no draft kind 'smal'",)),
+        ({"sampling.logit_bias": "5"}, {}, ("sampling.logit_bias = '5'", "--sampling.logit_bias", "17=-100,5=2.5")),
+        ({"sampling.logit_bias": "5=1,5=2"}, {}, ("token 5 has two biases",)),
+        ({"sampling.logit_bias": "5=101"}, {}, ("'5=101'", "B a number from -100.0 to 100.0")),
+        ({"sampling.presence_penalty": "3"}, {}, ("a number from -2.0 to 2.0",)),
         ({}, {"DOVETAIL_TREE__GAMA": "6"}, ("DOVETAIL_TREE__GAMA", "did you mean 'DOVETAIL_TREE__GAMMA'")),
         ({}, {"DOVETAIL_TREE_GAMMA": "6"}, ("did you mean DOVETAIL_TREE__GAMMA",)),
         ({}, {"DOVETAIL_TREE__GAMMA": "-1"}, ("'-1'", "DOVETAIL_TREE__GAMMA")),
@@ -75,6 +79,8 @@ def test_a_wrong_setting_is_named_with_value_origin_and_remedy(flags: dict[str, 
         ("[[tree]]\ngamma = 6\n", ("tree in ", "must be a table")),
         ("[tree]\ngamma = '6'\n", ("tree.gamma = '6'", "whole number")),
         ("[tree\n", ("no TOML",)),
+        ("[sampling]\nlogit_bias = 3\n", ("sampling.logit_bias = 3", "A=B with commas between them")),
+        ("[sampling.logit_bias]\nfive = 3\n", ("sampling.logit_bias = {'five': 3}", "{ 17 = -100, 5 = 2.5 }")),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
@@ -90,15 +96,24 @@ def test_variables_that_kubernetes_makes_for_a_service_are_not_ours() -> None:
     assert configure(environment=service).settings == configure(environment={}).settings
 
 
-@given(gamma=st.integers(0, 1023), temperature=st.floats(0, 100), model=st.text(st.characters(blacklist_categories=["Cs", "Cc"])))
-def test_the_flags_for_another_process_give_it_the_same_settings(gamma: int, temperature: float, model: str) -> None:
-    mine = configure(flags={"tree.gamma": str(gamma), "sampling.temperature": str(temperature), "target.model": model}, environment={})
+@given(
+    gamma=st.integers(0, 1023),
+    temperature=st.floats(0, 100),
+    model=st.text(st.characters(blacklist_categories=["Cs", "Cc"])),
+    biases=st.dictionaries(st.integers(0, 1 << 30), st.floats(-100, 100), max_size=3),
+)
+def test_the_flags_for_another_process_give_it_the_same_settings(gamma: int, temperature: float, model: str, biases: dict[int, float]) -> None:
+    spelt = ",".join(f"{token}={bias!r}" for token, bias in biases.items())
+    flags = {"tree.gamma": str(gamma), "sampling.temperature": str(temperature), "target.model": model, "sampling.logit_bias": spelt}
+    mine = configure(flags=flags, environment={})
+    assert dict(mine.settings.sampling.logit_bias) == biases
     flags = dict(argument.removeprefix("--").split("=", 1) for argument in mine.arguments("target", "draft", "tree", "sampling", "coordinator"))
     assert configure(flags=flags, environment={}).settings == mine.settings
 
 
 def test_config_show_prints_a_file_that_gives_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["config", "show", "--origin", "--gamma", "9", "--draft", "none", "--temperature", "0.5", "--inflate", "512MiB"]) == 0
+    biases = ("--logit-bias", "9=-2.5", "--logit-bias", "5=3")
+    assert run(["config", "show", "--origin", "--gamma", "9", "--draft", "none", "--temperature", "0.5", "--inflate", "512MiB", *biases]) == 0
     text = capsys.readouterr().out
     file = tmp_path / "settings.toml"
     file.write_text(text)
@@ -106,7 +121,9 @@ def test_config_show_prints_a_file_that_gives_the_same_settings(tmp_path: Path, 
     assert set(values) == set(SETTINGS)
     assert (values["tree.gamma"], values["draft.kind"], values["sampling.temperature"], values["target.inflate"]) == (9, "none", 0.5, "512MiB")
     assert "gamma = 9                        # --tree.gamma" in text
-    assert configure(file=file, environment={}).settings.model_dump() == tomllib.loads(text)
+    again = configure(file=file, environment={}).settings
+    assert again.sampling.logit_bias == ((5, 3.0), (9, -2.5))
+    assert again.model_dump(mode="json") == tomllib.loads(text)
 
 
 def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,21 @@ def answers(path: Path) -> dict[str, list[dict[str, object]]]:
     return {line["id"]: line["results"] for line in map(json.loads, path.read_text().splitlines())}
 
 
+def test_penalties_biases_and_a_least_length_are_flags(run: Run, stack: Stack) -> None:
+    def ids(*flags: str) -> list[int]:
+        done = run("generate", "Say hello.", "--connect", stack.address, "--json", "--max-tokens", "40", *flags)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["token_ids"]
+
+    plain = ids()
+    assert len(plain) < 30
+    assert len(ids("--min-tokens", "30")) >= 30
+    banned = ids(f"--logit-bias={plain[0]}=-100", f"--logit-bias={plain[1]}=-100")
+    assert not {*plain[:2]} & {*banned}
+    pressed = ids("--min-tokens", "40", "--presence-penalty", "2", "--frequency-penalty", "2", "--repetition-penalty", "1.5")
+    assert len(set(pressed)) > 34
+
+
 def test_json_is_one_object_of_exactly_the_promised_fields(run: Run, stack: Stack) -> None:
     done = run("generate", STORY, "--connect", stack.address, "--json", "--max-tokens", "24", "--seed", "7", "--temperature", "1")
     assert done.returncode == 0, done.stderr

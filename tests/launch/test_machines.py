@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.launch.supervise import Stack
+from dovetail.launch.supervise import Stack, layout_of
+from dovetail.launch.topology import format_numbers
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -55,3 +56,34 @@ def test_a_key_does_not_open_another_role(start: Start, run: Run, tmp_path: Path
     refused = run("worker", "--role", "draft", "--connect", address, "--keys", str(folder))
     assert refused.returncode == 2
     assert "'client' may be client, not draft" in refused.stderr
+
+
+def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
+    workers = json.loads(run("status", "--connect", stack.address, "--json").stdout)["workers"]
+    layout = layout_of(stack.configuration.settings)
+    places = {"target": layout.target, "draft": layout.draft}
+    expected = {name: ("cores" if not place.nodes else "full", format_numbers(place.cores)) for name, place in places.items()}
+    assert {w["name"]: (w["binding"].partition(":")[0], w["binding"].partition("cores ")[2].partition(",")[0]) for w in workers} == expected
+    assert f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}" in run("status", "--connect", stack.address).stdout
+
+
+def test_a_worker_by_hand_is_bound_nowhere_and_says_so(start: Start, run: Run) -> None:
+    coordinator = start("coordinator")
+    assert coordinator.stdout is not None
+    address = coordinator.stdout.readline().strip()
+    worker = start("worker", "--role", "target", "--connect", address, "--target.numa", "off")
+    while not (workers := json.loads(run("status", "--connect", address, "--json").stdout)["workers"]):
+        assert worker.poll() is None
+    assert workers[0]["binding"] == "none"
+
+
+def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: Run) -> None:
+    target = ("worker", "--role", "target", "--connect", "ipc:///tmp/nowhere")
+    for arguments, words in (
+        (("--memory-nodes", "0"), "--memory-nodes goes with --cores"),
+        (("--cores", "0", "--memory-nodes", "x"), "is no list of nodes"),
+        (("--target.numa", "63"), "there is no node 63"),
+    ):
+        refused = run(*target, *arguments)
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+        assert words in refused.stderr

@@ -71,6 +71,7 @@ def test_the_memory_is_at_most_that_of_the_machine() -> None:
         {"target.model": "/no/such/model", "draft.kind": "none"},
         {"target.model": "owner/name", "draft.model": "/no/such/model"},
         {"target.inflate": "10000TiB"},
+        {"draft.kind": "ngram", "draft.model": "owner/name"},
     ],
 )
 def test_nothing_is_started_for_what_cannot_be_loaded(flags: dict[str, str]) -> None:

@@ -25,13 +25,15 @@ def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
-    assert len(report["checks"]) == 10
+    assert len(report["checks"]) == 12
     assert all(list(check) == ["case", "ok", "tokens", "margin"] and check["tokens"] > 0 for check in report["checks"])
 
 
 def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
     done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "4")
     assert "temperature 1 top_p 0.9 · gamma 15 depth 8 width 10" in done.stdout
+    assert "temperature 0 repetition_penalty 1.2 min_tokens 4 · " in done.stdout
+    assert "logit_bias 2 · " in done.stdout
 
 
 def test_equal_tokens_do_not_differ() -> None:

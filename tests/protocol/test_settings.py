@@ -52,11 +52,30 @@ def test_a_misspelt_policy_is_told_from_one_that_is_not_built() -> None:
         (Sampling, "top_k", True, "valid integer"),
         (Sampling, "top_p", 0.0, "greater than 0"),
         (Sampling, "min_p", 1.1, "less than or equal to 1"),
+        (Sampling, "repetition_penalty", 0.0, "greater than 0"),
+        (Sampling, "presence_penalty", 2.1, "less than or equal to 2"),
+        (Sampling, "frequency_penalty", -2.1, "greater than or equal to -2"),
+        (Sampling, "min_tokens", -1, "greater than or equal to 0"),
+        (Sampling, "logit_bias", ((5, 100.5),), "less than or equal to 100"),
+        (Sampling, "logit_bias", ((-1, 1.0),), "greater than or equal to 0"),
+        (Sampling, "logit_bias", ((5, 1.0), (5, 2.0)), "token 5 has two biases"),
+        (Sampling, "logit_bias", ((5, "1"),), "valid number"),
+        (Sampling, "logit_bias", {"five": 1.0}, "write token ids and biases, such as 17=-100,5=2.5"),
+        (Sampling, "logit_bias", "5:1", "write token ids and biases"),
+        (Sampling, "logit_bias", {str(i): 1.0 for i in range(settings.MAX_BIASES + 1)}, f"at most {settings.MAX_BIASES} items"),
     ],
 )
 def test_a_value_out_of_range_or_of_another_type_is_refused(model: type[settings.Frozen], field: str, value: object, complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         model.model_validate({field: value})
+
+
+@pytest.mark.parametrize("value", [((5, -2.5), (17, 3.0)), ((17, 3.0), (5, -2.5)), {"17": 3, "5": -2.5}, {17: 3.0, 5: -2.5}, "17=3, 5=-2.5"])
+def test_biases_are_equal_however_they_are_written(value: object) -> None:
+    sampling = Sampling.model_validate({"logit_bias": value})
+    assert sampling == Sampling(logit_bias=((5, -2.5), (17, 3.0)))
+    assert len({sampling, Sampling(logit_bias=((5, -2.5), (17, 3.0)))}) == 1
+    assert sampling.model_dump(mode="json")["logit_bias"] == {"5": -2.5, "17": 3.0}
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -286,6 +286,39 @@ def test_a_target_that_comes_later_turns_a_draft_of_another_vocabulary_away() ->
     assert [w.roles for w in house.report().workers] == [("target",)]
 
 
+def test_a_draft_without_a_model_goes_with_any_target() -> None:
+    house = House(draft=False)
+    draft = house.add(ScriptedDraft, "draft", vocabulary=None)
+    assert draft.failures == []
+    result = house.complete().result
+    assert list(result.token_ids) == continuation(PROMPT, 60)
+    assert result.accepted_tokens > 0
+    early = House(draft=False, target=False)
+    assert early.add(ScriptedDraft, "draft", vocabulary=None).failures == early.add(ScriptedTarget, "target").failures == []
+    assert len(early.report().workers) == 2
+
+
+def test_a_target_without_a_vocabulary_is_refused() -> None:
+    stranger = House(target=False).add(ScriptedTarget, "target", vocabulary=None)
+    assert stranger.failures[0].code == "protocol"
+    assert "without vocabulary and tokenizer" in stranger.failures[0].text
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0))), f"token id {VOCABULARY} of logit_bias is beyond the target's vocabulary of {VOCABULARY}"),
+        (Sampling(min_tokens=61), "min_tokens is 61 and max_tokens 60"),
+    ],
+)
+def test_a_sampling_that_does_not_fit_is_refused_by_name(sampling: Sampling, words: str) -> None:
+    house = House()
+    house.submit(sampling=sampling)
+    failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "settings"
+    assert words in failed.text
+
+
 def test_another_major_version_is_refused_with_both_named() -> None:
     house = House(draft=False)
     stranger = house.add(ScriptedDraft, "draft", version=(9, 0))

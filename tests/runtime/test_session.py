@@ -5,19 +5,21 @@ from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
 from dovetail.protocol.messages import Close, Draft, Drafted, Open, Opened, VerifiedItem, VerifyItem
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.session import Ask, Emit, Finish, Request, Session, State
 from dovetail.runtime.text import Detokenizer
 from support.scripted import END, VOCABULARY, tokenizer_bytes
 
 
-def new_session(*, speculating: bool = True, max_tokens: int = 20, stop: tuple[str, ...] = (), tree: TreeSettings | None = None) -> Session:
+def new_session(
+    *, speculating: bool = True, max_tokens: int = 20, stop: tuple[str, ...] = (), tree: TreeSettings | None = None, sampling: Sampling | None = None
+) -> Session:
     request = Request(
         prompt=(9, 8),
         key=bytes(16),
         seed=1,
-        sampling=Sampling(),
+        sampling=sampling or Sampling(),
         max_tokens=max_tokens,
         tree=tree or TreeSettings(gamma=4, depth=3, width=2),
         end=(END,),
@@ -45,6 +47,16 @@ def verdict(session: Session, accepted: tuple[int, ...], bonus: int) -> list[obj
 def test_begin_opens_both_workers_and_only_the_target_without_a_draft() -> None:
     assert [(a.role, type(a.command)) for a in new_session().begin() if isinstance(a, Ask)] == [("target", Open), ("draft", Open)]
     assert [a.role for a in new_session(speculating=False).begin() if isinstance(a, Ask)] == ["target"]
+
+
+def test_workers_are_told_every_processor_and_what_ends_the_reply() -> None:
+    asked = SamplingSettings(temperature=0.5, top_k=3, repetition_penalty=1.2, presence_penalty=0.1, logit_bias=((4, 1.0),), min_tokens=3, max_tokens=9)
+    for ask in new_session(sampling=asked).begin():
+        assert isinstance(ask, Ask)
+        assert isinstance(ask.command, Open)
+        assert ask.command.end == (END,)
+        assert type(ask.command.sampling) is Sampling
+        assert ask.command.sampling.model_dump() == {name: getattr(asked, name) for name in Sampling.model_fields}
 
 
 def test_a_round_is_draft_then_verify_then_commit() -> None:

@@ -35,7 +35,17 @@ def representative() -> dict[str, Any]:
     m = importlib.import_module("dovetail.protocol.messages")
     array = importlib.import_module("dovetail.protocol.arrays").Array
     settings = importlib.import_module("dovetail.protocol.settings")
-    sampling = settings.Sampling(temperature=0.7, top_k=50, top_p=0.95, min_p=0.05)
+    sampling = settings.Sampling(
+        temperature=0.7,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        logit_bias=((11, -100.0), (9707, 2.5)),
+        min_tokens=4,
+    )
     tree = settings.TreeSettings(gamma=6, depth=5, width=10, sharpening=0.5)
     spans = (("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000))
     fingerprint = m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local")
@@ -77,6 +87,7 @@ def representative() -> dict[str, Any]:
         model="demo/target",
         device="cpu",
         threads=2,
+        binding="full: cores 0-1, memory of node 0",
         fingerprint=str(fingerprint),
         host="localhost",
         pid=4242,
@@ -99,6 +110,7 @@ def representative() -> dict[str, Any]:
             model="demo/target",
             device="cpu",
             threads=2,
+            binding="full: cores 0-1, memory of node 0",
             fingerprint=fingerprint,
             limits=m.Limits(context=4096, nodes=1024, sessions=8),
             vocabulary=vocabulary,
@@ -107,7 +119,17 @@ def representative() -> dict[str, Any]:
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
         "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
-        "open": m.Open(epoch=1, session=3, key=bytes(range(16)), prompt=(151644, 872, 198), capacity=515, vocabulary_size=151936, sampling=sampling, tree=tree),
+        "open": m.Open(
+            epoch=1,
+            session=3,
+            key=bytes(range(16)),
+            prompt=(151644, 872, 198),
+            capacity=515,
+            vocabulary_size=151936,
+            end=(151643, 151645),
+            sampling=sampling,
+            tree=tree,
+        ),
         "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, spans=spans),
         "draft": m.Draft(epoch=1, session=3, round=2, prefix=18, accepted=(0, 2), bonus=1879, max_nodes=6, max_depth=5, max_width=10, deadline_ms=12.5),
         "drafted": m.Drafted(

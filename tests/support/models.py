@@ -10,10 +10,30 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.fused import BlockedCache
+from dovetail.workers.models.segment import Cache
 
 VOCABULARY = 48
 CONTEXT = 96
@@ -30,29 +50,82 @@ SHAPE = {
 }
 
 
-def tiny_llama(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
+def _shape(context: int) -> dict[str, Any]:
+    return {**SHAPE, "max_position_embeddings": context}
+
+
+def tiny_llama(
+    folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, layers: int = 2, dtype: torch.dtype = torch.float32, **shape: Any
+) -> Path:
     """A random Llama in `folder`, the same for the same arguments."""
-    config = LlamaConfig(vocab_size=vocab, num_hidden_layers=layers, **{"tie_word_embeddings": False, **SHAPE, **shape})
+    config = LlamaConfig(vocab_size=vocab, num_hidden_layers=layers, **{"tie_word_embeddings": False, **_shape(context), **shape})
     return _save(folder, LlamaForCausalLM, config, seed, dtype)
 
 
-def tiny_qwen2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0) -> Path:
+def tiny_qwen2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
     """A random Qwen2: biases in the projections, tied embeddings."""
-    return _save(folder, Qwen2ForCausalLM, Qwen2Config(vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **SHAPE), seed, torch.float32)
+    return _save(folder, Qwen2ForCausalLM, Qwen2Config(vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **_shape(context)), seed, dtype)
 
 
-def tiny_mistral(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, window: int | None = None) -> Path:
+def tiny_qwen3(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Qwen3: norms on the heads of queries and keys, heads wider than hidden / heads."""
+    config = Qwen3Config(vocab_size=vocab, num_hidden_layers=2, head_dim=24, tie_word_embeddings=False, **_shape(context))
+    return _save(folder, Qwen3ForCausalLM, config, seed, dtype)
+
+
+def tiny_mistral(
+    folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, window: int | None = None, dtype: torch.dtype = torch.float32
+) -> Path:
     """A random Mistral whose layers attend to the last `window` tokens, None: to all."""
-    return _save(folder, MistralForCausalLM, MistralConfig(vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **SHAPE), seed, torch.float32)
+    return _save(folder, MistralForCausalLM, MistralConfig(vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **_shape(context)), seed, dtype)
+
+
+def tiny_phi3(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Phi-3: fused projections, and only half of each head is rotated."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = Phi3Config(vocab_size=vocab, num_hidden_layers=2, rope_parameters=rope, original_max_position_embeddings=context, **_shape(context))
+    return _save(folder, Phi3ForCausalLM, config, seed, dtype)
+
+
+def tiny_gemma2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, window: int = 6, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Gemma 2: every other layer attends to the last `window` tokens, scores and logits are soft-capped, norms on both sides of each half."""
+    config = Gemma2Config(
+        vocab_size=vocab, num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=window, attn_logit_softcapping=5.0, **_shape(context)
+    )
+    return _save(folder, Gemma2ForCausalLM, config, seed, dtype)
+
+
+def tiny_gpt2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+    """A random GPT-2: learned positions, layer norms with biases, weights [in, out]."""
+    names = {name: value for name, value in _shape(context).items() if name.endswith(("_id", "range"))}
+    config = GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=context, n_inner=96, **names)
+    return _save(folder, GPT2LMHeadModel, config, seed, dtype)
+
+
+def tiny_sliding(folder: Path, *, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Mistral with a window shorter than the sequences of the tests."""
+    return tiny_mistral(folder, context=context, window=7, dtype=dtype)
+
+
+FAMILIES = {
+    "llama": tiny_llama,
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+    "mistral": tiny_mistral,
+    "mistral-sliding": tiny_sliding,
+    "phi3": tiny_phi3,
+    "gemma2": tiny_gemma2,
+    "gpt2": tiny_gpt2,
+}
 
 
 def _save(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int, dtype: torch.dtype) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zeros otherwise, and a bias that is lost would go unseen
-            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed + 1))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # zeros or ones otherwise, and a bias or a norm's weight that is lost would go unseen
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + 1))
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder, config.vocab_size)
     return folder
@@ -64,6 +137,20 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def cache_row(cache: Cache, slot: int) -> torch.Tensor:
+    """The keys and values [layers, 2, kv_heads, head_dim] of one slot, whichever layout a back end has."""
+    if isinstance(cache, KVCache):
+        return cache.rows[:, :, :, slot]
+    assert isinstance(cache, BlockedCache)
+    return torch.stack([cache.keys[:, :, slot // 16, :, slot % 16], cache.values[:, :, slot]], dim=1)
+
+
+def spoil(cache: Cache) -> None:
+    """Fill a cache with what is no number: whatever reads a row that it should not shows."""
+    for rows in (cache.rows,) if isinstance(cache, KVCache) else (cache.keys, cache.values):  # type: ignore[attr-defined]
+        rows.fill_(float("nan"))
 
 
 @lru_cache(maxsize=8)
@@ -79,12 +166,25 @@ def reference_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     return logits
 
 
-def reference_tokens(folder: Path, prompt: Sequence[int], count: int, *, key: bytes, sampling: Sampling) -> list[int]:
-    """What the target alone emits: one token at a time, the whole sequence computed anew for each, chosen in plain numbers."""
-    log = list(prompt)
+def reference_tokens(folder: Path, prompt: Sequence[int], count: int, *, key: bytes, sampling: Sampling, end: Sequence[int] = ()) -> list[int]:
+    """What the target alone emits: one token at a time, the whole sequence computed anew for each, chosen in plain numbers. It does not stop at an `end`."""
+    reply: list[int] = []
     for _ in range(count):
-        log.append(reference_choice(reference_logits(folder, log)[-1].tolist(), sampling, key, len(log)))
-    return log[len(prompt) :]
+        logits = reference_logits(folder, [*prompt, *reply])[-1].tolist()
+        reply.append(reference_choice(reference_processed(logits, sampling, prompt, reply, end), sampling, key, len(prompt) + len(reply)))
+    return reply
+
+
+def reference_processed(logits: Sequence[float], sampling: Sampling, prompt: Sequence[int], reply: Sequence[int], end: Sequence[int]) -> list[float]:
+    """Logit bias, repetition, presence and frequency penalty and the least number of tokens, in this order, as OpenAI and transformers define them."""
+    biases, processed = dict(sampling.logit_bias), []
+    for token, z in enumerate(logits):
+        z += biases.get(token, 0.0)
+        if token in prompt or token in reply:
+            z = z * sampling.repetition_penalty if z < 0 else z / sampling.repetition_penalty
+        z -= reply.count(token) * sampling.frequency_penalty + (token in reply) * sampling.presence_penalty
+        processed.append(-math.inf if token in end and len(reply) < sampling.min_tokens else z)
+    return processed
 
 
 def reference_choice(logits: list[float], sampling: Sampling, key: bytes, position: int) -> int:

@@ -51,7 +51,7 @@ def tokenizer_bytes(words: int = VOCABULARY, prefix: str = "w") -> bytes:
 
 
 def hello(role: str, *, epoch: int, tokenizer: bytes | None = None, **changes: object) -> Hello:
-    """A worker's introduction."""
+    """A worker's introduction; with `vocabulary=None`, that of a draft without a model."""
     tokenizer = tokenizer or tokenizer_bytes()
     facts = VocabularyFacts(digest=vocabulary_digest(read_vocabulary(tokenizer)), size=VOCABULARY, end=(END,))
     fields: dict[str, object] = {
@@ -64,7 +64,7 @@ def hello(role: str, *, epoch: int, tokenizer: bytes | None = None, **changes: o
         "fingerprint": Fingerprint(checkpoint="0" * 64, weights="fp32", kernels="scripted") if role == "target" else None,
         "limits": Limits(context=512),
         "vocabulary": facts,
-        "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
+        "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer) if changes.get("vocabulary", facts) is not None else None,
     }
     return Hello.model_validate({**fields, **changes})
 

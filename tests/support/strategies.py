@@ -24,6 +24,8 @@ WORDS = {
 }
 """Fields whose values a validator restricts."""
 
+BIASES = st.dictionaries(st.integers(0, (1 << 31) - 1), st.floats(-100.0, 100.0), max_size=MOST).map(lambda biases: tuple(sorted(biases.items())))
+
 
 def messages_of(member: type[Message]) -> st.SearchStrategy[Message]:
     """Valid messages of one type."""
@@ -34,7 +36,7 @@ def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
     if model is Array:
         return _arrays()
     fields = {
-        name: st.sampled_from(WORDS[model, name]) if (model, name) in WORDS else _value(field.annotation, field.metadata)
+        name: st.sampled_from(WORDS[model, name]) if (model, name) in WORDS else BIASES if name == "logit_bias" else _value(field.annotation, field.metadata)
         for name, field in model.model_fields.items()
     }
     return st.fixed_dictionaries(fields).map(model.model_validate)

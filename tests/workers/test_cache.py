@@ -52,7 +52,7 @@ def test_rows_are_written_and_viewed_without_a_copy() -> None:
     cache = filled(2)
     key, value = torch.full((3, 2, 4), 50.0), torch.full((3, 2, 4), 60.0)
     cache.write(1, key, value, start=5)
-    keys, values = cache.view(1, stop=7)
+    keys, values = cache.view(1, 0, 7)
     assert keys.shape == (3, 7, 4)
     assert torch.equal(keys[:, 5:], key)
     assert torch.equal(values[:, 5:], value)

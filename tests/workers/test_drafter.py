@@ -15,17 +15,21 @@ from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.drafter import Drafter, DraftSession, Proposal
-from dovetail.workers.models.attention import Segment
+from dovetail.workers.drafter import Drafter, DraftSession
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.speculation.growth import NO_ROW, Shape
-from support.models import VOCABULARY, reference_choice, reference_law, reference_logits, tiny_llama
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.speculation.growth import NO_ROW
+from dovetail.workers.speculation.proposal import Proposal, Shape
+from support.models import VOCABULARY, cache_row, reference_choice, reference_law, reference_logits, reference_processed, tiny_llama
 
 KEY = bytes(range(16))
 PROMPT = [3, 1, 4, 1, 5]
 SHAPE = Shape(12, 4, 4)
 TREE = TreeSettings(gamma=12, depth=4, width=4)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.5, top_k=20)
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.7, "logit_bias": ((3, 4.0), (7, -5.0)), "min_tokens": 9}
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": Sampling(**PENALTIES), "all": SAMPLED.model_copy(update=PENALTIES)}
+END = (1, 30)
 CAPACITY = 90
 
 
@@ -34,16 +38,21 @@ def drafter(model: LanguageModel, clock: Callable[[], int] | None = None) -> Dra
 
 
 def opened(engine: Drafter, *, sampling: Sampling = GREEDY, prompt: list[int] = PROMPT, capacity: int = CAPACITY, tree: TreeSettings = TREE) -> DraftSession:
-    return engine.open(prompt, capacity=capacity, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=tree)
+    return engine.open(prompt, capacity=capacity, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=tree, end=END)
 
 
 def with_context(folder: Path, context: int) -> LanguageModel:
     return load_language_model(str(tiny_llama(folder, max_position_embeddings=context)), weights="fp32", device="cpu")
 
 
+def processed(folder: Path, log: list[int], sampling: Sampling) -> list[float]:
+    """The logits after `log`, which begins with the prompt, as the processors before temperature leave them."""
+    return reference_processed(reference_logits(folder, log)[-1].tolist(), sampling, log[: len(PROMPT)], log[len(PROMPT) :], END)
+
+
 def gain(folder: Path, path: list[int], session: DraftSession) -> float:
     """The log-probability of the last token of `path` after the others, sharpened, in plain numbers."""
-    logits = reference_logits(folder, path[:-1])[-1].tolist()
+    logits = processed(folder, path[:-1], session.sampling)
     if session.sampling.temperature > 0:
         law = reference_law(logits, session.sampling)
         logits = [math.log(p) + gumbel(KEY, len(path) - 1, v) if p else -math.inf for v, p in enumerate(law)]
@@ -54,7 +63,7 @@ def row_of(model: LanguageModel, path: list[int]) -> torch.Tensor:
     """Keys and values of the last token of `path`, from a causal pass."""
     cache = model.new_cache(len(path))
     model.forward(torch.tensor(path), torch.arange(len(path)), [Segment(cache, 0, len(path))])
-    return cache.rows[:, :, :, -1]
+    return cache_row(cache, len(path) - 1)
 
 
 def check_against_plain_passes(folder: Path, engine: Drafter, session: DraftSession) -> None:
@@ -71,17 +80,17 @@ def check_against_plain_passes(folder: Path, engine: Drafter, session: DraftSess
         found = tree.scores[node] - (0.0 if parent == ROOT else tree.scores[parent])
         assert found == pytest.approx(gain(folder, path, session), abs=1e-3)
         if tree.rows[node] != NO_ROW:
-            torch.testing.assert_close(cache.rows[:, :, :, cache.length + int(tree.rows[node])], row_of(engine.model, path), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(cache_row(cache, cache.length + int(tree.rows[node])), row_of(engine.model, path), rtol=1e-3, atol=1e-4)
 
 
-@given(seed=st.integers(0, 1 << 32), sampled=st.booleans())
-@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([*SAMPLINGS.values()]))
+@settings(deadline=None, max_examples=16)
 def test_every_node_is_what_a_plain_pass_over_its_path_gives_wherever_the_root_moves(
-    llama: LanguageModel, llama_folder: Path, seed: int, sampled: bool
+    llama: LanguageModel, llama_folder: Path, seed: int, sampling: Sampling
 ) -> None:
     random = np.random.default_rng(seed)
     engine = drafter(llama)
-    session = opened(engine, sampling=SAMPLED if sampled else GREEDY)
+    session = opened(engine, sampling=sampling)
     accepted: tuple[int, ...] = ()
     bonus = int(random.integers(VOCABULARY))
     for _ in range(5):
@@ -99,7 +108,7 @@ def test_every_node_is_what_a_plain_pass_over_its_path_gives_wherever_the_root_m
 
 def choice(folder: Path, log: list[int], sampling: Sampling) -> int:
     """What a target would choose after `log`."""
-    return reference_choice(reference_logits(folder, log)[-1].tolist(), sampling, KEY, len(log))
+    return reference_choice(processed(folder, log, sampling), sampling, KEY, len(log))
 
 
 def follow(engine: Drafter, session: DraftSession, folder: Path, rounds: int, *, besides: Callable[[], object] = tuple) -> list[tuple[Proposal, int]]:
@@ -123,7 +132,7 @@ def follow(engine: Drafter, session: DraftSession, folder: Path, rounds: int, *,
     return history
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_draft_equal_to_its_target_is_accepted_to_its_full_depth_every_round(llama: LanguageModel, llama_folder: Path, sampling: Sampling) -> None:
     engine = drafter(llama)
     sharp = TREE.model_copy(update={"sharpening": 0.01})  # the likeliest path comes before all others

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.speculation.growth import GrowingTree, Shape, frontier, likeliest
+from dovetail.workers.speculation.growth import GrowingTree, frontier, likeliest
+from dovetail.workers.speculation.proposal import Shape
 
 Path = tuple[int, ...]
 Children = Callable[[Path], list[tuple[int, np.float32]]]

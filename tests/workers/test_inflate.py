@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.attention import Segment
 from dovetail.workers.models.checkpoint import open_checkpoint
 from dovetail.workers.models.inflate import linear_bytes, plan_inflation, write_inflated
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import Segment
 from support.models import reference_logits, tiny_llama, tiny_qwen2, transformers_model
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]

@@ -1,33 +1,45 @@
 """Our pass computes what transformers computes, for every family and in every order of slots."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.attention import Segment
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.linear import SMALLEST_PACKED
-from support.models import CONTEXT, VOCABULARY, reference_logits, tiny_llama, tiny_mistral, tiny_qwen2
+from dovetail.workers import kernels
+from dovetail.workers.kernels import Kind
+from dovetail.workers.models import attention
+from dovetail.workers.models.fused import BlockedCache, Kernels, UnsupportedError
+from dovetail.workers.models.language_model import LanguageModel, load_language_model, random_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from support.models import CONTEXT, SHAPE, VOCABULARY, reference_logits, tiny_gemma2, tiny_llama, tiny_mistral
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 """fp32 rounding in another order; logits are of size 10."""
 
-
-def wide_llama(folder: Path) -> Path:
-    """Matrices large enough to be packed."""
-    return tiny_llama(folder, intermediate_size=SMALLEST_PACKED // 64)
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
 
-@pytest.mark.parametrize("write", [tiny_llama, wide_llama, tiny_qwen2, tiny_mistral])
-def test_logits_equal_those_of_transformers(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    model = load_language_model(str(write(tmp_path)), weights="fp32", device="cpu")
+@pytest.fixture
+def without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if nobody had built them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "LIBRARY", tmp_path / "none.so")
+        kernels.load.cache_clear()
+        yield
+    kernels.load.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["library", pytest.param("kernels", marks=needs_kernels)])
+def test_logits_equal_those_of_transformers(llama_folder: Path, backend: str) -> None:
+    model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
+    assert model.backend == backend
     logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
-    torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
+    torch.testing.assert_close(logits, reference_logits(llama_folder, TOKENS), **TOLERANCE)
 
 
 def test_rows_can_come_a_few_at_a_time(llama: LanguageModel, llama_folder: Path) -> None:
@@ -48,8 +60,8 @@ def test_a_node_of_a_tree_has_the_logits_of_its_own_path(llama: LanguageModel, l
     cache = llama.new_cache(8)
     llama.forward(torch.tensor(TOKENS[:3]), torch.arange(3), [Segment(cache, 0, 3)])
     cache.keep(range(3), 3)
-    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
-    logits = llama.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([3, 4, 4, 5]), [Segment(cache, 3, 4, mask)])
+    paths = Paths.of(3, [[3], [3, 4], [3, 5], [3, 5, 6]])
+    logits = llama.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([3, 4, 4, 5]), [Segment(cache, 3, 4, paths)])
     for row, path in enumerate(([30], [30, 7], [30, 8], [30, 8, 22])):
         torch.testing.assert_close(logits[row], reference_logits(llama_folder, TOKENS[:3] + path)[-1], **TOLERANCE)
 
@@ -70,22 +82,86 @@ def test_a_draft_may_keep_sixteen_bits(llama_folder: Path, weights: str) -> None
     assert 0 < error < 0.1
 
 
-def test_a_sliding_window_shortens_the_context_to_where_it_changes_nothing(tmp_path: Path) -> None:
-    assert load_language_model(str(tiny_mistral(tmp_path / "whole")), weights="fp32", device="cpu").context == CONTEXT
-    assert load_language_model(str(tiny_mistral(tmp_path / "window", window=20)), weights="fp32", device="cpu").context == 20
+def test_a_sliding_window_does_not_shorten_the_context(tmp_path: Path) -> None:
+    assert load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu").context == CONTEXT
 
 
-def test_a_family_with_another_attention_is_refused(tmp_path: Path, llama_folder: Path) -> None:
-    """Gemma 2 caps its attention scores."""
-    config = Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
-    )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((llama_folder / "tokenizer.json").read_bytes())
-    with pytest.raises(CheckpointError, match="softcap"):
-        load_language_model(str(tmp_path), weights="fp32", device="cpu")
-
-
-def test_unknown_weights_are_refused(llama_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="fp32 or fp16 or bf16"):
+def test_unknown_weights_and_back_ends_are_refused(llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="fp32 or half or int8"):
         load_language_model(str(llama_folder), weights="fp8", device="cpu")
+    with pytest.raises(CheckpointError, match="auto or kernels or library"):
+        load_language_model(str(llama_folder), weights="fp32", device="cpu", backend="abacus")
+
+
+def test_half_weights_of_a_checkpoint_that_has_none_are_refused_with_the_type_found_and_the_remedy(llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="this one has F32: use weights fp32, or convert it to F16"):
+        load_language_model(str(llama_folder), weights="half", device="cpu")
+
+
+def test_half_weights_of_bf16_need_the_kernels(tmp_path: Path, without_kernels: None) -> None:
+    tiny_llama(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"half weights of a BF16 checkpoint need the C\+\+ kernels, and .*build.*use weights fp32 or bf16"):
+        load_language_model(str(tmp_path), weights="half", device="cpu")
+
+
+def test_half_weights_of_fp16_work_without_the_kernels(tmp_path: Path, without_kernels: None) -> None:
+    model = load_language_model(str(tiny_llama(tmp_path, dtype=torch.float16)), weights="half", device="cpu")
+    assert (model.backend, model.weights, model.kernels) == ("library", "fp16", "fbgemm-fp16")
+
+
+def test_int8_without_the_kernels_is_refused_with_the_remedy(llama_folder: Path, without_kernels: None) -> None:
+    with pytest.raises(CheckpointError, match=r"int8 weights need the C\+\+ kernels, and .*not built.*python -m dovetail.workers.kernels.build"):
+        load_language_model(str(llama_folder), weights="int8", device="cpu")
+
+
+def test_without_the_kernels_auto_takes_the_library_and_says_why(llama_folder: Path, without_kernels: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        model = load_language_model(str(llama_folder), weights="fp32", device="cpu")
+    assert model.backend == "library"
+    assert "not built" in model.choice
+    assert "not built" in caplog.text
+    with pytest.raises(CheckpointError, match="not built"):
+        load_language_model(str(llama_folder), weights="fp32", device="cpu", backend="kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("changes", "part"), [({"hidden_act": "relu"}, "activation"), ({"partial_rotary_factor": 0.5}, "")], ids=["activation", "rotary"])
+def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(tmp_path: Path, changes: dict[str, object], part: str) -> None:
+    """The second one only shows when the layer is compared with transformers' own."""
+    file = tiny_llama(tmp_path) / "config.json"
+    content = json.loads(file.read_text())
+    rope = {**content["rope_parameters"], **{name: value for name, value in changes.items() if name.startswith("partial")}}
+    file.write_text(json.dumps({**content, **changes, "rope_parameters": rope}))
+    model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
+    if part:
+        assert model.backend == "library"
+        assert part in model.choice
+    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
+
+
+@needs_kernels
+def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(llama_folder: Path) -> None:
+    """Granite's layers have Llama's parts and scale what they add."""
+    config = GraniteConfig(vocab_size=VOCABULARY, num_hidden_layers=2, residual_multiplier=0.5, **SHAPE)
+    model = GraniteForCausalLM(config).eval()
+    model.requires_grad_(False)
+    attention.register()
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    with pytest.raises(UnsupportedError, match=r"layer 0 .* differs from transformers'"):
+        Kernels(model, Kind.FP32, context=CONTEXT).take_layer(model.model.layers[0], 0)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
+@needs_kernels
+def test_a_configuration_alone_makes_a_model_of_random_weights_and_as_many_layers_as_asked_for(tmp_path: Path, weights: str) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_gemma2(tmp_path / "whole") / "config.json").read_bytes())
+    logits = []
+    for layers in (None, 1, 7):
+        model = random_language_model(tmp_path, weights=weights, layers=layers)
+        cache = model.new_cache(10)
+        assert isinstance(cache, BlockedCache)
+        assert len(cache.values) == layers or layers is None
+        logits.append(model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)]))
+    assert all(torch.isfinite(found).all() for found in logits)
+    assert not torch.equal(logits[0], logits[1])

@@ -18,12 +18,16 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.verifier import PREFILL_ROWS, Verifier, tree_mask
-from support.models import CONTEXT, VOCABULARY, reference_law, reference_logits, reference_tokens, tiny_llama
+from dovetail.workers.verifier import PREFILL_ROWS, Verifier, tree_paths
+from support.models import CONTEXT, VOCABULARY, reference_law, reference_logits, reference_tokens, spoil, tiny_llama
 
 GREEDY = Sampling()
 WARM = Sampling(temperature=1.0)
 PROCESSED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02)
+PENALISED = Sampling(repetition_penalty=1.6, presence_penalty=1.5, frequency_penalty=1.0, logit_bias=((3, 4.0), (30, -6.0)), min_tokens=16)
+ALL = PENALISED.model_copy(update={"temperature": 1.2, "top_k": 30, "top_p": 0.95, "min_p": 0.01})
+SAMPLINGS = {"greedy": GREEDY, "warm": WARM, "processed": PROCESSED, "penalised": PENALISED, "all": ALL}
+END = (1, 22, 41)
 PROMPT = (0, 3, 17, 9, 30)
 LENGTH = 24
 KEY = session_key(7, 0, PROMPT)
@@ -32,7 +36,7 @@ TREE = TreeSettings(gamma=12, depth=6)
 
 @pytest.fixture(scope="module")
 def expected(llama_folder: Path) -> dict[Sampling, list[int]]:
-    return {sampling: reference_tokens(llama_folder, PROMPT, LENGTH, key=KEY, sampling=sampling) for sampling in (GREEDY, WARM, PROCESSED)}
+    return {sampling: reference_tokens(llama_folder, PROMPT, LENGTH, key=KEY, sampling=sampling, end=END) for sampling in SAMPLINGS.values()}
 
 
 def new_verifier(model: LanguageModel) -> Verifier:
@@ -40,7 +44,7 @@ def new_verifier(model: LanguageModel) -> Verifier:
 
 
 def open_session(verifier: Verifier, number: int = 1, *, prompt: tuple[int, ...] = PROMPT, sampling: Sampling = GREEDY, capacity: int = 60) -> list[int]:
-    bonus, margin = verifier.open(number, key=session_key(7, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=TREE)
+    bonus, margin = verifier.open(number, key=session_key(7, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=TREE, end=END)
     assert margin >= 0.0
     return [*prompt, bonus]
 
@@ -78,7 +82,7 @@ def guessed_tree(rng: random.Random, future: Sequence[int], most: int = 12) -> T
     return TokenTree(tuple(tokens), tuple(parents))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM, PROCESSED], ids=["greedy", "warm", "processed"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("seed", range(6))
 def test_with_any_trees_the_tokens_are_those_of_one_at_a_time(llama: LanguageModel, expected: dict[Sampling, list[int]], sampling: Sampling, seed: int) -> None:
     verifier, rng = new_verifier(llama), random.Random(seed)
@@ -93,20 +97,41 @@ def test_with_any_trees_the_tokens_are_those_of_one_at_a_time(llama: LanguageMod
     assert accepted > 3
 
 
-def test_without_trees_it_decodes_plainly(llama: LanguageModel, expected: dict[Sampling, list[int]]) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])
+def test_without_trees_it_decodes_plainly(llama: LanguageModel, expected: dict[Sampling, list[int]], sampling: Sampling) -> None:
     verifier = new_verifier(llama)
-    log = open_session(verifier)
+    log = open_session(verifier, sampling=sampling)
     for round in range(1, LENGTH):
         append(log, TokenTree(), verify(verifier, item_for(log, round, TokenTree())))
-    assert log[len(PROMPT) :] == expected[GREEDY]
+    assert log[len(PROMPT) :] == expected[sampling]
+
+
+def test_every_processor_that_looks_back_changes_the_reply_of_the_test(llama_folder: Path, expected: dict[Sampling, list[int]]) -> None:
+    """Else the tests above would say nothing of it."""
+    for field in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"):
+        without = PENALISED.model_copy(update={field: Sampling.model_fields[field].default})
+        assert reference_tokens(llama_folder, PROMPT, LENGTH, key=KEY, sampling=without, end=END) != expected[PENALISED], field
+
+
+def test_margins_and_choices_are_the_same_bytes_whether_a_token_was_drafted_or_committed(llama: LanguageModel, expected: dict[Sampling, list[int]]) -> None:
+    """But for the model's own rounding: the same logits, so that nothing but the processors is compared."""
+    truth = [*PROMPT, *expected[ALL]]
+    verifiers = [new_verifier(llama), new_verifier(llama)]
+    logs = [open_session(verifier, sampling=ALL) for verifier in verifiers]
+    path = TokenTree(tuple(truth[len(logs[0]) :][:6]), (-1, 0, 1, 2, 3, 4))
+    at_once = verify(verifiers[0], item_for(logs[0], 1, path))
+    single = [verify(verifiers[1], item_for(truth[: len(logs[1]) + round - 1], round, TokenTree())) for round in range(1, 8)]
+    assert [*path.tokens, at_once.bonus] == [verdict.bonus for verdict in single]
+    assert at_once.margins == pytest.approx([verdict.margins[0] for verdict in single], abs=1e-4)
 
 
 def test_several_sessions_in_one_pass_emit_what_each_emits_alone(llama: LanguageModel, llama_folder: Path) -> None:
     verifier, rng = new_verifier(llama), random.Random(1)
-    prompts = {1: PROMPT, 2: (0, 4), 5: (0, 8, 8, 41, 2, 7, 7)}
-    samplings = {1: GREEDY, 2: WARM, 5: PROCESSED}
+    prompts = {1: PROMPT, 2: (0, 4), 5: (0, 8, 8, 41, 2, 7, 7), 6: (9, 9)}
+    samplings = {1: GREEDY, 2: WARM, 5: PROCESSED, 6: ALL}
     truths = {
-        n: [*prompt, *reference_tokens(llama_folder, prompt, LENGTH, key=session_key(7, 0, prompt), sampling=samplings[n])] for n, prompt in prompts.items()
+        n: [*prompt, *reference_tokens(llama_folder, prompt, LENGTH, key=session_key(7, 0, prompt), sampling=samplings[n], end=END)]
+        for n, prompt in prompts.items()
     }
     logs = {n: open_session(verifier, n, prompt=prompt, sampling=samplings[n]) for n, prompt in prompts.items()}
     for round in range(1, 8):
@@ -144,8 +169,9 @@ def test_long_prompts_are_prefilled_in_chunks(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_node_sees_the_root_its_ancestors_and_itself(seed: int) -> None:
     tree = guessed_tree(random.Random(seed), [1, 2, 3])
-    expected = [[column == 0 or column - 1 in tree.path(node) for column in range(len(tree) + 1)] for node in range(-1, len(tree))]
-    assert tree_mask(tree).tolist() == expected
+    paths = tree_paths(tree, 7)
+    assert paths.prefix == 7
+    assert [paths.row(node + 1).tolist() for node in range(-1, len(tree))] == [[7, *(8 + above for above in tree.path(node))] for node in range(-1, len(tree))]
 
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 30])
@@ -167,6 +193,11 @@ def test_a_capacity_without_room_or_beyond_the_context_is_refused(llama: Languag
 def test_a_prompt_beyond_the_vocabulary_is_refused(llama: LanguageModel) -> None:
     with pytest.raises(RequestError, match=f"token {VOCABULARY}, beyond the vocabulary"):
         open_session(new_verifier(llama), prompt=(0, VOCABULARY))
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(llama: LanguageModel) -> None:
+    with pytest.raises(RequestError, match=f"logit_bias names token {VOCABULARY}, beyond the vocabulary"):
+        open_session(new_verifier(llama), sampling=Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0))))
 
 
 def test_a_reply_may_fill_the_context_to_its_last_token(llama: LanguageModel, llama_folder: Path) -> None:
@@ -261,7 +292,7 @@ def test_over_many_keys_the_first_two_tokens_have_the_law_of_the_target(tmp_path
 def test_logits_that_are_not_numbers_fail_their_own_session_only(llama: LanguageModel) -> None:
     verifier = new_verifier(llama)
     logs = {n: open_session(verifier, n, prompt=(0, 3, n)) for n in (1, 2)}
-    verifier._sessions[1].cache.rows[:] = float("nan")
+    spoil(verifier._sessions[1].cache)
     verdicts = verifier.verify([item_for(logs[n], 1, TokenTree(), n) for n in (1, 2)])
     assert isinstance(verdicts[0], RequestError)
     assert isinstance(verdicts[1], VerifiedItem)

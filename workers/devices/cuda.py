@@ -22,6 +22,19 @@ def open_gpu(index: int) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def architectures() -> tuple[str, ...]:
+    """What this build of torch has GPU code for, such as sm_80 and compute_90; nothing in a build for CPUs. Asked of the build, so that no GPU is needed."""
+    flags: str | None = torch._C._cuda_getArchFlags() if torch.version.cuda is not None else None
+    return tuple((flags or "").split())
+
+
+def capabilities() -> tuple[str, ...]:
+    """The compute capability of every GPU that torch finds, such as 8.6."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple("{}.{}".format(*torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count()))
+
+
 def library(index: int) -> str:
     """Version of torch and CUDA, and the chip."""
     return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"

@@ -1,12 +1,12 @@
-"""Attention over the cache's slots, registered with transformers as the implementation "dovetail".
+"""Attention over the cache's slots by torch's own operations, registered with transformers as the implementation "dovetail".
 
-A pass computes the rows of several sessions side by side; each session's rows attend to its own cache: the committed slots and those slots of a tree
-that its mask names. Knows slots and masks, not why a row may see another. transformers builds no mask for an implementation that has none registered
-with its AttentionMaskInterface, which is what we want: masks are ours.
+A pass computes the rows of several sessions side by side; each session's rows attend to its own cache. Scores may be soft-capped, and a layer may see only
+a window of the last positions. transformers builds no mask for an implementation that has none registered with its AttentionMaskInterface, which is what we
+want: masks are ours. What is prepared for a pass takes work for its rows and their paths only, whatever the length of the cache.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,50 +15,122 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.segment import Segment
 
 IMPLEMENTATION = "dovetail"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+UNSUPPORTED = ("s_aux", "position_bias")
 """What some families add to their attention; a model that passes one of them is refused rather than computed wrongly."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """The rows of one session in a pass: `count` rows that are written to slots start, start+1, ... of its cache."""
+class Masks:
+    """Masks to add to scores, zero but for the few columns of a pass: kept from pass to pass, so that no pass writes the zeros of a long prefix anew."""
 
-    cache: KVCache
-    start: int
-    count: int
-    mask: Tensor | None = None
-    """bool [count, K], True = sees, for the last K <= start + count slots; what lies before them is seen. None: causal over slots."""
+    def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.groups = groups
+        self._device, self._dtype = device, dtype
+        self._kept: dict[tuple[int, int | None], tuple[Tensor, list[slice]]] = {}
+        """For each place in a pass and window: a mask and its columns that are not zero."""
+
+    def make(self, place: int, window: int | None, slots: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """[groups * count, slots], zero but for `parts`: a first column and the [count, K] that stands there, once for each query head of a key head."""
+        rows = self.groups * parts[0][1].shape[0]
+        kept, written = self._kept.get((place, window), (None, []))
+        if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:
+            kept = torch.zeros(max(rows, 64), 2 * slots, dtype=self._dtype, device=self._device)
+        else:
+            for columns in written:
+                kept[:, columns] = 0.0
+        written = [slice(first, first + part.shape[1]) for first, part in parts]
+        mask = kept[:rows, :slots]
+        for columns, (_, part) in zip(written, parts, strict=True):
+            mask[:, columns] = part.repeat(self.groups, 1)
+        self._kept[place, window] = kept, written
+        return mask
 
 
 @dataclass(frozen=True)
 class Block:
-    """A segment ready for the kernel: its first row in the pass, and the mask to add, for the query heads of one key head below each other."""
+    """A segment ready for attention: its place and first row in the pass, and the masks of the windows that the layers ask for."""
 
     segment: Segment
+    place: int
     first: int
-    bias: Tensor | None
-    """[1, 1, groups * count, start + count] of 0 and -inf; None: every row sees every slot."""
+    masks: Masks
+    _made: dict[int | None, tuple[int, Tensor | None]] = field(default_factory=dict)
+
+    def view(self, window: int | None) -> tuple[int, Tensor | None]:
+        """The first slot that any row sees, and the mask [groups * count, slots from there] to add; None: every row sees all of them."""
+        if window not in self._made:
+            self._made[window] = self._make(window)
+        return self._made[window]
+
+    def _make(self, window: int | None) -> tuple[int, Tensor | None]:
+        segment = self.segment
+        if segment.count == 1 and segment.paths is None:
+            return max(0, segment.start + 1 - window) if window is not None else 0, None
+        stop = segment.start + segment.count
+        prefix = segment.start if segment.paths is None else segment.paths.prefix
+        tail = self._tail(prefix, stop)
+        oldest = [0] if window is None else [max(0, last - window + 1) for last in self._positions()]
+        low, high = min(prefix, *oldest), min(prefix, max(oldest))
+        self._cut(tail, prefix, oldest)
+        parts = [(prefix - low, tail)]
+        if high > low:
+            parts.append((0, self._before(low, high, oldest)))
+        return low, self.masks.make(self.place, window, stop - low, parts).unsqueeze(0).unsqueeze(0)
+
+    def _tail(self, prefix: int, stop: int) -> Tensor:
+        """[count, stop - prefix] of 0 and -inf: what the rows see behind the prefix."""
+        count, paths = self.segment.count, self.segment.paths
+        tail = torch.full((count, stop - prefix), float("-inf"))
+        if paths is None:
+            return tail.triu(1)
+        rows = torch.repeat_interleave(torch.arange(count), torch.from_numpy(paths.offsets).diff())
+        tail[rows, torch.from_numpy(paths.slots).long() - prefix] = 0.0
+        return tail
+
+    def _positions(self) -> Iterator[int]:
+        """The logical position of each row."""
+        paths = self.segment.paths
+        if paths is None:
+            return iter(range(self.segment.start, self.segment.start + self.segment.count))
+        return (paths.prefix + int(length) - 1 for length in paths.offsets[1:] - paths.offsets[:-1])
+
+    def _cut(self, tail: Tensor, prefix: int, oldest: Sequence[int]) -> None:
+        """Take from `tail` what lies behind the prefix and before the window, whose first position of row i is oldest[i]."""
+        for row, position in enumerate(oldest):
+            if position > prefix:
+                path = self.segment.paths
+                gone = range(prefix, position) if path is None else path.row(row)[: position - prefix]
+                tail[row, [int(slot) - prefix for slot in gone]] = float("-inf")
+
+    def _before(self, low: int, high: int, oldest: Sequence[int]) -> Tensor:
+        """[count, high - low] of 0 and -inf: the slots of the prefix that some rows see and others no longer."""
+        before = torch.zeros(len(oldest), high - low)
+        for row, position in enumerate(oldest):
+            before[row, : max(0, position - low)] = float("-inf")
+        return before
 
 
-def arrange(segments: Sequence[Segment], *, groups: int, dtype: torch.dtype, device: torch.device) -> tuple[Block, ...]:
-    """The blocks of a pass, one mask for all layers; `groups`: query heads a key head."""
+@dataclass(frozen=True)
+class Noted:
+    """What a layer asked of its attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+def arrange(segments: Sequence[Segment], masks: Masks) -> tuple[Block, ...]:
+    """The blocks of a pass."""
     blocks, first = [], 0
-    for segment in segments:
-        blocks.append(Block(segment, first, _bias(segment, groups, dtype, device)))
+    for place, segment in enumerate(segments):
+        blocks.append(Block(segment, place, first, masks))
         first += segment.count
     return tuple(blocks)
-
-
-def _bias(segment: Segment, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    count, slots = segment.count, segment.start + segment.count
-    if segment.mask is None and count == 1:
-        return None
-    mask = torch.ones(count, count, dtype=torch.bool, device=device).tril() if segment.mask is None else segment.mask.to(device)
-    bias = torch.zeros(groups, count, slots, dtype=dtype, device=device)
-    bias[:, :, slots - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
-    return bias.view(1, 1, groups * count, slots)
 
 
 def attend(
@@ -70,26 +142,50 @@ def attend(
     *,
     blocks: tuple[Block, ...],
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    notes: list[Noted] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim]; returns [1, T, heads, head_dim]."""
+    """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim]; returns [1, T, heads, head_dim].
+
+    What was asked for is put down in `notes`, if there are any.
+    """
     for name in UNSUPPORTED:
         if unused.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    outputs = [_attend_block(layer, query[0], key[0], value[0], block, scaling) for block in blocks]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if notes is not None:
+        notes.append(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap))
+    outputs = [_attend_block(layer, query[0], key[0], value[0], block, scale, sliding_window, softcap) for block in blocks]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 
-def _attend_block(layer: int, query: Tensor, key: Tensor, value: Tensor, block: Block, scaling: float | None) -> Tensor:
+def _attend_block(layer: int, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float, window: int | None, cap: float | None) -> Tensor:
     """The query heads that share a key head are laid below each other as rows of that head, so that no key is ever repeated."""
     segment, rows = block.segment, slice(block.first, block.first + block.segment.count)
-    segment.cache.write(layer, key[:, rows], value[:, rows], segment.start)
-    keys, values = segment.cache.view(layer, segment.start + segment.count)
+    cache = segment.cache
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
+    cache.write(layer, key[:, rows], value[:, rows], segment.start)
+    low, mask = block.view(window)
+    keys, values = cache.view(layer, low, segment.start + segment.count)
     heads, _, size = query.shape
     packed = query[:, rows].reshape(1, keys.shape[0], -1, size)
-    output = scaled_dot_product_attention(packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=block.bias, scale=scaling)
+    if cap is None:
+        output = scaled_dot_product_attention(packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale)
+    else:
+        output = _capped(packed, keys, values, mask, scale, cap)
     return output.reshape(heads, segment.count, -1).transpose(0, 1)
+
+
+def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """Attention whose scores are cap * tanh(score / cap), which torch's own operation does not know."""
+    scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / cap)) * cap
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(dim=-1) @ values
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """The keys and values of one session in one model: preallocated, with slots for the rows of a tree behind the committed ones.
 
 Slots 0..length-1 hold the committed tokens in order; whatever lies behind is free, or rows of a tree whose fate is not known yet. Knows neither
-tokens nor trees: its owner says which slots survive.
+tokens nor trees: its owner says which slots survive. This is the layout for torch's operations; `fused.py` has that of the kernels.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class KVCache:
         self.rows[layer, 0, :, start:stop] = key
         self.rows[layer, 1, :, start:stop] = value
 
-    def view(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, stop, head_dim] of slots 0..stop-1 of a layer; nothing is copied."""
-        return self.rows[layer, 0, :, :stop], self.rows[layer, 1, :, :stop]
+    def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, stop - start, head_dim] of slots start..stop-1 of a layer; nothing is copied."""
+        return self.rows[layer, 0, :, start:stop], self.rows[layer, 1, :, start:stop]
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""

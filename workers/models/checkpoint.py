@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
@@ -30,6 +31,19 @@ FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Where the numbers of one tensor stand in a safetensors file."""
+
+    file: Path
+    kind: str
+    """safetensors' name of the type: F32, F16, BF16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes, from the beginning of the file."""
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder whose weights have been read once and found whole."""
 
@@ -40,8 +54,24 @@ class Checkpoint:
     tokenizer: bytes
     """The content of tokenizer.json."""
     vocabulary: VocabularyFacts
-    shapes: Mapping[str, tuple[int, ...]]
-    """The shape of every tensor in the weight files."""
+    tensors: Mapping[str, Stored]
+    """Every tensor in the weight files."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name in the type it is stored in, read from its file alone: no other tensor takes memory for it."""
+        stored = self.tensors[name]
+        content = bytearray(stored.size_bytes)
+        try:
+            with stored.file.open("rb") as file:
+                file.seek(stored.offset)
+                count = file.readinto(content)
+        except OSError as error:
+            raise CheckpointError(f"{stored.file} cannot be read ({reason(error)})") from None
+        if count != stored.size_bytes or stored.kind not in FLOAT_TYPES:
+            raise CheckpointError(f"{stored.file}: tensor {name} of type {stored.kind} cannot be read as numbers; fetch the model again")
+        if not content:
+            return torch.empty(stored.shape, dtype=FLOAT_TYPES[stored.kind])
+        return torch.frombuffer(content, dtype=FLOAT_TYPES[stored.kind]).view(stored.shape)
 
 
 def open_checkpoint(source: str) -> Checkpoint:
@@ -52,8 +82,8 @@ def open_checkpoint(source: str) -> Checkpoint:
     tokenizer, vocabulary = read_tokenizer(folder)
     configuration = _read(folder / "config.json")
     digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
-    shapes = {name: shape for file in weights for name, shape in _read_weights(file, digest).items()}
-    return Checkpoint(source, folder, digest.hexdigest(), tokenizer, vocabulary, shapes)
+    tensors = {name: stored for file in weights for name, stored in _read_weights(file, digest).items()}
+    return Checkpoint(source, folder, digest.hexdigest(), tokenizer, vocabulary, tensors)
 
 
 def find_folder(source: str) -> Path:
@@ -122,8 +152,8 @@ def tensor_names(file: Path) -> list[str]:
         raise CheckpointError(f"{file} is no whole safetensors file ({reason(error)}); fetch the model again") from None
 
 
-def _read_weights(file: Path, digest: "hashlib._Hash") -> dict[str, tuple[int, ...]]:
-    """Read a whole file once, into the digest and past the check for what is not a number; the shapes of its tensors."""
+def _read_weights(file: Path, digest: "hashlib._Hash") -> dict[str, Stored]:
+    """Read a whole file once, into the digest and past the check for what is not a number; where its tensors stand."""
     names = tensor_names(file)  # safetensors proves here that the header is sound and that tensors fill the rest of the file without a gap
     try:
         with file.open("rb") as content:
@@ -136,7 +166,13 @@ def _read_weights(file: Path, digest: "hashlib._Hash") -> dict[str, tuple[int, .
                 _read_tensor(content, entries[name], f"{file}: tensor {name}", digest)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
-    return {name: tuple(entries[name]["shape"]) for name in names}
+    data = len(size) + len(header)
+    return {name: _stored(file, entries[name], data) for name in names}
+
+
+def _stored(file: Path, entry: dict[str, Any], data: int) -> Stored:
+    start, stop = entry["data_offsets"]
+    return Stored(file, entry["dtype"], tuple(entry["shape"]), data + start, stop - start)
 
 
 def _read_tensor(content: BinaryIO, entry: dict[str, Any], what: str, digest: "hashlib._Hash") -> None:

@@ -21,7 +21,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoint import open_checkpoint
 from dovetail.workers.models.loader import load_transformers
 
-SCHEME = "identity-layers-and-dead-units-1"
+SCHEME = "identity-layers-and-dead-units-2"
 LAYER_FACTOR = 2
 """Most layers a real one: the rest of the size goes into width, so that matrices are as large and calls as few as in a real model of that size."""
 UNIT_MULTIPLE = 16
@@ -33,9 +33,14 @@ FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 class Plan:
     """The shape of an inflated model."""
 
-    layers: int
+    sources: tuple[int, ...]
+    """For each layer the real one that it is, or that it is a copy of: the first of several is the real one."""
     units: int
     linear_bytes: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.sources)
 
 
 def linear_bytes(model: nn.Module) -> int:
@@ -44,7 +49,7 @@ def linear_bytes(model: nn.Module) -> int:
 
 
 def plan_inflation(model: Any, size_bytes: int) -> Plan:
-    """The layers and MLP units that bring the linears of a model to `size_bytes` of fp32; `CheckpointError` if it is larger already."""
+    """The layers and MLP units that bring the linears of a model (its numbers are not looked at) to `size_bytes` of fp32; `CheckpointError` if it is larger."""
     layer = _layers(model)[0]
     hidden, units = layer.mlp.gate_proj.in_features, layer.mlp.gate_proj.out_features
     real, now = len(_layers(model)), linear_bytes(model)
@@ -54,25 +59,42 @@ def plan_inflation(model: Any, size_bytes: int) -> Plan:
     layers = min(LAYER_FACTOR * real, real + (size_bytes - now) // layer_bytes)
     missing = size_bytes - now - (layers - real) * layer_bytes
     more_units = round(missing / (layers * unit_bytes * UNIT_MULTIPLE)) * UNIT_MULTIPLE
-    return Plan(layers, units + more_units, now + (layers - real) * layer_bytes + layers * more_units * unit_bytes)
+    sources = tuple(i * real // layers for i in range(layers))
+    return Plan(sources, units + more_units, now + (layers - real) * layer_bytes + layers * more_units * unit_bytes)
 
 
-@torch.no_grad()
-def inflate(model: Any, size_bytes: int) -> Any:
-    """`model` (a transformers model on the CPU), grown in place until its linears have about `size_bytes` of fp32; computes the same function."""
-    plan = plan_inflation(model, size_bytes)
-    generator = torch.Generator().manual_seed(SEED)
+def grow_skeleton(model: Any, plan: Plan) -> None:
+    """Give a model without numbers the layers of the plan; their widths follow when each layer has its numbers (`grow_layer`)."""
     real = _layers(model)
-    sources = [i * len(real) // plan.layers for i in range(plan.layers)]
-    grown = [real[source] if i == sources.index(source) else _identity(real[source], generator) for i, source in enumerate(sources)]
-    for index, layer in enumerate(grown):
-        _widen(layer.mlp, plan.units, generator)
+    model.model.layers = nn.ModuleList([copy.deepcopy(real[source]) for source in plan.sources])
+    for index, layer in enumerate(model.model.layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index
-    model.model.layers = nn.ModuleList(grown)
-    _describe(model.config, plan, sources)
-    return model
+    config = model.config
+    config.num_hidden_layers, config.intermediate_size = plan.layers, plan.units
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[source] for source in plan.sources]
+
+
+def planned_shapes(model: Any, plan: Plan | None) -> list[tuple[int, int]]:
+    """[out, in] of every linear that a skeleton, grown already, will have; None: no inflation."""
+    linears = [(name.rpartition(".")[2], module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if plan is None:
+        return [(linear.out_features, linear.in_features) for _, linear in linears]
+    return [
+        (plan.units if name in ("gate_proj", "up_proj") else linear.out_features, plan.units if name == "down_proj" else linear.in_features)
+        for name, linear in linears
+    ]
+
+
+@torch.no_grad()
+def grow_layer(layer: Any, index: int, plan: Plan) -> None:
+    """Make layer `index`, which has the numbers of its source, what the plan says: the source itself or one that adds nothing, both wider."""
+    generator = torch.Generator().manual_seed(SEED + index)
+    if plan.sources.index(plan.sources[index]) != index:
+        _make_identity(layer, generator)
+    _widen(layer.mlp, plan.units, generator)
 
 
 def inflated_digest(digest: str, size_bytes: int) -> str:
@@ -83,7 +105,12 @@ def inflated_digest(digest: str, size_bytes: int) -> str:
 def write_inflated(source: str, size_bytes: int, out: Path) -> None:
     """Write the model in `source`, inflated, to the folder `out` in fp32 with its tokenizer, so that other engines can run the very same one."""
     checkpoint = open_checkpoint(source)
-    inflate(load_transformers(checkpoint, torch.float32), size_bytes).save_pretrained(out)
+    model = load_transformers(checkpoint, torch.float32)
+    plan = plan_inflation(model, size_bytes)
+    grow_skeleton(model, plan)
+    for index, layer in enumerate(_layers(model)):
+        grow_layer(layer, index, plan)
+    model.save_pretrained(out)
     for name in FOLDER_FILES:
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, out / name)
@@ -99,17 +126,15 @@ def _layers(model: Any) -> list[Any]:
     return layers
 
 
-def _identity(layer: Any, generator: torch.Generator) -> Any:
-    """A copy of a layer that adds nothing: seeded weights, zero output projections."""
-    copied = copy.deepcopy(layer)
-    for module in copied.modules():
+def _make_identity(layer: Any, generator: torch.Generator) -> None:
+    """Make a layer add nothing: seeded weights, zero output projections."""
+    for module in layer.modules():
         if isinstance(module, nn.Linear):
             module.weight.copy_(_noise(module.weight, generator))
-    for output in (copied.self_attn.o_proj, copied.mlp.down_proj):
+    for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
         output.weight.zero_()
         if output.bias is not None:
             output.bias.zero_()
-    return copied
 
 
 def _widen(mlp: Any, units: int, generator: torch.Generator) -> None:
@@ -132,10 +157,3 @@ def _replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
-
-
-def _describe(config: Any, plan: Plan, sources: list[int]) -> None:
-    config.num_hidden_layers = plan.layers
-    config.intermediate_size = plan.units
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[source] for source in sources]

@@ -1,88 +1,243 @@
-"""A transformers causal language model whose linears, cache and attention are ours.
+"""A causal language model whose linears, cache and attention are ours, around what transformers has of it.
 
-One pass over the weights computes rows of several sessions, wherever in their trees they lie. Target and small draft use the same class. Knows
-tokens, positions and slots; nothing of prompts, trees or sampling.
+One pass over the weights computes rows of several sessions, wherever in their trees they lie. Target and small draft use the same class. A back end takes
+the layers over as they are read: the C++ kernels where they can compute the model, else what torch brings. Knows tokens, positions and slots; nothing of
+prompts, trees or sampling.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.messages import MAX_TOKENS
-from dovetail.workers.models import attention
-from dovetail.workers.models.attention import Segment
+from dovetail.protocol.messages import MAX_TOKENS, VocabularyFacts
+from dovetail.protocol.settings import BACKENDS
+from dovetail.workers.kernels import Kind
+from dovetail.workers.models import fused
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, reason
-from dovetail.workers.models.inflate import inflate, inflated_digest
-from dovetail.workers.models.linear import pack_linears
-from dovetail.workers.models.loader import load_transformers
+from dovetail.workers.models.fused import Kernels, UnsupportedError
+from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
+from dovetail.workers.models.library import Library
+from dovetail.workers.models.linear import CANDIDATES, reason_against
+from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton
+from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.selection import select
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor")
+GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
+"""The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
+LINEAR_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32, "int8-per-tensor": torch.float32}
+
+log = logging.getLogger(__name__)
+
+
+class BackEnd(Protocol):
+    """What computes a model's layers: takes them over one by one, each as soon as it has its numbers, and then the rest of the model."""
+
+    backend: str
+    """kernels or library."""
+
+    @property
+    def kernels(self) -> str:
+        """What computes, as it stands in a fingerprint."""
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        """What is to stand in the layer's place; the layer itself is not needed afterwards."""
+
+    def finish(self, model: Any) -> None:
+        """All layers are taken, and what is not a layer has its numbers."""
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for `capacity` rows."""
+
+    def arrange(self, positions: Tensor, segments: Sequence[Segment]) -> dict[str, Any]:
+        """What the layers are given in a pass."""
 
 
 class LanguageModel:
     """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V vocabulary."""
 
-    def __init__(self, model: Any, checkpoint: Checkpoint, *, digest: str) -> None:
-        config = model.config
-        self._model = model
-        self._layers: int = config.num_hidden_layers
-        self._heads: int = config.num_attention_heads
-        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        weight = model.get_input_embeddings().weight
-        self._dtype: torch.dtype = weight.dtype
-        self.device: torch.device = weight.device
-        self.checkpoint = checkpoint
-        self.checkpoint_digest = digest
-        self.vocabulary_size: int = weight.shape[0]
+    def __init__(self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, digest: str, weights: str, choice: str) -> None:
+        self._model, self._back_end = model, back_end
+        self.checkpoint, self.checkpoint_digest = checkpoint, digest
+        self.weights = weights
+        """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
+        self.backend, self.kernels = back_end.backend, back_end.kernels
+        self.choice = choice
+        """Why this back end."""
+        embedding = model.get_input_embeddings().weight
+        self.device: torch.device = embedding.device
+        self.vocabulary_size: int = embedding.shape[0]
         self.end: tuple[int, ...] = checkpoint.vocabulary.end
-        self.context = context_of(config)
-        self.kernels = pack_linears(model)
+        self.context = context_of(model.config)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one session of at most `capacity` rows, those of trees included."""
-        return KVCache(layers=self._layers, kv_heads=self._kv_heads, head_dim=self._head_dim, capacity=capacity, dtype=self._dtype, device=self.device)
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for one session of at least `capacity` rows, those of trees included."""
+        return self._back_end.new_cache(capacity)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], *, rows: Tensor | None = None) -> Tensor:
         """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits [R, V]; their keys and values go into the caches."""
-        blocks = attention.arrange(segments, groups=self._heads // self._kv_heads, dtype=self._dtype, device=self.device)
         output = self._model(
             input_ids=tokens.to(self.device).unsqueeze(0),
             position_ids=positions.to(self.device).unsqueeze(0),
             use_cache=False,
             logits_to_keep=0 if rows is None else rows.to(self.device),
-            blocks=blocks,
+            **self._back_end.arrange(positions, segments),
         )
         logits: Tensor = output.logits[0].float()
         return logits
 
 
-def load_language_model(source: str, *, weights: str, device: str, inflate_bytes: int = 0) -> LanguageModel:
-    """The model in `source` (folder, hub id, id@revision) with weights fp32, fp16 or bf16, inflated to a size in bytes if that is not 0."""
-    if weights not in DTYPES:
-        raise CheckpointError(f"there are no weights of type {weights!r} here; choose {' or '.join(DTYPES)}")
+@dataclass(frozen=True)
+class _Wanted:
+    """What is asked for."""
+
+    asked: str
+    """The type of weights in the words of the settings."""
+    weights: str
+    """The same, `half` being one of the two 16-bit types."""
+    backend: str
+    inflate_bytes: int = 0
+    profile: Path | None = None
+
+
+def load_language_model(source: str, *, weights: str, device: str, backend: str = "auto", inflate_bytes: int = 0, profile: Path | None = None) -> LanguageModel:
+    """The model in `source` (folder, hub id, id@revision), with the linears' weights as told, inflated to a size in bytes if that is not 0.
+
+    `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file that remembers what was measured of the library.
+    """
+    _check_names(weights, backend)
     checkpoint = open_checkpoint(source)
-    model = load_transformers(checkpoint, DTYPES[weights])
-    digest = checkpoint.digest
-    if inflate_bytes:
-        model = inflate(model, inflate_bytes)
-        digest = inflated_digest(digest, inflate_bytes)
-    language_model = LanguageModel(model.to(device), checkpoint, digest=digest)
+    wanted = _Wanted(weights, _sixteen_bits(checkpoint) if weights == "half" else weights, backend, inflate_bytes, profile)
+    digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    if torch.device(device).type == "cpu":
+        return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
+    return _on_gpu(checkpoint, digest, wanted, torch.device(device))
+
+
+def random_language_model(
+    config_folder: str | Path, *, weights: str, backend: str = "auto", layers: int | None = None, profile: Path | None = None
+) -> LanguageModel:
+    """A model of random weights from a config.json alone, for measurements before a download; `layers`: so many in place of the configured number."""
+    _check_names(weights, backend)
+    folder = Path(config_folder)
+    wanted = _Wanted(weights, "fp16" if weights == "half" else weights, backend, 0, profile)
+    facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
+    checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
+    return _on_cpu(lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]), checkpoint, "random", wanted)
+
+
+def _check_names(weights: str, backend: str) -> None:
+    if weights not in WEIGHTS:
+        raise CheckpointError(f"there are no weights of type {weights!r} here; choose {' or '.join(WEIGHTS)}")
+    if backend not in BACKENDS:
+        raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
+
+
+def _sixteen_bits(checkpoint: Checkpoint) -> str:
+    """Which of the two 16-bit types the matrices of a checkpoint have; `half` is refused where they have another, for then it would be another function."""
+    kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
+    for kind, name in (("F16", "fp16"), ("BF16", "bf16")):
+        if kinds == {kind}:
+            return name
+    found = " and ".join(sorted(kinds))
+    raise CheckpointError(
+        f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has {found}: use weights fp32, or convert it to F16"
+    )
+
+
+def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: _Wanted) -> LanguageModel:
+    """Kernels where that is wanted and can be; else the library."""
+    why_not = _against_kernels(wanted)
+    if not why_not:
+        try:
+            return _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=True, choice="the C++ kernels compute it")
+        except UnsupportedError as error:
+            why_not = f"the C++ kernels cannot compute this model: {error}"
+    if wanted.backend == "kernels":
+        raise CheckpointError(f"{checkpoint.source}: {why_not}; or use backend library")
+    if wanted.weights == "int8":
+        raise CheckpointError(f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32 or half")
+    if wanted.weights == "bf16" and wanted.asked == "half":
+        raise CheckpointError(f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; or use weights fp32 or bf16")
+    if wanted.backend == "auto":
+        log.info("%s: the library computes it, since %s", checkpoint.source, why_not)
+    return _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
+
+
+def _against_kernels(wanted: _Wanted) -> str:
+    """Why the kernels are not to be tried, empty if they are."""
+    if wanted.backend == "library":
+        return "the settings say so"
+    if wanted.weights not in KINDS:
+        return f"{wanted.weights} is the library's"
+    if wanted.asked == "bf16" and wanted.backend == "auto" and not reason_against(CANDIDATES["bf16"][0]):
+        return "oneDNN multiplies bf16 with instructions that the kernels do not use"
+    return fused.reason_against(KINDS[wanted.weights])
+
+
+def _assemble(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _Wanted, *, kernels: bool, choice: str) -> LanguageModel:
+    """Read the layers one by one, each taken over by its back end before the next is read, then the rest."""
+    model = skeleton.model
+    plan = plan_inflation(model, wanted.inflate_bytes) if wanted.inflate_bytes else None
+    if plan is not None:
+        grow_skeleton(model, plan)
+    types = Types(LINEAR_TYPES[wanted.weights], None)
+    back_end = _open_back_end(model, plan, wanted, kernels=kernels)
+    name, layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        skeleton.fill(layer, f"{name}.{index if plan is None else plan.sources[index]}", types)
+        if plan is not None:
+            grow_layer(layer, index, plan)
+        layers[index] = back_end.take_layer(layer, index)
+        release_memory()
+    del layer
+    skeleton.fill(model, "", types)
+    back_end.finish(model)
+    gc.collect()  # what transformers' modules hold of each other
+    release_memory()
+    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=choice)
+    check_attention(language_model)
+    return language_model
+
+
+def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: bool) -> BackEnd:
+    if kernels:
+        return Kernels(model, KINDS[wanted.weights], context=context_of(model.config))
+    selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
+    return Library(selection, device=torch.device("cpu"))
+
+
+def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.device) -> LanguageModel:
+    """As transformers has it, in one type."""
+    if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
+        raise CheckpointError(f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back end {wanted.backend}; use weights fp32")
+    model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
+    if wanted.inflate_bytes:
+        plan = plan_inflation(model, wanted.inflate_bytes)
+        grow_skeleton(model, plan)
+        for index, layer in enumerate(decoder_layers(model)[1]):
+            grow_layer(layer, index, plan)
+    back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights])
+    back_end.finish(model)
+    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}")
     check_attention(language_model)
     return language_model
 
 
 def context_of(config: Any) -> int:
-    """The longest sequence that is computed exactly: all positions, but no more than a sliding window, within which every token is seen."""
-    context: int = config.max_position_embeddings
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    return min(context, window if window and slides else context, MAX_TOKENS)
+    """The longest sequence that the model has positions for."""
+    return min(int(config.max_position_embeddings), MAX_TOKENS)
 
 
 def check_attention(model: LanguageModel) -> None:
@@ -92,14 +247,16 @@ def check_attention(model: LanguageModel) -> None:
     """
     plain, tree = model.new_cache(2), model.new_cache(3)
     for cache in (plain, tree):
-        cache.rows.fill_(float("nan"))
-    mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+        if isinstance(cache, KVCache):
+            cache.rows.fill_(float("nan"))
+    paths = Paths.of(0, [[0], [0, 1], [0, 2]])
     try:
         expected = model.forward(torch.tensor([0, 1]), torch.tensor([0, 1]), [Segment(plain, 0, 2)])[1]
-        found = model.forward(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, mask)])[2]
+        found = model.forward(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)])[2]
     except Exception as error:  # a model that is not ours may stumble in any way
         raise CheckpointError(f"{model.checkpoint.source}: this model's attention is not supported ({reason(error)})") from error
     if not bool(torch.isfinite(expected).all()):
-        raise CheckpointError(f"{model.checkpoint.source}: the model computes no finite logits in {model._dtype}")
-    if not bool(torch.isfinite(plain.rows).all()) or float((expected - found).norm()) > 0.05 * float(expected.norm()):
+        raise CheckpointError(f"{model.checkpoint.source}: the model computes no finite logits with {model.weights} weights")
+    unwritten = isinstance(plain, KVCache) and not bool(torch.isfinite(plain.rows).all())
+    if unwritten or float((expected - found).norm()) > 0.05 * float(expected.norm()):
         raise CheckpointError(f"{model.checkpoint.source}: this model does not leave masks and positions to its attention function; it is not supported")

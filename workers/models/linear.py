@@ -1,74 +1,168 @@
-"""The seam for linears: how y = x W^T + b is computed on this machine.
+"""The seam for linears of the library back end: how y = x W^T + b is computed by what torch brings.
 
-On a CPU, fp32 weights are laid out once as oneDNN likes them: a pass over 16 rows then costs about twice a pass over one, where torch's own linear
-takes four times as long. Elsewhere, and for small matrices, torch's linear stays. The choice follows from the machine, the shape and a self-test,
-never from a timing, so that the same machine computes the same function every time. Knows single matrices, not models.
+Each candidate lays a weight out once in its own way and multiplies fp32 rows with it. Which candidates work here is found by comparing them with torch's own
+linear, never by the name of the CPU; which of them is used for a shape, `selection.py` decides by a short measurement. Knows single matrices, not models.
 """
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+Product = Callable[[Tensor], Tensor]
+"""x [T, in] -> [T, out], both fp32."""
+
 LEAST_ROWS = 4
 """oneDNN takes longer for 1 to 3 rows than for 4 (fp32, 7B shapes on Zen 4: 54 ms against 40 ms), so fewer are padded."""
-SMALLEST_PACKED = 1 << 17
-"""Weights of fewer elements stay plain: their product takes less than the call's own overhead (256 x 256, 1 row: 5 us plain, 19 us packed, equal at
-704 x 256, Zen 4)."""
 BATCH_HINT = 16
-TOLERANCE = 1e-5
-"""Largest accepted difference to torch's linear relative to the largest output; rounding alone gives 1e-6."""
+"""The rows that a layout is made for: with oneDNN a hint of 4, 16 or 64 gives the same speed, 1 ruins all but single rows; MKL packs for one number."""
+EXACT, HALF_ROUNDED, TENSOR_ROUNDED = 1e-5, 2e-2, 5e-2
+"""Largest accepted difference to torch's linear relative to the largest output: fp32 rounding gives 1e-6, activations of 8 bits of mantissa 5e-3, int8 1e-2."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute linears whose weights are of the type `stored`."""
+
+    name: str
+    stored: torch.dtype
+    """The type of the weight that `pack` takes."""
+    tolerance: float
+    copies: int
+    """How many times the packed layout takes the memory of the weight: MKL needs the original beside it."""
+    pack: Callable[[Tensor, Tensor | None], Product]
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    return pad(rows, (0, 0, 0, count - rows.shape[0])) if rows.shape[0] < count else rows
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Product:
+    return lambda x: linear(x, weight, bias)
+
+
+def _onednn(weight: Tensor, bias: Tensor | None) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BATCH_HINT)
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x, LEAST_ROWS), packed, bias, "none", [], "")
+        return y[: x.shape[0]]
+
+    return product
+
+
+def _mkl(weight: Tensor, bias: Tensor | None) -> Product:
+    """Packed for BATCH_HINT rows; what is more goes to torch's own linear."""
+    weight = weight.contiguous()
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, BATCH_HINT)
+
+    def product(x: Tensor) -> Tensor:
+        if x.shape[0] > BATCH_HINT:
+            return linear(x, weight, bias)
+        y: Tensor = torch.ops.mkl._mkl_linear(_padded(x, BATCH_HINT), packed, weight, bias, BATCH_HINT)
+        return y[: x.shape[0]]
+
+    return product
+
+
+def _onednn_bf16(weight: Tensor, bias: Tensor | None) -> Product:
+    product = _onednn(weight, None if bias is None else bias.bfloat16())
+    return lambda x: product(x.bfloat16()).float()
+
+
+def _plain_bf16(weight: Tensor, bias: Tensor | None) -> Product:
+    offset = None if bias is None else bias.bfloat16()
+    return lambda x: linear(x.bfloat16(), weight, offset).float()
+
+
+def _fbgemm_fp16(weight: Tensor, bias: Tensor | None) -> Product:
+    """FBGEMM keeps 16 bits and computes in fp32; torch calls it deprecated and has nothing in its place."""
+    offset = torch.zeros(weight.shape[0]) if bias is None else bias
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.float())
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = torch.fbgemm_linear_fp16_weight_fp32_activation(x.contiguous(), packed, offset)
+        return y
+
+    return product
+
+
+def _int8_per_tensor(weight: Tensor, bias: Tensor | None) -> Product:
+    """torch's own dynamic quantisation: one scale for all rows of a call, so that a row's result depends on its neighbours."""
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised: nn.Sequential = torch.ao.quantization.quantize_dynamic(  # type: ignore[no-untyped-call]
+            nn.Sequential(module), {nn.Linear}, dtype=torch.qint8
+        )
+    return quantised
+
+
+CANDIDATES = {
+    "fp32": (
+        Candidate("onednn", torch.float32, EXACT, 1, _onednn),
+        Candidate("mkl", torch.float32, EXACT, 2, _mkl),
+        Candidate("plain", torch.float32, EXACT, 1, _plain),
+    ),
+    "fp16": (Candidate("fbgemm-fp16", torch.float16, EXACT, 1, _fbgemm_fp16),),
+    "bf16": (
+        Candidate("onednn-bf16", torch.bfloat16, HALF_ROUNDED, 1, _onednn_bf16),
+        Candidate("plain-bf16", torch.bfloat16, HALF_ROUNDED, 1, _plain_bf16),
+    ),
+    "int8-per-tensor": (Candidate("torch-int8", torch.float32, TENSOR_ROUNDED, 1, _int8_per_tensor),),
+}
+"""The candidates for weights of each type, the one to prefer where nothing is measured first."""
+
+
+def reason_against(candidate: Candidate) -> str:
+    """Why a candidate may not be used here, empty if it agrees with torch's own linear: padded and not, with a bias and without, at odd shapes."""
+    generator = torch.Generator().manual_seed(1)
+    for outputs, inputs in ((96, 80), (33, 17)):
+        weight = torch.randn(outputs, inputs, generator=generator).to(candidate.stored)
+        for bias in (None, torch.randn(outputs, generator=generator)):
+            for rows in (1, LEAST_ROWS, BATCH_HINT, BATCH_HINT + 1):
+                if against := _disagreement(candidate, weight, bias, torch.randn(rows, inputs, generator=generator)):
+                    return against
+    return ""
+
+
+@torch.inference_mode()
+def _disagreement(candidate: Candidate, weight: Tensor, bias: Tensor | None, x: Tensor) -> str:
+    with warnings.catch_warnings():  # what is deprecated is told at the call as well, once a process
+        warnings.simplefilter("ignore")
+        try:
+            y = candidate.pack(weight, bias)(x)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            return f"not in this build of torch or not on this CPU ({str(error).splitlines()[0][:100]})"
+    expected = linear(x, weight.float(), bias)
+    difference = float((y - expected).abs().max() / expected.abs().max())
+    return "" if difference <= candidate.tolerance else f"differs from torch's linear by {difference:.1e}"
 
 
 class PackedLinear(nn.Module):
-    """A linear whose fp32 weight [out, in] exists only in oneDNN's own layout."""
+    """A linear whose weight exists in the layouts of its candidates only; each class of rows has its own."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, ways: Sequence[tuple[int, Candidate]]) -> None:
+        """`ways`: the most rows of each class, ascending, and its candidate; the last class takes all that are more."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), BATCH_HINT)
-        self._bias = None if bias is None else bias.detach()
+        made: dict[str, Product] = {}
+        for _, candidate in ways:
+            if candidate.name not in made:
+                made[candidate.name] = candidate.pack(weight.detach().to(candidate.stored), None if bias is None else bias.detach().float())
+        self._ways = [(rows, made[candidate.name]) for rows, candidate in ways]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         rows = x.reshape(-1, self.in_features)
         count = rows.shape[0]
-        if count < LEAST_ROWS:
-            rows = pad(rows, (0, 0, 0, LEAST_ROWS - count))
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return y[:count].view(*x.shape[:-1], self.out_features)
-
-
-def pack_linears(model: nn.Module) -> str:
-    """Replace the linears of `model` in place by the fastest kind that computes the same here; returns what was chosen, in a word."""
-    if not packing_works():
-        return "plain"
-    chosen = "plain"
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and _gains(module.weight):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, PackedLinear(module.weight, module.bias))
-            chosen = "onednn-packed"
-    return chosen
-
-
-def _gains(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALLEST_PACKED
-
-
-def packing_works() -> bool:
-    """Whether oneDNN's packed linear exists in this build of torch and agrees with torch's own, padded and not, with a bias and without."""
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    generator = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(96, 80, generator=generator), torch.randn(96, generator=generator)
-    with torch.inference_mode():
-        return all(_agrees(weight, b, torch.randn(rows, 80, generator=generator)) for rows in (1, LEAST_ROWS, 16) for b in (None, bias))
-
-
-def _agrees(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
-    try:
-        y = PackedLinear(weight, bias)(x)
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False
-    expected = linear(x, weight, bias)
-    return bool((y - expected).abs().max() <= TOLERANCE * expected.abs().max())
+        product = next((p for most, p in self._ways if count <= most), self._ways[-1][1])
+        return product(rows).view(*x.shape[:-1], self.out_features)

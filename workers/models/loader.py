@@ -1,4 +1,5 @@
-"""A checkpoint becomes a transformers model on the CPU, whole and quiet.
+"""A checkpoint becomes a transformers model on the CPU, quiet, and a piece at a time where that can be: a skeleton without numbers first, then the tensors
+of one part of it after the other, so that whoever packs them never has two copies of more than one part.
 
 transformers fills a missing tensor with random numbers and asks on a terminal whether to run remote code; both end here in an error. Knows which
 architectures can be decoded with trees and with several sessions in a pass, not how.
@@ -6,12 +7,19 @@ architectures can be decoded with trees and with several sessions in a pass, not
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.pytorch_utils import Conv1D
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
@@ -25,18 +33,107 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 log = logging.getLogger(__name__)
 
 
-def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The transformers model of a checkpoint on the CPU with our attention; refuses what is missing, reports what is superfluous."""
+Read = Callable[[str], Tensor]
+"""The tensor of a name, in the type it is stored in."""
+
+
+@dataclass(frozen=True)
+class Types:
+    """What types a model's numbers get as they are read; None: as they are stored."""
+
+    linear: torch.dtype | None
+    table: torch.dtype | None
+    """Of embeddings."""
+    rest: torch.dtype | None = torch.float32
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A transformers model whose parameters have shapes and no numbers yet, and where these come from."""
+
+    model: Any
+    read: Read
+    transposed: frozenset[str]
+    """Weights that the checkpoint holds as [in, out]."""
+
+    def fill(self, module: nn.Module, prefix: str, types: Types) -> None:
+        """Give all of a module's parameters that have none their numbers, under the names that begin with `prefix`."""
+        for path, part in module.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    full = ".".join(filter(None, (prefix, path, name)))
+                    part.register_parameter(name, nn.Parameter(self._tensor(full, part, types), requires_grad=False))
+
+    def _tensor(self, name: str, part: nn.Module, types: Types) -> Tensor:
+        tensor = self.read(name)
+        if name in self.transposed:
+            tensor = tensor.t()
+        wanted = types.rest
+        if tensor.ndim == 2:
+            wanted = types.linear if isinstance(part, nn.Linear) else types.table
+        as_stored = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
+        return tensor.to(as_stored if wanted is None else wanted).contiguous()
+
+
+def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
+    """The model of a checkpoint, to be filled; refuses what is missing, reports what is superfluous.
+
+    Where transformers renames or rearranges tensors as it loads, it loads them: then the skeleton has its numbers already, in fp32.
+    """
+    model = _configured(checkpoint)
+    if not _maps_one_to_one(model, checkpoint):
+        whole = load_transformers(checkpoint, torch.float32)
+        _linearise(whole)
+        return Skeleton(whole, checkpoint.read, frozenset())
+    tied = _tied(model)
+    superfluous = set(checkpoint.tensors) - set(model.state_dict())
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    _report_superfluous(checkpoint, [name for name in superfluous if not any(re.search(pattern, name) for pattern in ignored)])
+    transposed = _linearise(model)
+    return Skeleton(model, lambda name: checkpoint.read(name if name in checkpoint.tensors else tied[name]), transposed)
+
+
+def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) -> Skeleton:
+    """The model of a config.json, with random numbers of type `stored` as if from a checkpoint, cut or stretched to `layers` layers."""
     attention.register()
-    folder = str(checkpoint.folder)
-    refuse_empty(checkpoint)
-    with _refusing(checkpoint):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        refuse_unsupported(config, checkpoint)
-    with _refusing(checkpoint), _quiet(), torch.inference_mode(False):
-        refuse_misshapen(config, checkpoint)
+    file = folder if folder.is_file() else folder / "config.json"
+    refuse_empty(file)
+    with _refusing(file.parent):
+        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+        refuse_unsupported(config, file)
+        if layers is not None:
+            config.num_hidden_layers = layers
+            if kinds := getattr(config, "layer_types", None):
+                config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+        with _quiet():
+            model = _skeleton(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    transposed = _linearise(model)
+    generator = torch.Generator().manual_seed(0)
+
+    def read(name: str) -> Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=stored) if name.endswith("weight") else torch.zeros(shape, dtype=stored)
+        return torch.empty(shape, dtype=stored).normal_(std=1 / math.sqrt(shape[-1]), generator=generator)
+
+    return Skeleton(model, read, transposed)
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The name and the list of a model's decoder layers; `CheckpointError` where they cannot be told."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers and "." in name:
+            return name, module
+    raise CheckpointError(f"a {model.config.model_type} model has no list of decoder layers")
+
+
+def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The whole transformers model of a checkpoint on the CPU with our attention; refuses what is missing, reports what is superfluous."""
+    config = _configured(checkpoint).config
+    with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False):
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
+            str(checkpoint.folder),
             config=config,
             dtype=dtype,
             attn_implementation=attention.IMPLEMENTATION,
@@ -47,35 +144,102 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{checkpoint.source} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}")
-    if unexpected := sorted(info["unexpected_keys"]):
-        log.warning("%s has %d tensors that the model does not use, such as %s", checkpoint.source, len(unexpected), unexpected[0])
+    _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)
     return model.eval()
 
 
+def _report_superfluous(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    if unexpected := sorted(names):
+        log.warning("%s has %d tensors that the model does not use, such as %s", checkpoint.source, len(unexpected), unexpected[0])
+
+
+def _configured(checkpoint: Checkpoint) -> Any:
+    """The model of a checkpoint's config.json, without numbers; what cannot be decoded or has other shapes is refused before memory is taken for any."""
+    attention.register()
+    file = checkpoint.folder / "config.json"
+    refuse_empty(file)
+    with _refusing(checkpoint.folder):
+        config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False, local_files_only=True)
+        refuse_unsupported(config, file)
+    with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False):
+        layers = config.num_hidden_layers
+        if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
+            raise CheckpointError(f"{checkpoint.folder} has {len(checkpoint.tensors)} tensors in all, where its config.json calls for {layers} layers")
+        model = _skeleton(config)
+        refuse_misshapen(model, checkpoint)
+    return model
+
+
+def _skeleton(config: Any) -> Any:
+    """The model on no device at all, but for the buffers that no checkpoint holds, such as rotary frequencies."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False)
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.full_like(buffer, float("nan"), device="cpu") if buffer.is_floating_point() else None
+        if buffers:
+            model._init_weights(module)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
+    """Whether every tensor of the model stands in the checkpoint under its own name, or is tied to one that does, and nothing else needs computing."""
+    tied = _tied(model)
+    if any(get_checkpoint_conversion_mapping(kind) for kind in (model.config.model_type, type(model).__name__)):
+        return False
+    if any(buffer is None or bool(buffer.isnan().any()) for module in model.modules() for buffer in module._buffers.values()):
+        return False
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return set(parameters) == set(model.state_dict()) and all(name in checkpoint.tensors or tied.get(name) in checkpoint.tensors for name in parameters)
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """For each tied tensor the one that it is tied to, both ways: a checkpoint holds either."""
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    return {**{source: target for target, source in tied.items()}, **tied}
+
+
+def _linearise(model: Any) -> frozenset[str]:
+    """Put torch's linears in the place of GPT-2's own kind, whose weights are [in, out]; the names of those weights."""
+    transposed = set()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            linear = nn.Linear(inputs, outputs, device="meta")
+            if not module.weight.is_meta:
+                linear.weight = nn.Parameter(module.weight.t().contiguous(), requires_grad=False)
+                linear.bias = module.bias
+            model.set_submodule(name, linear.requires_grad_(False))
+            transposed.add(f"{name}.weight")
+    return frozenset(transposed)
+
+
 @contextlib.contextmanager
-def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
+def _refusing(folder: Path) -> Iterator[None]:
     """What transformers raises at a configuration is whatever its lines happen to stumble over: any of it is a `CheckpointError` of one line."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{checkpoint.folder} cannot be loaded by transformers ({type(error).__name__}: {reason(error)})") from error
+        raise CheckpointError(f"{folder} cannot be loaded by transformers ({type(error).__name__}: {reason(error)})") from error
 
 
-def refuse_empty(checkpoint: Checkpoint) -> None:
+def refuse_empty(file: Path) -> None:
     """`CheckpointError` naming a size in config.json that is not positive; transformers divides by some before it says what is wrong."""
-    content = read_json(checkpoint.folder / "config.json")
+    content = read_json(file)
     for name in (*SIZES, "num_key_value_heads", "intermediate_size", "head_dim"):
         number = content.get(name)
         if isinstance(number, int | float) and number < 1:
-            raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {name} is {number}; it must be at least 1")
+            raise CheckpointError(f"{file}: {name} is {number}; it must be at least 1")
 
 
-def refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
+def refuse_unsupported(config: Any, file: Path) -> None:
     """`CheckpointError` naming what in a configuration cannot be decoded with trees and several sessions in a pass."""
-    kind, file = config.model_type, checkpoint.folder / "config.json"
+    kind = config.model_type
     for name in SIZES:
         if not isinstance(getattr(config, name, None), int):
             raise CheckpointError(f"{file}: a {kind} model has no {name}; only dense decoder models can be decoded here")
@@ -87,20 +251,17 @@ def refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{file}: rotary embeddings of type {min(refused)} ({kind}) are not supported: they depend on the longest sequence of a pass")
 
 
-def refuse_misshapen(config: Any, checkpoint: Checkpoint) -> None:
-    """`CheckpointError` naming a tensor that has another shape than `config` calls for, before memory is taken for any.
+def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
+    """`CheckpointError` naming a tensor that has another shape than the model calls for.
 
-    The model is built without numbers for it. Names that stand on one side only are left to transformers, which renames some as it loads.
+    Names that stand on one side only are left to transformers, which renames some as it loads.
     """
-    layers, found = config.num_hidden_layers, checkpoint.shapes
-    if layers > len(found):  # and as many empty layers are not built first
-        raise CheckpointError(f"{checkpoint.folder} has {len(found)} tensors in all, where its config.json calls for {layers} layers")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False)
     for name, tensor in model.state_dict().items():
-        if found.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+        stored = checkpoint.tensors.get(name)
+        if stored is not None and stored.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{checkpoint.folder}: tensor {name} has the shape {list(found[name])}, where config.json calls for {list(tensor.shape)}; fetch the model again"
+                f"{checkpoint.folder}: tensor {name} has the shape {list(stored.shape)}, "
+                f"where config.json calls for {list(tensor.shape)}; fetch the model again"
             )
 
 

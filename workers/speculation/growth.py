@@ -18,21 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.workers.speculation.proposal import Shape
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Nodes = NDArray[np.intp]
 
 NO_ROW = -1
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a proposal may be: at most `nodes` nodes and `depth` levels, `width` nodes expanded a level and children considered a node."""
-
-    nodes: int
-    depth: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +92,14 @@ class GrowingTree:
         numbers = np.full(len(self) + 1, ROOT, np.int32)  # the last element stands for the root, index -1
         numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
         return TokenTree(tuple(self.tokens[nodes].tolist()), tuple(numbers[self.parents[nodes]].tolist()))
+
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens from below the root down to `node`; none for the root, -1."""
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(int(self.tokens[node]))
+            node = int(self.parents[node])
+        return tokens[::-1]
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (-1: the root) with that token, if the pool has it."""

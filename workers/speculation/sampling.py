@@ -1,21 +1,75 @@
 """From logits to a token: the processors of a session, and the choice.
 
-N rows, V vocabulary. With Gumbel noise g the choice argmax(z + g) is an exact sample of softmax(z); without noise it is the greedy one. Knows neither
-keys nor positions.
+First those that look back (`LookingBack`), then temperature and truncation (`process_logits`), then the choice: with Gumbel noise g, argmax(z + g) is an
+exact sample of softmax(z); without noise it is the greedy one. N rows, V vocabulary. Knows neither keys nor positions.
 """
 
 import math
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import Sampling
+from dovetail.workers.speculation.history import History
 
 MASKED = float("-inf")
 LARGEST_MARGIN = torch.finfo(torch.float32).max
 """Stands for the margin of the only possible token: infinity does not travel."""
 NUCLEUS_SIZES = (256, 8192)
 """Among so many of the likeliest tokens a nucleus is looked for before the whole vocabulary is."""
+
+
+class LookingBack:
+    """The processors of `history.py` over tensors. What the log holds stands ready, a number for each different token, so that only these logits are
+    touched; what is on a row's path is put right in that row alone, by the same operations: a token has the same bytes committed or only drafted.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], end: Sequence[int], size: int, device: torch.device | None = None) -> None:
+        """`size` is V: biased and ending ids at and beyond it are of no concern here."""
+        self._history = History(sampling, prompt, end)
+        self._repetition = sampling.repetition_penalty
+        biases = [(token, bias) for token, bias in sampling.logit_bias if token < size]
+        self._biased = torch.tensor([token for token, _ in biases], dtype=torch.long, device=device)
+        self._biases = torch.tensor([bias for _, bias in biases], device=device)
+        self._end = torch.tensor([token for token in end if token < size], dtype=torch.long, device=device)
+        self._slots: dict[int, int] = {}
+        """Token -> where its id and its penalty stand in the two tensors."""
+        self._tokens = torch.empty(size, dtype=torch.long, device=device)
+        self._penalties = torch.empty(size, device=device)
+        if self._repetition != 1.0:
+            self._note(self._history.seen)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The log has grown by `tokens`, all of the reply."""
+        self._history.extend(tokens)
+        self._note(tokens)
+
+    def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """[N, V] float32 -> [N, V], of rows that follow `paths` behind the log; masked entries -inf."""
+        z = logits.clone()
+        if len(self._biased):
+            z.index_add_(1, self._biased, self._biases.expand(len(z), -1))
+        ahead = [(row, token) for row, path in enumerate(paths) for token in set(path)]
+        where = tuple(torch.tensor(ahead, dtype=torch.long, device=z.device).reshape(-1, 2).unbind(1))
+        unpenalised = z[where]
+        if said := len(self._slots):
+            z.index_copy_(1, self._tokens[:said], self._penalised(z.index_select(1, self._tokens[:said]), self._penalties[:said]))
+        if ahead:
+            penalties = torch.tensor([self._history.penalty(token, paths[row]) for row, token in ahead], device=z.device)
+            z[where] = self._penalised(unpenalised, penalties)
+        if early := [row for row, path in enumerate(paths) if self._history.too_early(path)]:
+            z[torch.tensor(early, device=z.device).unsqueeze(1), self._end] = MASKED
+        return z
+
+    def _note(self, tokens: Collection[int]) -> None:
+        """Take over what the history says of tokens of the log."""
+        slots = [self._slots.setdefault(token, len(self._slots)) for token in tokens]
+        self._tokens[slots] = torch.tensor(list(tokens), device=self._tokens.device)
+        self._penalties[slots] = torch.tensor([self._history.penalty(token) for token in tokens], device=self._tokens.device)
+
+    def _penalised(self, z: Tensor, penalties: Tensor) -> Tensor:
+        return torch.where(z < 0, z * self._repetition, z / self._repetition) - penalties
 
 
 def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:

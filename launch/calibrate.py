@@ -1,0 +1,227 @@
+"""`dovetail calibrate`: what a pass of the target costs on this machine, beside what the hardware would allow.
+
+The measuring happens in a process of its own, on the cores and the memory that the target worker would get and bound as it is, because torch must not be
+imported before that; the draft is measured afterwards, on the draft's. What is found goes to the profile file, from where planner and policies read it.
+
+`python -m dovetail.launch.calibrate` is that process; it says on stdout, line by line, what it is doing, and then what it found.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from dovetail.launch.binding import Place, bind
+from dovetail.launch.chart import Curve, check_chart, draw
+from dovetail.launch.child import end_when_told, end_with
+from dovetail.launch.cli import run
+from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
+from dovetail.launch.directory import profile_path, writable_profile_path
+from dovetail.launch.outputs import check_output
+from dovetail.launch.preflight import check_draft, check_inflation, estimated_bytes, free_memory_bytes, memory_bytes
+from dovetail.launch.supervise import Supervisor
+from dovetail.launch.terminal import note, print_table, spinner
+from dovetail.launch.topology import format_numbers
+from dovetail.launch.worker import THREAD_VARIABLES, embedded
+from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError
+from dovetail.protocol.profile import Calibration, ProfileKey, update_profile
+
+Role = Literal["target", "draft"]
+
+SECONDS = 30.0
+ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
+TORCH_CAPS = {
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512"},
+    "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512_VNNI"},
+}
+"""Variables that hold torch's libraries to an instruction set; read when they are loaded."""
+TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--context", "contexts", type=click.IntRange(min=1), multiple=True, help="Rows in the cache; can be repeated.  [default: a quarter of 512, 512, 4 x 512]"
+)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=SECONDS, show_default=True, help="About how long to measure passes.")
+@click.option("--isa", type=click.Choice(ISAS), help="Use no better instructions than these; then nothing goes to the profile file.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw T_V and its limit over the rows into this SVG file.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
+@settings_flags("target", "draft")
+def command(configuration: Configuration, contexts: tuple[int, ...], seconds: float, isa: str | None, plot: Path | None, as_json: bool) -> None:
+    """Measure T_V(M), the seconds of a pass of the target over M rows, for M = 1 to 64 and several lengths of the cache, and the limits of this machine.
+
+    A target folder may hold a config.json alone: its weights are random then, which costs the same, so that a model can be measured before it is
+    downloaded. Where memory does not hold all layers, fewer are measured and the times scaled by weights. Median of several passes.
+    """
+    check_chart(plot)
+    check_output(plot, "the plot")
+    _check(configuration)
+    place = lay_out_here(
+        numa=configuration.settings.target.numa, threads=configuration.settings.target.threads, target_bytes=estimated_bytes(configuration.settings.target)
+    )
+    options = [f"--seconds={seconds}", *(f"--context={length}" for length in contexts), *([f"--isa={isa}"] if isa else [])]
+    profile = writable_profile_path() if isa is None else None
+    with Supervisor() as supervisor, spinner() as say:
+        found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], say)
+        found["t_d"] = _measure(supervisor, "draft", place.draft, [*options[:1], *configuration.arguments("draft")], say) if _has_draft(configuration) else {}
+    key, calibration = found.pop("key"), found.pop("calibration")
+    if profile is not None:
+        new = Calibration.model_validate_json(json.dumps(calibration))
+        update_profile(profile, ProfileKey.model_validate(key), lambda entry: entry.with_calibration(new))
+    if plot is not None:
+        plot.write_text(_chart(found), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    _show(found)
+    note(f"kept in {profile}" if profile is not None else f"not kept: {'--isa was given' if isa else f'{profile_path()} cannot be written'}")
+
+
+def _check(configuration: Configuration) -> None:
+    """What is wrong with the settings, before a process is started."""
+    target = configuration.settings.target
+    if target.device != "cpu":
+        raise SettingsError(f"target.device = {target.device!r}: calibrate measures a target on the CPU; leave it out")
+    folder = Path(target.model).expanduser() if target.model else None
+    if folder is not None and (folder.exists() or target.model.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
+        raise CheckpointError(f"the target model {target.model} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)")
+    check_inflation(target.inflate, memory_bytes())
+    if _has_draft(configuration):
+        check_draft(configuration.settings)
+
+
+def _has_draft(configuration: Configuration) -> bool:
+    """Whether there is a small model to measure: one that is named, or the embedded one beside the embedded target."""
+    draft = configuration.settings.draft
+    return draft.kind in ("auto", "small") and bool(draft.model or not configuration.settings.target.model)
+
+
+def _measure(supervisor: Supervisor, role: Role, place: Place, arguments: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """What a process of `role` finds, bound to `place`."""
+    where = [f"--role={role}", f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
+    child = supervisor.start(f"measurement of the {role}", [*where, *arguments], module="dovetail.launch.calibrate", reads=True)
+    assert child.process.stdout is not None
+    for line in child.process.stdout:
+        message = json.loads(line)
+        if "found" in message:
+            result: dict[str, Any] = message["found"]
+            return result
+        say(f"{role}: {message['doing']}")
+    child.process.wait()
+    raise child.failure()
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _show(found: dict[str, Any]) -> None:
+    backends, layers = found["backends"], found["layers"]
+    what = f"{found['parameters'] / 1e6:.0f} M weights in linears, {found['weights']}, {_threads(found)}"
+    click.echo(f"target      {found['model']} ({what})")
+    if found["layers_measured"] < layers:
+        click.echo(f"            {found['layers_measured']} of {layers} layers were measured, which memory holds; times are scaled by weights")
+    click.echo(f"back end    {backends['backend']} ({backends['kernels']}{', ' + backends['isa'] if 'isa' in backends else ''}): {backends['why']}")
+    peaks = ", ".join(f"{name} {peak:.0f}" for name, peak in found["peaks_gflop_s"].items())
+    click.echo(f"machine     reads {found['bandwidth_gb_s']:.1f} GB/s; 10^9 operations a second: {peaks} (probe: {found['probe']})")
+    for length in found["skipped_contexts"]:
+        click.echo(f"skipped     a cache of {length} rows: filling it would take too long; a larger --seconds measures it")
+    others = [length for length in found["t_v_by_context"] if int(length) != found["context"]]
+    rows = [_pass(found, str(m), others) for m in TABLE_ROWS]
+    print_table(("M", f"T_V ms, cache {found['context']}", "limit ms", "achieved", "T_V(M)/T_V(1)", *(f"ms, cache {length}" for length in others)), rows)
+    if len(found["t_v_measured"]) < len(found["t_v"]):
+        click.echo(f"measured at M = {format_numbers(found['t_v_measured'])}; between them T_V is interpolated linearly (--json has all of it)")
+    if linears := backends.get("linears"):
+        headings = ("linear", "up to rows", "chosen", "seconds of a product of each candidate", "not used")
+        print_table(headings, [_linear(choice) for choice in linears])
+    if found["t_d"]:
+        click.echo("t_D, a level of the draft: " + ", ".join(f"{rows} rows {_ms(taken):.3g} ms" for rows, taken in found["t_d"].items()))
+
+
+def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object, ...]:
+    taken, share = found["t_v"][m], f"{found['achieved'][m]:.0%}"
+    elsewhere = (_ms(found["t_v_by_context"][length][m]) for length in others)
+    return (int(m), _ms(taken), _ms(found["t_v_limit"][m]), share, taken / found["t_v"]["1"], *elsewhere)
+
+
+def _linear(choice: dict[str, Any]) -> tuple[object, ...]:
+    rows = choice["rows"] if choice["rows"] < 1 << 20 else "any"
+    times = ", ".join(f"{name} {taken:.2e}" for name, taken in choice["seconds"].items())
+    return (f"{choice['n']} x {choice['k']}", rows, choice["chosen"], times, "; ".join(f"{name}: {why}" for name, why in choice["refused"].items()))
+
+
+def _threads(found: dict[str, Any]) -> str:
+    return f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+
+
+def _ms(seconds: float) -> float:
+    return seconds * 1e3
+
+
+def _chart(found: dict[str, Any]) -> str:
+    """T_V at each length of the cache, and the limit."""
+    curves = [Curve(f"cache of {length} rows", [(int(m), _ms(s)) for m, s in curve.items()]) for length, curve in found["t_v_by_context"].items()]
+    limit = Curve("limit of the hardware", [(int(m), _ms(s)) for m, s in found["t_v_limit"].items()], dashed=True)
+    name = Path(found["model"].removesuffix(" (random weights)")).name
+    title = f"T_V(M): {name}, {found['weights']}, {found['backends']['backend']}, {_threads(found)}"
+    return draw(title, "rows of a pass, M", "milliseconds", [*curves, limit])
+
+
+# -- the process that measures -----------------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--role", type=click.Choice(["target", "draft"]), required=True)
+@click.option("--cores", required=True)
+@click.option("--memory-nodes", default="")
+@click.option("--seconds", type=float, required=True)
+@click.option("--context", "contexts", type=int, multiple=True)
+@click.option("--isa", default="")
+@click.option("--parent", type=int, required=True)
+@settings_flags("target", "draft")
+def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: str, seconds: float, contexts: tuple[int, ...], isa: str, parent: int) -> None:
+    """Bind this process, and only then import torch and measure."""
+    end_with(parent)
+    end_when_told()
+    place = Place(parse_cores(cores), parse_nodes(memory_nodes))
+    bind(place)
+    target, draft = configuration.settings.target, configuration.settings.draft
+    threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
+    os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
+    from dovetail.workers.calibration import calibrate, calibrate_draft
+    from dovetail.workers.devices import is_out_of_memory
+
+    found: object
+    try:
+        if role == "draft":
+            found = calibrate_draft(draft.model_copy(update=embedded(draft, DEMO_FOLDER / "draft")), threads=threads, seconds=seconds / 4)
+        else:
+            found = calibrate(
+                target.model_copy(update=embedded(target, DEMO_FOLDER / "target")),
+                threads=threads,
+                memory_bytes=free_memory_bytes(),
+                profile=None if isa else writable_profile_path(),
+                seconds=seconds,
+                contexts=contexts,
+                isa=isa,
+                say=lambda text: _tell({"doing": text}),
+            )
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise DovetailError("memory ended while the model was loaded or measured: name a smaller model, or other weights") from None
+        raise
+    _tell({"found": found})
+
+
+def _tell(message: object) -> None:
+    click.echo(json.dumps(message))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], measure))

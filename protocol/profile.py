@@ -1,0 +1,224 @@
+"""The profile file: what was measured on a machine, so that it is measured once.
+
+Holds, for each combination of machine, software, weights, threads and model shapes, which way each linear is computed and what every candidate took, and
+the calibration: the target's pass over M rows, and the limits of the hardware. JSON, written atomically under a lock, since several workers may start at
+once. Knows neither where the file lies (`launch/directory.py` decides) nor how anything is measured.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import Frozen
+
+MAX_BYTES = 64 << 20
+
+Positive = Annotated[int, Field(ge=1, le=1 << 40)]
+Seconds = Annotated[float, Field(ge=0.0)]
+Rate = Annotated[float, Field(gt=0.0)]
+MACHINE_FIELDS = ("vendor_id", "model name", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU variant", "CPU part", "Features")
+"""What tells processors apart in /proc/cpuinfo, on x86-64 and on aarch64."""
+
+
+class ProfileError(UserError):
+    """A profile file that cannot be read or written: names the file and the remedy."""
+
+
+class ProfileKey(Frozen):
+    """Where a measurement holds: change any of these, and it is measured anew."""
+
+    machine: str
+    """`machine_key()`."""
+    software: str
+    """What computes, with versions: torch, the kernels and their instruction set."""
+    weights: str
+    threads: Positive
+    shapes: str
+    """`shapes_key()` of the model."""
+
+
+class LinearChoice(Frozen):
+    """One shape [n, k] for passes of at most `rows` rows (a row class): what was chosen, and the measured seconds of one product of every candidate."""
+
+    n: Positive
+    k: Positive
+    rows: Positive
+    chosen: str
+    seconds: Mapping[str, Seconds]
+    """Candidate -> seconds of one product of `rows` rows; only candidates that passed the self-test were timed."""
+    refused: Mapping[str, str] = {}
+    """Candidate -> why it may not be used here (failed self-test, instruction missing, does not fit into memory)."""
+
+
+class RowsSeconds(Frozen):
+    """A measured curve: a pass over rows[i] rows took seconds[i]; rows ascend."""
+
+    rows: tuple[Positive, ...]
+    seconds: tuple[Seconds, ...]
+
+    def at(self, rows: int) -> float:
+        """Seconds of a pass over so many rows: linear between the measured ones, and level or along the last piece beyond them."""
+        points = list(zip(self.rows, self.seconds, strict=True))
+        if rows <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        (below, low), (above, high) = next(((a, b) for a, b in pairwise(points) if rows <= b[0]), (points[-2], points[-1]))
+        return low + (high - low) * (rows - below) / (above - below)
+
+
+class ContextCurve(Frozen):
+    """T_V over rows, at one length of the cache."""
+
+    context: Annotated[int, Field(ge=0, le=1 << 24)]
+    t_v: RowsSeconds
+
+
+class Limits(Frozen):
+    """What this machine can do on the cores in use, measured without a model."""
+
+    bandwidth_gb_s: Rate
+    """Reading memory, 10^9 bytes a second."""
+    peak_gflop_s: Mapping[str, Rate]
+    """Arithmetic -> 10^9 operations a second (a multiply and an add are two): fp32 (FMA) and, where there are instructions, int8 (VNNI) and bf16."""
+    probe: str
+    """What measured them, in words: "kernels avx512-vnni" or "torch"."""
+
+
+class Calibration(Frozen):
+    """What `dovetail calibrate` found of a target: seconds of one pass."""
+
+    measured: str
+    """When, ISO 8601 in UTC."""
+    backend: str
+    context: Annotated[int, Field(ge=0, le=1 << 24)]
+    """Rows in the cache that `t_v` holds for."""
+    t_v: RowsSeconds
+    t_v_limit: RowsSeconds
+    """At the physical limit: max(packed bytes / bandwidth, 2 rows parameters / peak)."""
+    t_v_by_context: tuple[ContextCurve, ...]
+    layers: Positive
+    layers_measured: Positive
+    """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
+    limits: Limits
+
+
+class Entry(Frozen):
+    """Everything known under one key."""
+
+    key: ProfileKey
+    linears: tuple[LinearChoice, ...] = ()
+    calibrations: tuple[Calibration, ...] = ()
+    """At most one for each back end."""
+
+    def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
+        """What was chosen for a shape: the entry of the smallest row class that holds `rows`."""
+        fitting = (c for c in self.linears if (c.n, c.k) == (n, k) and c.rows >= rows)
+        return min(fitting, key=lambda c: c.rows, default=None)
+
+    def with_linears(self, linears: Sequence[LinearChoice]) -> "Entry":
+        """These choices in place of those of the same shape and row class."""
+        new = {(c.n, c.k, c.rows): c for c in (*self.linears, *linears)}
+        return self.model_copy(update={"linears": tuple(new.values())})
+
+    def with_calibration(self, calibration: Calibration) -> "Entry":
+        """This calibration in place of that of the same back end."""
+        others = tuple(c for c in self.calibrations if c.backend != calibration.backend)
+        return self.model_copy(update={"calibrations": (*others, calibration)})
+
+
+class Profile(Frozen):
+    """The whole file."""
+
+    format: Literal[1] = 1
+    entries: tuple[Entry, ...] = ()
+
+    def find(self, key: ProfileKey) -> Entry:
+        """What is known under a key; an empty entry if it is nothing."""
+        return next((entry for entry in self.entries if entry.key == key), Entry(key=key))
+
+    def with_entry(self, entry: Entry) -> "Profile":
+        """This entry in place of the one of the same key."""
+        return self.model_copy(update={"entries": (*(e for e in self.entries if e.key != entry.key), entry)})
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a file; an empty one if there is no such file; `ProfileError` if it is damaged."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ProfileError(f"the profile file {path} is larger than {MAX_BYTES >> 20} MiB, which it never becomes by itself: remove it")
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return Profile()
+    except OSError as error:
+        raise ProfileError(f"the profile file {path} cannot be read ({error.strerror}): make it readable, or remove it") from None
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ProfileError(f"the profile file {path} is damaged or of another version ({problem}): remove it, it is measured anew") from None
+
+
+def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]) -> Entry:
+    """Replace what is known under `key` by `change` of it, on disk; whatever else the file holds, another process's last words included, stays.
+
+    Returns the new entry. `ProfileError` if the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(path.name + ".lock")):
+            profile = load_profile(path)
+            entry = change(profile.find(key))
+            _write(path, profile.with_entry(entry).model_dump_json(indent=1))
+    except OSError as error:
+        raise ProfileError(f"the profile file {path} cannot be written ({error.strerror}): free the place, or set XDG_CACHE_HOME to another") from None
+    return entry
+
+
+def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = None) -> str:
+    """A digest of processor, instruction flags and number of cores; 16 hexadecimal digits. `cores`: those of the machine unless told."""
+    first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    fields = dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.*)$", first, re.MULTILINE))
+    facts = [" ".join(sorted(fields.get(name, "").split())) for name in MACHINE_FIELDS]
+    return _digest([*facts, str(cores or os.cpu_count())])
+
+
+def shapes_key(shapes: Sequence[tuple[int, int]], *others: object) -> str:
+    """A digest of the shapes [n, k] of a model's linears, with how often each occurs, and of whatever else its speed depends on; 16 hexadecimal digits."""
+    counts = {shape: shapes.count(shape) for shape in set(shapes)}
+    return _digest([f"{n}x{k}*{count}" for (n, k), count in sorted(counts.items())] + [repr(other) for other in others])
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with its holder, however that ends."""
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, text: str) -> None:
+    """Whoever reads the file meanwhile sees the old one or the new one, whole."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".new", delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,26 @@
+"""The command line: one command a figure, a table for people or an object for programs.
+
+Every command takes the cores that it may use (taskset counts), pins itself and its children to the first of them, one a thread, and says what it measured.
+"""
+
+import click
+
+from benchmarks.accuracy import accuracy
+from benchmarks.engines import llama, transformers
+from benchmarks.limit import limit
+from benchmarks.loading import loading
+from benchmarks.rest import rest
+from benchmarks.sameness import bytes_command
+
+
+@click.group()
+def main() -> None:
+    """Figures of speed, bytes and accuracy on this machine, each printed by one command.
+
+    Two engines that are compared take turns, pass by pass, in processes of their own on the same cores. A ratio is the median over the pairs with the
+    95 % interval of a bootstrap; a bound holds when the interval reaches it and the median misses it by at most 0.02.
+    """
+
+
+for command in (transformers, llama, limit, rest, bytes_command, accuracy, loading):
+    main.add_command(command)

@@ -1,0 +1,30 @@
+"""The figures to reach: for each kind of weights and number of rows, the largest ratio that is good enough."""
+
+LLAMA_TYPES = {"fp32": "F32", "half": "F16", "bf16": "BF16", "int8": "Q8_0"}
+"""Our weights -> llama.cpp's type of as many bytes (Q8_0 has one 16-bit scale for 32 weights, 6 % more). Half of a bf16 checkpoint is compared with BF16."""
+EAGER = {"fp32": 0.48, "half": 0.48, "int8": 0.16}
+"""T_V(16) against transformers eager fp32, the library back end."""
+LIBRARY_GROWTH = 2.0
+"""T_V(16) / T_V(1), the library back end."""
+REST = 0.15
+"""What is no linear, as a share of T_V at up to 16 rows."""
+LIMIT = {1: 1.15, 2: 1.15, 4: 1.25, 8: 1.5, 16: 1.35, 32: 1.2, 64: 1.15}
+"""Linears on the kernels against the limit of the hardware."""
+
+
+def llama_bound(kind: str, do: str, rows: int) -> float | None:
+    """Our time against llama.cpp's of type `kind`; None: no figure was set."""
+    if do == "prefill":
+        return 1.0
+    if kind == "F32":
+        return None if rows == 1 else 0.85 if rows <= 32 else 0.9
+    if kind == "BF16":
+        return None if rows == 1 else 1.0 if rows <= 16 else 1.05
+    if kind == "Q8_0":
+        return 0.65 if rows == 1 else 0.5
+    return 1.0
+
+
+def eager_bound(weights: str, do: str, rows: int) -> float | None:
+    """Our time against transformers' own modules in fp32."""
+    return EAGER.get(weights) if do == "verify" and rows == 16 else None

@@ -1,0 +1,58 @@
+"""How a figure is judged: pairs in which both sides take turns, the median of their ratios with a bootstrap interval, the limit of the hardware.
+
+Pure but for the measuring function that is passed in; knows neither models nor engines.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 2000
+INTERVAL = (0.025, 0.975)
+LEEWAY = 0.02
+"""A bound holds when the interval reaches it and the median misses it by no more than this."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and the 95 % interval of a bootstrap over the samples."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+    def holds(self, most: float) -> bool:
+        """Whether this is at most `most`."""
+        return self.low <= most and self.median <= most + LEEWAY
+
+    def as_json(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+def estimate(samples: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The median of `samples` (at least one)."""
+    values = np.asarray(samples, dtype=float)
+    drawn = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(values[drawn], axis=1), INTERVAL)
+    return Estimate(float(np.median(values)), float(low), float(high))
+
+
+def ratio(left: Sequence[float], right: Sequence[float]) -> Estimate:
+    """How many times the left side takes of the right one's, pair by pair."""
+    return estimate([a / b for a, b in zip(left, right, strict=True)])
+
+
+def take_turns(sides: Sequence[Callable[[], float]], number: int) -> tuple[float, ...]:
+    """What each side measures in round `number`; who is first changes from round to round, so that what drifts meets all of them alike."""
+    order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
+    measured = {side: sides[side]() for side in order}
+    return tuple(measured[side] for side in range(len(sides)))
+
+
+def limit_s(rows: int, *, packed_bytes: float, parameters: float, bandwidth: float, peak: float) -> float:
+    """The least time of a pass over `rows` rows: every packed byte read once (bytes/s), every product and sum done once (operations/s)."""
+    return max(packed_bytes / bandwidth, 2 * rows * parameters / peak)

@@ -1,0 +1,135 @@
+"""What the commands share: options, cores, the model that is measured, and how a result is told."""
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.child import Side, SideError
+from benchmarks.figures import LLAMA_TYPES
+from benchmarks.measure import Estimate
+from benchmarks.models import SHAPES, TYPES, model_folder, write_model
+from dovetail.protocol.errors import UserError
+from dovetail.workers.kernels import Isa
+
+INSTALL = "python -m venv llama && llama/bin/pip install llama-cpp-python gguf; then --llama-python llama/bin/python"
+BEHIND = 512
+"""Cached tokens behind which a verification is measured."""
+ISAS = tuple(isa.name for isa in Isa)
+
+
+class Numbers(click.ParamType):
+    """1,2,16: positive integers; none of them is a list too."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part for part in value.split(",") if part]
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            self.fail(f"{value!r} is no list of positive integers such as 1,4,16", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+class Command(click.Command):
+    """A command whose mistakes of the user end in one line."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (SideError, UserError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+def option(*names: str, **options: Any) -> Callable[[Any], Any]:
+    """An option that shows its default."""
+    return click.option(*names, show_default=options.get("default") is not None and not options.get("is_flag"), **options)
+
+
+OPTIONS = {
+    "weights": option("--weights", type=click.Choice(tuple(LLAMA_TYPES)), default="fp32"),
+    "backend": option("--backend", type=click.Choice(("auto", "kernels", "library")), default="auto"),
+    "checkpoint": option(
+        "--checkpoint", type=click.Choice(("fp16", "bf16")), help="Type of the random checkpoint.  [default: bf16 for bf16 weights, else fp16]"
+    ),
+    "shape": option("--shape", type=click.Choice(("7b", "1b", "small")), default="7b", help="Sizes of a layer; small takes seconds."),
+    "layers": option("--layers", type=click.IntRange(min=1), help="Decoder layers.  [default: 3 of 7b, else 4]"),
+    "pairs": option("--pairs", type=click.IntRange(min=2), default=21, help="Times that both sides take their turns."),
+    "threads": option("--threads", type=click.IntRange(min=1), default=1, help="Cores, and threads of each side."),
+    "clock": option("--clock", type=click.Choice(("wall", "processor")), default="wall", help="processor: on a busy machine, with one thread."),
+    "models": option("--models", type=click.Path(file_okay=False, path_type=Path), help="Keep the random models there for the next run."),
+    "isa": option("--isa", type=click.Choice(ISAS), help="Instruction set, of kernels and limit.  [default: the best here]"),
+    "llama_python": option("--llama-python", type=click.Path(path_type=Path), help="The python of an environment with llama-cpp-python and gguf."),
+    "json": option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."),
+}
+
+
+def options(*names: str) -> Callable[[Any], Any]:
+    """The options that several commands share."""
+
+    def decorate(command: Any) -> Any:
+        for name in reversed(names):
+            command = OPTIONS[name](command)
+        return command
+
+    return decorate
+
+
+def verdict(found: Estimate, most: float | None) -> tuple[str, str]:
+    """The cells that tell a figure and whether it holds."""
+    return ("-", "-") if most is None else (f"<= {most:g}", "yes" if found.holds(most) else "NO")
+
+
+def holds(found: Estimate, most: float | None) -> bool | None:
+    """Whether a figure holds; None where there is none."""
+    return None if most is None else found.holds(most)
+
+
+def report(result: Mapping[str, Any], as_json: bool, show: Callable[[], None]) -> None:
+    """One object, or what `show` prints."""
+    click.echo(json.dumps(result)) if as_json else show()
+
+
+def pin(threads: int) -> list[int]:
+    """Confine this process and its children to as many of the cores that it may use; `UserError` if they are fewer."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if threads > len(allowed):
+        raise UserError(f"--threads {threads}: this process may use {len(allowed)} cores; ask for no more")
+    os.sched_setaffinity(0, allowed[:threads])
+    return allowed[:threads]
+
+
+def find_llama(python: Path | None) -> Path:
+    """The interpreter that has the peer's engine; `UserError` says how to get one."""
+    if python is None:
+        raise UserError(f"--llama-python is missing: the python of an environment with llama.cpp. To get one: {INSTALL}")
+    if subprocess.run([python, "-c", "import llama_cpp, gguf"], capture_output=True, check=False).returncode:
+        raise UserError(f"--llama-python {python} cannot import llama_cpp and gguf. To get one that can: {INSTALL}")
+    return python
+
+
+def our_side(folder: Path, weights: str, backend: str, threads: int, context: int = BEHIND) -> Side:
+    """Our engine on a checkpoint."""
+    arguments = ("--weights", weights, "--backend", backend, "--context", str(context), "--threads", str(threads))
+    return Side("ours", (str(folder), *arguments), threads=threads)
+
+
+def checkpoint_type(*, weights: str, checkpoint: str | None, **_: Any) -> str:
+    """The type of the random checkpoint: 16 bits, since `half` is what a checkpoint has."""
+    return checkpoint or ("bf16" if weights == "bf16" else "fp16")
+
+
+@contextmanager
+def written_model(*, weights: str, checkpoint: str | None, shape: str, layers: int | None, models: Path | None) -> Iterator[Path]:
+    """The folder of a random checkpoint of that shape."""
+    sizes = SHAPES[shape] if layers is None else dataclasses.replace(SHAPES[shape], layers=layers)
+    kind = checkpoint_type(weights=weights, checkpoint=checkpoint)
+    with model_folder(models) as folder:
+        yield write_model(folder / f"{shape}-{sizes.layers}-layers-{kind}", sizes, TYPES[kind])

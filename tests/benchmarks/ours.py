@@ -1,0 +1,81 @@
+"""Our side: a pass of the target over a tree's rows behind so many cached tokens, and a prefill, as the target worker does them."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.child import obey, timed
+from benchmarks.models import draw_tree, token_row
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.workers.kernels import PackedMatrix
+from dovetail.workers.models.fused import FusedLayers, KernelLinear
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.verifier import Verifier, tree_paths
+
+MOST_ROWS = 64
+
+
+def prepare(folder: Path, weights: str, backend: str, context: int, threads: int) -> tuple[Any, Any]:
+    torch.set_num_threads(threads)
+    model = load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
+    cache = model.new_cache(context + MOST_ROWS)
+    vocabulary = model.vocabulary_size
+
+    model.forward(torch.tensor(token_row(context, vocabulary)), torch.arange(context), [Segment(cache, 0, context)], rows=torch.tensor([context - 1]))
+    cache.keep(range(context), context)
+
+    def verify(rows: int) -> Mapping[str, Any]:
+        tree = draw_tree(rows - 1)
+
+        def work() -> None:
+            positions = torch.tensor([context + depth for depth in (0, *tree.depths)])
+            model.forward(torch.tensor(token_row(rows, vocabulary)), positions, [Segment(cache, context, rows, tree_paths(tree, context) if tree else None)])
+
+        return timed(work)
+
+    def prefill(rows: int) -> Mapping[str, Any]:
+        verifier = Verifier(model, Spans())
+        prompt = token_row(rows, vocabulary)
+        return timed(lambda: verifier.open(1, key=bytes(32), prompt=prompt, capacity=rows + 1, sampling=Sampling(temperature=0.0), tree=TreeSettings()))
+
+    def linears(rows: int) -> Mapping[str, Any]:
+        inputs = {matrix.k: torch.randn(rows, matrix.k) for matrix in packed_matrices(model)}
+
+        def work() -> None:
+            for matrix in packed_matrices(model):
+                matrix.linear(inputs[matrix.k])
+
+        return timed(work)
+
+    hello = {"engine": f"dovetail {weights}", "backend": model.backend, "kernels": model.kernels, "choice": model.choice}
+    return hello, {"linears": linears, "verify": verify, "prefill": prefill}
+
+
+def packed_matrices(model: LanguageModel) -> Iterator[PackedMatrix]:
+    """Every matrix that a pass over the kernels multiplies with, in the order of a pass; the share of all else is what they leave."""
+    for module in model._model.modules():
+        if isinstance(module, FusedLayers):
+            for layer in module._layers:
+                yield from (layer.plan.qkv, layer.plan.output, layer.plan.gate_up, layer.plan.down)
+        elif isinstance(module, KernelLinear):
+            yield module._matrix
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    obey(lambda: prepare(**vars(arguments)))
+
+
+if __name__ == "__main__":
+    main()

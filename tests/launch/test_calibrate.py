@@ -1,0 +1,88 @@
+"""`dovetail calibrate` as users have it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from dovetail.protocol.profile import load_profile
+from support.models import tiny_llama
+
+Calibrate = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def calibrate(run: Any, tmp_path: Path, environment: dict[str, str]) -> Calibrate:
+    """Runs the command shortly, with a cache directory of its own."""
+    changed = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return lambda *arguments, **variables: run("calibrate", "--seconds", "0.2", *arguments, env={**changed, **variables})  # type: ignore[no-any-return]
+
+
+def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
+    result = calibrate("--json", "--draft.device", "cpu", "--plot", str(tmp_path / "plot.svg"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    names = {"t_v", "t_v_limit", "t_v_by_context", "t_d", "bandwidth_gb_s", "peak_gflop_s", "backends"}
+    assert names <= set(found)
+    assert not {"key", "calibration"} & set(found)
+    assert (len(found["t_v"]), found["context"], next(iter(found["t_d"]))) == (64, 384, "1")
+    (entry,) = (entry for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.calibrations)
+    assert entry.calibrations[0].t_v.at(16) == found["t_v"]["16"]
+    assert len(ElementTree.parse(tmp_path / "plot.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")) == len(found["t_v_by_context"]) + 1
+
+
+def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model")
+    for file in (*folder.glob("*.safetensors"), folder / "tokenizer.json"):
+        file.unlink()
+    result = calibrate("--target", str(folder), "--backend", "library", "--context", "20")
+    assert result.returncode == 0, result.stderr
+    assert "(random weights)" in result.stdout
+    assert "library" in result.stdout
+    assert "T_V ms, cache 20" in result.stdout
+    assert "kept in" in result.stderr
+
+
+def test_a_cap_on_instructions_keeps_nothing(calibrate: Calibrate, tmp_path: Path) -> None:
+    result = calibrate("--target", str(tiny_llama(tmp_path / "model")), "--isa", "plain", "--backend", "library")
+    assert result.returncode == 0, result.stderr
+    assert "not kept: --isa was given" in result.stderr
+    assert not (tmp_path / "cache/dovetail/profile.json").exists()
+
+
+def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibrate, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = calibrate("--target", str(tiny_llama(tmp_path / "model")), XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert result.returncode == 0, result.stderr
+    assert "cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--target", "/nowhere"), "has no config.json"),
+        (("--target.device", "cuda:0"), "leave it out"),
+        (("--plot", "plot.png"), "plot.svg"),
+        (("--target.numa", "7"), "there is no node 7"),
+        (("--target.numa", "everywhere"), "target.numa"),
+        (("--context", "100000"), "--context 100000"),
+    ],
+)
+def test_a_mistake_is_one_line(calibrate: Calibrate, arguments: tuple[str, ...], words: str) -> None:
+    result = calibrate(*arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_damaged_profile_file_is_told_by_name(calibrate: Calibrate, tmp_path: Path) -> None:
+    path = tmp_path / "cache/dovetail/profile.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    result = calibrate("--target", str(tiny_llama(tmp_path / "model")))
+    assert result.returncode == 2
+    assert f"the profile file {path} is damaged" in result.stderr

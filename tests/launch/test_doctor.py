@@ -1,0 +1,173 @@
+"""What the doctor finds on machines of all kinds, and on this one."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.launch.doctor import Check, Facts, Gpu, examine, read_gpus
+from dovetail.launch.topology import Node, Topology, read_topology
+from support.sysfs import GIB, TWO_SOCKETS, write_machine
+
+INVENTORY: dict[str, Any] = {
+    "torch": "2.13.0+cu130",
+    "cuda": "13.0",
+    "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
+    "capabilities": [],
+    "cpu_capability": "AVX512",
+    "kernels_missing": "",
+    "isas": ["plain", "avx2"],
+    "kernels_failures": [],
+}
+HEALTHY = Facts(
+    machine="x86_64",
+    flags=frozenset({"avx2", "fma", "f16c", "avx512f"}),
+    topology=Topology((Node(0, ((0,), (1,), (2,), (3,)), 16 * GIB),)),
+    online_cores=4,
+    memory_refusal="",
+    inventory=INVENTORY,
+    memory_bytes=16 * GIB,
+    free_bytes=12 * GIB,
+    profile="profile.json: nothing measured yet",
+)
+VOLTA = Gpu("Tesla V100", (7, 0), 580, 16384)
+AMPERE = Gpu("RTX A2000", (8, 6), 590, 6138)
+
+
+def check(name: str, **changes: Any) -> Check:
+    """The check of that name on a healthy machine with some facts changed."""
+    return next(c for c in examine(dataclasses.replace(HEALTHY, **changes)) if c.name == name)
+
+
+def inventory(**changes: Any) -> dict[str, Any]:
+    return {**INVENTORY, **changes}
+
+
+def test_a_healthy_machine_has_nothing_to_change() -> None:
+    assert [c for c in examine(dataclasses.replace(HEALTHY, gpus=[AMPERE])) if not c.ok or c.advice] == []
+
+
+def test_every_finding_has_a_remedy() -> None:
+    sick = dataclasses.replace(
+        HEALTHY,
+        flags=frozenset({"sse2"}),
+        topology=Topology((Node(0, ((0,),), GIB), Node(1, (), GIB)), 0.5),
+        memory_refusal="Operation not permitted",
+        inventory=inventory(kernels_missing="the C++ kernels are not built; with a C++ compiler: ..."),
+        gpus=[VOLTA],
+        huge_pages="never",
+        memory_bytes=GIB,
+        files=256,
+        shared_bytes=0,
+        environment={"OMP_PROC_BIND": "close"},
+        profile_problem="cannot be written",
+    )
+    found = [c for c in examine(sick) if not c.ok]
+    assert len(found) == 12
+    assert all(c.advice for c in found)
+
+
+def test_a_card_that_torch_has_no_code_for_gets_the_build_that_fits() -> None:
+    found = check("GPU 0", gpus=[VOLTA])
+    assert not found.ok
+    assert "no code for it, only for sm_75" in found.found
+    assert "'torch==2.13.0' --index-url https://download.pytorch.org/whl/cu126" in found.advice
+
+
+def test_a_build_for_cpus_beside_a_card_is_told() -> None:
+    found = check("GPU 0", gpus=[AMPERE], inventory=inventory(torch="2.13.0+cpu", cuda="", architectures=[]))
+    assert (found.ok, "whl/cu130" in found.advice) == (False, True)
+
+
+def test_a_driver_that_is_too_old_for_torch_is_told() -> None:
+    found = check("GPU 0", gpus=[dataclasses.replace(AMPERE, driver=550)])
+    assert "update the driver to 580" in found.advice
+    assert "whl/cu126" in found.advice
+
+
+def test_a_card_that_no_build_has_code_for_is_left_to_the_cpu() -> None:
+    assert "use device cpu" in check("GPU 0", gpus=[Gpu("Tesla K80", (3, 7), 470, 11441)]).advice
+    assert "use device cpu" in check("GPU 0", gpus=[VOLTA], machine="aarch64").advice
+
+
+def test_missing_kernels_say_what_is_lost_and_how_to_get_them() -> None:
+    found = check("kernels", inventory=inventory(kernels_missing="the C++ kernels are not built; ..."))
+    assert "int8" in found.found
+    assert found.advice.startswith("install a C++ compiler")
+    assert check("kernels", inventory=inventory(kernels_missing="not built"), compiler="/usr/bin/g++").advice.startswith("build them")
+
+
+def test_kernels_that_compute_wrong_are_told() -> None:
+    found = check("kernels' self-test", inventory=inventory(kernels_failures=["int8 on avx2: differs from the exact product by 3.1e-01"]))
+    assert (found.ok, "differs" in found.found, "backend = library" in found.advice) == (False, True, True)
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding() -> None:
+    checks = list(examine(dataclasses.replace(HEALTHY, inventory={"broken": "OSError: libgomp.so.1: cannot open"}, gpus=[AMPERE])))
+    assert [(c.name, c.ok) for c in checks if "torch" in c.name or "kernels" in c.name or "GPU" in c.name] == [("torch", False), ("GPU 0", True)]
+
+
+def test_memory_that_may_not_be_bound_matters_on_several_nodes_only(tmp_path: Path) -> None:
+    topology = read_topology(write_machine(tmp_path, TWO_SOCKETS), affinity=range(16))
+    assert "SYS_NICE" in check("memory nodes", topology=topology, memory_refusal="Operation not permitted").advice
+    assert "the target's is node 0" in check("memory nodes", topology=topology).found
+    assert check("memory nodes", memory_refusal="Operation not permitted").ok
+
+
+@pytest.mark.parametrize(("quota", "ok"), [(2.0, True), (1.5, False), (0.5, False)])
+def test_a_quota_that_is_no_whole_number_is_told(quota: float, ok: bool) -> None:
+    assert check("CPU quota", topology=dataclasses.replace(HEALTHY.topology, quota=quota)).ok is ok
+
+
+@pytest.mark.parametrize(
+    ("variables", "ok"),
+    [
+        ({}, True),
+        ({"OMP_NUM_THREADS": "4"}, True),
+        ({"OMP_WAIT_POLICY": "passive"}, True),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, False),
+        ({"GOMP_CPU_AFFINITY": "0-3"}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
+        ({"LD_PRELOAD": "/usr/lib/libiomp5.so"}, False),
+    ],
+)
+def test_variables_that_disturb_threads_are_named(variables: dict[str, str], ok: bool) -> None:
+    found = check("environment", environment=variables)
+    assert found.ok is ok
+    assert all(name in found.advice for name in variables if not ok)
+
+
+def write_tool(folder: Path, script: str) -> str:
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return str(tool)
+
+
+def test_gpus_are_read_from_the_drivers_tool(tmp_path: Path) -> None:
+    tool = write_tool(tmp_path, 'echo "Tesla V100-SXM2-16GB, 7.0, 580.65.06, 16384"; echo "NVIDIA RTX A2000, 8.6, 580.65.06, 6138"; echo "junk"')
+    gpus = [Gpu("Tesla V100-SXM2-16GB", (7, 0), 580, 16384), Gpu("NVIDIA RTX A2000", (8, 6), 580, 6138)]
+    assert read_gpus(tool) == (gpus, "")
+
+
+def test_a_driver_that_fails_is_told_and_one_that_is_not_there_is_not(tmp_path: Path) -> None:
+    tool = write_tool(tmp_path, 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18')
+    assert read_gpus(tool) == ([], f"{tool} fails: Failed to initialize NVML: Driver/library version mismatch")
+    assert read_gpus(str(tmp_path / "missing")) == ([], "")
+
+
+def test_this_machine_is_examined(run: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+    changed = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_PROC_BIND": "close"}
+    result = run("doctor", "--json", env=changed)
+    report = json.loads(result.stdout)
+    by_name = {c["name"]: c for c in report["checks"]}
+    assert set(by_name["torch"]) == {"name", "ok", "found", "advice"}
+    assert (result.returncode, report["ok"], by_name["environment"]["ok"]) == (1, False, False)
+    assert by_name["torch"]["ok"]
+    assert str(len(os.sched_getaffinity(0))) in by_name["cores"]["found"]
+    table = run("doctor", env=changed)
+    assert "LOOK  environment" in table.stdout
+    assert "unset OMP_PROC_BIND" in table.stdout

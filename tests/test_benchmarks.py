@@ -1,0 +1,126 @@
+"""The pure parts of tests/benchmarks: how figures are judged, and what is measured."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.accuracy import judge
+from benchmarks.child import Side, SideError
+from benchmarks.figures import LLAMA_TYPES, llama_bound
+from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
+from benchmarks.models import Shape, draw_tree, tree_mask, write_model
+from benchmarks.sameness import Record
+from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.segment import Paths
+from dovetail.workers.verifier import tree_paths
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+TINY = Shape(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=2)
+
+
+def test_an_estimate_is_the_median_inside_its_interval_and_the_same_each_time() -> None:
+    samples = np.random.default_rng(1).normal(1.0, 0.1, 25).tolist()
+    found = estimate(samples)
+    assert found.low < found.median < found.high
+    assert found.median == sorted(samples)[12]
+    assert estimate(samples) == found
+
+
+def test_more_pairs_narrow_the_interval() -> None:
+    samples = np.random.default_rng(2).normal(1.0, 0.1, 400).tolist()
+    few, many = estimate(samples[:20]), estimate(samples)
+    assert many.high - many.low < few.high - few.low
+
+
+def test_noise_that_meets_both_sides_of_a_pair_leaves_their_ratio_alone() -> None:
+    noise = np.random.default_rng(3).uniform(1.0, 5.0, 21)
+    assert ratio((0.5 * noise).tolist(), noise.tolist()) == Estimate(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [
+        (Estimate(0.84, 0.80, 0.90), True),
+        (Estimate(0.865, 0.85, 0.88), True),
+        (Estimate(0.865, 0.86, 0.87), False),
+        (Estimate(0.88, 0.80, 0.95), False),
+    ],
+)
+def test_a_bound_holds_when_the_interval_reaches_it_and_the_median_misses_by_little(found: Estimate, holds: bool) -> None:
+    assert found.holds(0.85) is holds
+
+
+def test_who_is_first_changes_from_round_to_round() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    rounds = [take_turns([lambda: side("ours"), lambda: side("theirs")], number) for number in range(2)]
+    assert order == ["ours", "theirs", "theirs", "ours"]
+    assert rounds == [(1.0, 2.0), (4.0, 3.0)]
+
+
+def test_few_rows_are_limited_by_bytes_and_many_by_arithmetic() -> None:
+    machine = {"packed_bytes": 400.0, "parameters": 100.0, "bandwidth": 40.0, "peak": 200.0}
+    assert limit_s(1, **machine) == limit_s(10, **machine) == 10.0
+    assert limit_s(20, **machine) == 20.0
+
+
+def test_every_type_of_llama_cpp_has_a_figure_for_the_sizes_of_trees() -> None:
+    assert all(llama_bound(kind, "verify", rows) for kind in LLAMA_TYPES.values() for rows in (2, 16, 64))
+
+
+def test_the_mask_of_a_tree_shows_what_its_paths_show() -> None:
+    tree = draw_tree(24)
+    mask, paths = Paths.seen(40, tree_mask(tree).numpy()), tree_paths(tree, 40)
+    assert mask.offsets.tolist() == paths.offsets.tolist()
+    assert mask.slots.tolist() == paths.slots.tolist()
+
+
+def test_a_random_checkpoint_can_be_loaded_and_is_written_once(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", TINY, torch.float16)
+    written = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert write_model(folder, TINY, torch.float16) == folder
+    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == written
+    assert load_language_model(str(folder), weights="fp32", device="cpu", backend="library").vocabulary_size == 512
+
+
+def test_a_single_bit_is_a_difference() -> None:
+    record = Record(*(torch.zeros(3, 2) for _ in range(4)))
+    other = Record(*(torch.zeros(3, 2) for _ in range(4)))
+    assert record.differing(other) == []
+    other.features[1, 1] = -0.0
+    assert record.differing(other) == ["features"]
+
+
+def test_an_error_of_logits_does_not_count_what_is_added_to_a_whole_row() -> None:
+    exact = np.array([[1.0, 2.0, 4.0], [0.0, 3.0, 1.0]])
+    same, other = judge("shifted", [exact + 7.0], [exact]), judge("other", [exact[:, ::-1]], [exact])
+    assert same.error == pytest.approx(0.0)
+    assert (same.agreeing, other.agreeing, other.rows) == (2, 1, 2)
+    assert other.error > 0.5
+
+
+def test_a_side_that_ends_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SideError, match="the side nowhere has ended"):
+        Side("nowhere", ())
+    assert "No module named benchmarks.nowhere" in capfd.readouterr().err
+
+
+def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
+    done = subprocess.run([sys.executable, BENCHMARKS, "llama"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install llama-cpp-python gguf" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_comparison_runs_from_beginning_to_end() -> None:
+    arguments = ("transformers", "--shape", "small", "--layers", "1", "--pairs", "2", "--rows", "1,2", "--json")
+    done = subprocess.run([sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True)
+    assert '"rows"' in done.stdout

@@ -1,0 +1,217 @@
+"""Every family on every back end: what transformers computes, the same with any tree, and with the kernels the same bytes wherever a token is computed."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.protocol.messages import VerifyItem
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.protocol.tree import TokenTree
+from dovetail.workers import kernels
+from dovetail.workers.models.fused import FusedLayers
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.verifier import Verifier
+from support.models import FAMILIES, VOCABULARY, cache_row, reference_logits, reference_tokens, spoil
+
+TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11, 40, 2, 7, 7, 19]
+WAYS = {
+    "library fp32": ("library", "fp32", torch.float32, 1e-4),
+    "library half": ("library", "half", torch.float16, 1e-4),
+    "library bf16": ("library", "bf16", torch.float32, 0.1),
+    "kernels fp32": ("kernels", "fp32", torch.float32, 1e-4),
+    "kernels half": ("kernels", "half", torch.float16, 1e-4),
+    "kernels half of bf16": ("kernels", "half", torch.bfloat16, 1e-4),
+    "kernels int8": ("kernels", "int8", torch.float32, 0.2),
+}
+"""Back end, weights, type of the checkpoint, and how far logits may lie from transformers' eager fp32 ones, relative to their norm."""
+ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
+KEY = bytes(range(16))
+LONG = 640
+CHUNKS = (1, 7, 64, 256, 512)
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+EVERY_WAY = [pytest.param(way, marks=needs_kernels) if way in ON_KERNELS else way for way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype, int], Path]:
+    return {}
+
+
+@pytest.fixture
+def model(family: str, way: str, folders: dict[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(family, way, folders, tmp_path_factory)
+
+
+def load(family: str, way: str, folders: dict[Any, Path], factory: pytest.TempPathFactory, **options: int) -> LanguageModel:
+    backend, weights, dtype, _ = WAYS[way]
+    place = (family, dtype, *options.values())
+    if place not in folders:
+        folders[place] = FAMILIES[family](factory.mktemp(family), dtype=dtype, **options)
+    return load_language_model(str(folders[place]), weights=weights, device="cpu", backend=backend)
+
+
+def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
+    return model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [Segment(model.new_cache(len(tokens)), 0, len(tokens))])
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers_eager(model: LanguageModel, way: str) -> None:
+    expected = reference_logits(model.checkpoint.folder, TOKENS)
+    error = float((logits_of(model, TOKENS) - expected).norm() / expected.norm())
+    assert error <= WAYS[way][3]
+    assert model.backend == way.split()[0]
+
+
+def decode(model: LanguageModel, sampling: Sampling, count: int, trees: random.Random | None, hints: list[int]) -> list[int]:
+    """Tokens after the prompt, verified with random trees, half of which follow `hints`."""
+    verifier = Verifier(model, Spans())
+    prompt, shape = tuple(TOKENS), TreeSettings(gamma=12, depth=6)
+    bonus, _ = verifier.open(1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape)
+    log = [*prompt, bonus]
+    for number in range(1, 1000):
+        if len(log) >= len(prompt) + count:
+            break
+        tree = TokenTree() if trees is None else guess(trees, hints[len(log) - len(prompt) :])
+        item = VerifyItem(session=1, round=number, prefix=len(log), tokens=tree.tokens, parents=tree.parents)
+        verdict = verifier.verify([item])[0]
+        log += [*(tree.tokens[node] for node in verdict.accepted), verdict.bonus]  # type: ignore[union-attr]
+    return log[len(prompt) : len(prompt) + count]
+
+
+def guess(trees: random.Random, hints: list[int]) -> TokenTree:
+    """A tree of up to 12 nodes: a chain of some hints, siblings that are wrong before and behind its nodes."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    above = -1
+    for hint in hints[: trees.randrange(5)]:
+        siblings = [hint, *(t for t in (trees.randrange(VOCABULARY) for _ in range(trees.randrange(2))) if t != hint)]
+        trees.shuffle(siblings)
+        for token in siblings:
+            tokens.append(token)
+            parents.append(above)
+        above = len(tokens) - len(siblings) + siblings.index(hint)
+    return TokenTree(tuple(tokens), tuple(parents))
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_tree_gives_the_tokens_that_one_at_a_time_gives_and_transformers_too(model: LanguageModel, way: str, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature)
+    alone = decode(model, sampling, 24, None, [])
+    for seed in range(3):
+        assert decode(model, sampling, 24, random.Random(seed), alone) == alone
+    if WAYS[way][3] <= 1e-4:
+        assert alone[:16] == reference_tokens(model.checkpoint.folder, TOKENS, 16, key=KEY, sampling=sampling)
+
+
+@pytest.fixture
+def every_isa() -> Iterator[list[kernels.Isa]]:
+    """The instruction sets of this machine; afterwards the best one is in use again."""
+    before = kernels.isa()
+    yield list(kernels.isas())
+    kernels.use_isa(before)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+
+
+class Bytes:
+    """What a model computed for a sequence: logits and last hidden states by token, keys and values by slot."""
+
+    def __init__(self, model: LanguageModel, tokens: list[int], chunks: list[int]) -> None:
+        self.cache = model.new_cache(len(tokens))
+        logits, self._states = [], list[Tensor]()
+        layers = next(module for module in model._model.modules() if isinstance(module, FusedLayers))
+        hook = layers.register_forward_hook(lambda module, given, result: self._states.append(result[0].clone()))
+        start = 0
+        for count in chunks:
+            part = torch.tensor(tokens[start : start + count])
+            logits.append(model.forward(part, torch.arange(start, start + count), [Segment(self.cache, start, count)]))
+            self.cache.keep(range(start, start + count), count)
+            start += count
+        hook.remove()
+        self.logits, self.states = torch.cat(logits), torch.cat(self._states)
+
+    def equals(self, other: "Bytes", count: int) -> bool:
+        """Whether the first `count` tokens have the same bytes."""
+        mine, theirs = ((of.logits[:count], of.states[:count], *of.rows(count)) for of in (self, other))
+        return all(same_bytes(*pair) for pair in zip(mine, theirs, strict=True))
+
+    def rows(self, count: int) -> tuple[Tensor, ...]:
+        """Keys and values of the first slots."""
+        return tuple(cache_row(self.cache, slot) for slot in range(count))
+
+
+def chunks_of(size: int, total: int) -> list[int]:
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ON_KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
+    family: str, way: str, folders: dict[Any, Path], tmp_path_factory: pytest.TempPathFactory, every_isa: list[kernels.Isa]
+) -> None:
+    model = load(family, way, folders, tmp_path_factory, context=LONG)
+    tokens = [random.Random(4).randrange(VOCABULARY) for _ in range(530)]
+    alone = Bytes(model, tokens, chunks_of(1, 530))
+    for isa in every_isa:
+        kernels.use_isa(isa)
+        for size in CHUNKS:
+            count = 530 if size > 7 else 40
+            assert Bytes(model, tokens[:count], chunks_of(size, count)).equals(alone, count), (isa, size)
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ON_KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_has_the_same_bytes_in_any_slot_of_a_tree_with_any_neighbours_and_sessions_beside_it(
+    model: LanguageModel, way: str, every_isa: list[kernels.Isa]
+) -> None:
+    path = TOKENS[9:14]
+    alone = Bytes(model, TOKENS[:14], chunks_of(1, 14))
+    for isa in every_isa:
+        kernels.use_isa(isa)
+        for seed in range(4):
+            check_tree(model, alone, path, random.Random(seed))
+
+
+def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.Random) -> None:
+    """The path's tokens among strangers, in slots of any distance, after nine committed tokens and beside another session."""
+    start, slots = 9, [9]
+    for _ in path[1:]:
+        slots.append(slots[-1] + rng.randrange(1, 5))
+    count = slots[-1] + 1 - start
+    paths, tokens, positions = [], [], []
+    for slot in range(start, start + count):
+        if slot in slots:
+            above = [s for s in slots if s < slot]
+            tokens.append(path[slots.index(slot)])
+        else:
+            above = [s for s in slots if s < slot][: rng.randrange(1, 4)]
+            tokens.append(rng.randrange(VOCABULARY))
+        paths.append([*above, slot])
+        positions.append(start + len(above))
+    caches = [model.new_cache(64), model.new_cache(32)]
+    for cache in caches:
+        spoil(cache)
+        model.forward(torch.tensor(TOKENS[:9]), torch.arange(9), [Segment(cache, 0, 9)])
+        cache.keep(range(9), 9)
+    other = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 6))]
+    segments = [Segment(caches[1], 9, len(other)), Segment(caches[0], start, count, Paths.of(start, paths))]
+    logits = model.forward(torch.tensor(other + tokens), torch.tensor([*range(9, 9 + len(other)), *positions]), segments)[len(other) :]
+    found = logits[[slot - start for slot in slots]]
+    assert same_bytes(found, alone.logits[9:14])
+    caches[0].keep(slots, len(slots))
+    assert all(same_bytes(cache_row(caches[0], slot), cache_row(alone.cache, slot)) for slot in range(14))

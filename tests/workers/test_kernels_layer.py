@@ -1,0 +1,518 @@
+"""The layer kernels against the slow obvious versions, and their promise: a token's bytes depend on nothing but the tokens that it sees."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+from dovetail.workers import kernels
+from dovetail.workers.kernels import Isa, Kind, PackedMatrix
+from dovetail.workers.kernels.layer import (
+    LANES,
+    Activation,
+    CacheRows,
+    DecoderLayer,
+    LayerPass,
+    LayerPlan,
+    Norm,
+    NormKind,
+    activate,
+    lay_paths,
+    normalise,
+    rotary_table,
+)
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.why_not()))
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    isa = kernels.isa() if kernels.available() else None
+    yield
+    if isa is not None:
+        kernels.use_isa(isa)
+        kernels.set_threads(1)
+
+
+# ---- fp32 arithmetic as the kernels have it, on numpy ----
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+F = np.float32
+
+
+def fma(a: Floats, b: Floats, c: Floats) -> Floats:
+    """a b + c rounded once: the product is exact in float64, and a sum that was inexact there is made odd before it is rounded again."""
+    product = np.multiply(a, b, dtype=np.float64)
+    addend = np.asarray(c, dtype=np.float64)
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = np.ascontiguousarray(total).view(np.int64)
+    nudge = np.where((error > 0) == (total > 0), 1, -1)
+    return np.where((error != 0) & (bits & 1 == 0), bits + nudge, bits).view(np.float64).astype(F)
+
+
+def lane_sum(lanes: Floats) -> np.float32:
+    for step in (8, 4, 2, 1):
+        lanes = lanes[:step] + lanes[step : 2 * step]
+    return F(lanes[0])
+
+
+def in_lanes(x: Floats) -> Floats:
+    """[ceil(n / 16), 16], filled up with zeros."""
+    return np.pad(x, (0, -len(x) % LANES)).reshape(-1, LANES)
+
+
+def exp(x: Floats) -> Floats:
+    c = np.minimum(np.maximum(x, F(-87)), F(88))
+    n = np.rint(c * F(1.44269504))
+    r = fma(n, F(2.12194440e-4), fma(n, F(-0.693359375), c))
+    p = np.full_like(r, F(1.9875691500e-4))
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(p, r, F(coefficient))
+    p = fma(r * r, p, r) + F(1)
+    return np.where(x < F(-87), F(0), p * ((n.astype(np.int32) + 127) << 23).view(F)).astype(F)
+
+
+def tanh(x: Floats) -> Floats:
+    z = x * x
+    p = np.full_like(x, F(-5.70498872745e-3))
+    for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        p = fma(p, z, F(coefficient))
+    return np.where(np.abs(x) < F(0.625), fma(p * z, x, x), F(1) - F(2) / (exp(x + x) + F(1))).astype(F)
+
+
+def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    squares = np.zeros(LANES, F)
+    for lanes in in_lanes(x):
+        squares = fma(lanes, lanes, squares)
+    scale = F(1) / np.sqrt(lane_sum(squares) / F(len(x)) + F(epsilon))
+    return x * scale * weight
+
+
+def attention_row(query: Floats, keys: Floats, values: Floats, *, scale: float, softcap: float, window: int) -> Floats:
+    """One query row [head_dim] over keys and values [n, head_dim] in the order of their positions."""
+    n = len(keys)
+    scores = np.zeros(n, F)
+    for d in range(len(query)):
+        scores = fma(query[d], keys[:, d], scores)
+    scores = scores * F(scale)
+    if softcap:
+        scores = tanh(scores / F(softcap)) * F(softcap)
+    first = max(0, n - window) if window else 0
+    weights = np.where(np.arange(n) < first, F(0), exp(scores - scores[first:].max())).astype(F)
+    total = np.zeros(LANES, F)
+    for lanes in in_lanes(weights):
+        total = total + lanes
+    mixed = np.zeros(values.shape[1], F)
+    for p in range(n):
+        mixed = fma(weights[p], values[p], mixed)
+    return mixed * (F(1) / lane_sum(total)) + F(0)
+
+
+# ---- rows by themselves ----
+
+
+@pytest.mark.parametrize("width", [16, 20, 64, 100, 4096])
+def test_an_rms_norm_has_the_bytes_of_its_written_order(width: int) -> None:
+    x, weight = torch.randn(3, width) * 5, torch.randn(width)
+    expected = np.stack([rms_norm(row, weight.numpy(), 1e-5) for row in x.numpy()])
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        found = normalise(NormKind.RMS, Norm(weight), x, 1e-5)
+        assert found.numpy().tobytes() == expected.tobytes(), isa
+    torch.testing.assert_close(found, nn.functional.rms_norm(x, (width,), weight, 1e-5), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [16, 20, 100, 768])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_norm_is_torchs(width: int, biased: bool) -> None:
+    x, weight, bias = torch.randn(5, width) * 3 + 2, torch.randn(width), torch.randn(width) if biased else None
+    expected = nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double() if bias is not None else None, 1e-5).float()
+    found = _on_all_isas(lambda: normalise(NormKind.LAYER_NORM, Norm(weight, bias), x, 1e-5))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [7, 64, 1500])
+@pytest.mark.parametrize("activation", list(Activation))
+def test_an_activation_is_torchs(activation: Activation, width: int) -> None:
+    gated = activation is not Activation.GELU_TANH
+    x = torch.randn(5, width * (1 + gated)) * 6
+    x[0, :7] = torch.tensor([0.0, -0.0, 100.0, -100.0, 1e-30, 3e38, -3e38])
+    gate, up = (x[:, :width].double(), x[:, width:].double()) if gated else (x.double(), torch.tensor(1.0))
+    function = nn.functional.silu if activation is Activation.SILU_GATED else lambda v: nn.functional.gelu(v, approximate="tanh")
+    found = _on_all_isas(lambda: activate(activation, x))
+    torch.testing.assert_close(found, (function(gate) * up).float(), rtol=2e-6, atol=1e-6)
+
+
+def test_an_activation_of_what_is_not_a_number_is_not_a_number() -> None:
+    assert bool(activate(Activation.SILU_GATED, torch.full((1, 32), float("nan"))).isnan().all())
+
+
+def test_rotary_angles_are_those_of_float64_at_the_float_angle() -> None:
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, 64, 2).float() / 64)
+    table = rotary_table(frequencies, 5000, scaling=1.5)
+    angles = (torch.arange(5000).float()[:, None] * frequencies).double()
+    torch.testing.assert_close(table.cosines, (angles.cos().float() * 1.5), rtol=1.2e-7, atol=0)
+    torch.testing.assert_close(table.sines, (angles.sin().float() * 1.5), rtol=1.2e-7, atol=0)
+
+
+# ---- attention ----
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+def make_layer(shape: Shape, **changes: Any) -> DecoderLayer:
+    """A layer whose attention has this shape; its matrices are there for their shapes."""
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    plan = LayerPlan(
+        index=1,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        qkv=PackedMatrix(Kind.FP32, shape.width, 16),
+        output=PackedMatrix(Kind.FP32, 16, shape.heads * shape.head_dim),
+        gate_up=PackedMatrix(Kind.FP32, 32, 16),
+        down=PackedMatrix(Kind.FP32, 16, 16),
+        attention_norm=Norm(torch.ones(16)),
+        mlp_norm=Norm(torch.ones(16)),
+        rotary=rotary_table(frequencies, 3000),
+        window=shape.window,
+        softcap=shape.softcap,
+        scale=0.3,
+    )
+    return DecoderLayer(replace(plan, **changes))
+
+
+class Cache:
+    """The caches of two layers, full of what nobody may look at."""
+
+    def __init__(self, shape: Shape, capacity: int) -> None:
+        self.keys = torch.full((2, shape.kv_heads, capacity // LANES, shape.head_dim, LANES), float("nan"))
+        self.values = torch.full((2, shape.kv_heads, capacity, shape.head_dim), float("nan"))
+
+    def rows(self, start: int, paths: Sequence[Sequence[int]] | int, prefix: int | None = None) -> CacheRows:
+        if isinstance(paths, int):
+            return CacheRows(self.keys, self.values, start, paths)
+        return CacheRows(self.keys, self.values, start, len(paths), lay_paths(start if prefix is None else prefix, paths))
+
+    def slot(self, slot: int) -> tuple[bytes, bytes]:
+        """Key and value that stand in a slot of layer 1."""
+        return self.keys[1, :, slot // LANES, :, slot % LANES].numpy().tobytes(), self.values[1, :, slot].numpy().tobytes()
+
+
+def attend(layer: DecoderLayer, qkv: Tensor, positions: Sequence[int], *segments: CacheRows) -> Tensor:
+    """Place and attend, on a copy of qkv."""
+    rows, qkv = LayerPass(torch.tensor(positions), segments), qkv.clone()
+    layer.place(rows, qkv)
+    return layer.attend(rows, qkv)
+
+
+def in_chunks(layer: DecoderLayer, shape: Shape, qkv: Tensor, chunk: int, capacity: int = 2048) -> tuple[Tensor, Cache]:
+    cache = Cache(shape, capacity)
+    outputs = [attend(layer, part, range(i * chunk, i * chunk + len(part)), cache.rows(i * chunk, len(part))) for i, part in enumerate(qkv.split(chunk))]
+    return torch.cat(outputs), cache
+
+
+SHAPES = [
+    Shape(),
+    Shape(heads=2, kv_heads=2, head_dim=128),
+    Shape(heads=8, kv_heads=1, head_dim=64),
+    Shape(heads=3, kv_heads=3, head_dim=20),
+    Shape(heads=4, kv_heads=2, head_dim=24, window=5),
+    Shape(heads=2, kv_heads=1, head_dim=80, softcap=2.0),
+    Shape(heads=2, kv_heads=1, head_dim=96, window=37, softcap=30.0),
+    Shape(heads=16, kv_heads=2, head_dim=256),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
+    layer, qkv = make_layer(shape, rotary=None), torch.randn(53, shape.width)
+    query, key, value = (part.unflatten(1, (-1, shape.head_dim)).numpy() for part in qkv.split([n * shape.head_dim for n in (shape.heads, *2 * [shape.kv_heads])], 1))
+    groups = shape.heads // shape.kv_heads
+    found, _ = in_chunks(layer, shape, qkv, 53)
+    for row in (0, 1, 15, 16, 40, 52):
+        for head in range(shape.heads):
+            keys, values = key[: row + 1, head // groups], value[: row + 1, head // groups]
+            expected = attention_row(query[row, head], keys, values, scale=0.3, softcap=shape.softcap, window=shape.window)
+            assert found[row].unflatten(0, (shape.heads, -1))[head].numpy().tobytes() == expected.tobytes(), (row, head)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_that_of_float64(shape: Shape) -> None:
+    layer, qkv = make_layer(shape), torch.randn(300, shape.width)
+    found, _ = in_chunks(layer, shape, qkv, 300)
+    torch.testing.assert_close(found.double(), _attention64(layer, shape, qkv), rtol=1e-5, atol=3e-5)
+
+
+def _attention64(layer: DecoderLayer, shape: Shape, qkv: Tensor) -> Tensor:
+    heads = qkv.double().unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
+    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
+    assert layer.plan.rotary is not None
+    cosines, sines = (table[: len(qkv)].double().repeat(1, 2) for table in (layer.plan.rotary.cosines, layer.plan.rotary.sines))
+
+    def turned(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * cosines + torch.cat([-high, low], -1) * sines
+
+    groups, ages = shape.heads // shape.kv_heads, torch.arange(len(qkv))[:, None] - torch.arange(len(qkv))
+    scores = turned(query) @ turned(key).repeat_interleave(groups, 0).transpose(1, 2) * 0.3
+    if shape.softcap:
+        scores = (scores / shape.softcap).tanh() * shape.softcap
+    hidden = (ages < 0) | (ages >= shape.window if shape.window else False)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_prompt_has_the_same_bytes_in_chunks_of_any_size(shape: Shape) -> None:
+    layer, qkv = make_layer(shape), torch.randn(600, shape.width)
+    expected, expected_cache = in_chunks(layer, shape, qkv, 1)
+    for chunk in (7, 64, 256, 512):
+        found, cache = in_chunks(layer, shape, qkv, chunk)
+        assert found.numpy().tobytes() == expected.numpy().tobytes(), chunk
+        assert all(cache.slot(slot) == expected_cache.slot(slot) for slot in range(600))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_instruction_set_and_thread_count_gives_the_same_bytes(shape: Shape) -> None:
+    layer, qkv = make_layer(shape), torch.randn(150, shape.width)
+    expected, _ = in_chunks(layer, shape, qkv, 64)
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        for threads in (1, 2, 3):
+            kernels.set_threads(threads)
+            assert in_chunks(layer, shape, qkv, 64)[0].numpy().tobytes() == expected.numpy().tobytes(), (isa, threads)
+
+
+TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 5, 0, 9, 8, 4, 12, 14, 15, 13]
+"""Parents; the root first."""
+
+
+def lineage(parents: Sequence[int], node: int) -> list[int]:
+    """Root, ..., node."""
+    return [*(lineage(parents, parents[node]) if parents[node] >= 0 else ()), node]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("prefix", [1, 47, 515])
+def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(shape: Shape, prefix: int) -> None:
+    layer, prompt, nodes = make_layer(shape), torch.randn(prefix, shape.width), torch.randn(len(TREE), shape.width)
+    paths = [lineage(TREE, node) for node in range(len(TREE))]
+    for order in (list(range(len(TREE))), torch.randperm(len(TREE)).tolist()):
+        _, cache = in_chunks(layer, shape, prompt, 256)
+        slot_of = {node: prefix + at for at, node in enumerate(order)}
+        segment = cache.rows(prefix, [[slot_of[n] for n in paths[node]] for node in order])
+        found = attend(layer, nodes[order], [prefix + len(paths[node]) - 1 for node in order], segment)
+        for node in (0, 2, 4, 11, 16, 17):
+            alone, alone_cache = in_chunks(layer, shape, torch.cat([prompt, nodes[paths[node]]]), 1)
+            assert found[order.index(node)].numpy().tobytes() == alone[-1].numpy().tobytes(), node
+            assert cache.slot(slot_of[node]) == alone_cache.slot(prefix + len(paths[node]) - 1)
+
+
+def test_a_tree_may_grow_level_by_level() -> None:
+    shape = Shape()
+    layer, prompt, nodes = make_layer(shape), torch.randn(21, shape.width), torch.randn(len(TREE), shape.width)
+    paths = [lineage(TREE, node) for node in range(len(TREE))]
+    whole = attend(layer, nodes, [20 + len(path) for path in paths], in_chunks(layer, shape, prompt, 21)[1].rows(21, [[21 + n for n in path] for path in paths]))
+    cache, outputs = in_chunks(layer, shape, prompt, 21)[1], []
+    for first, stop in ((0, 1), (1, 5), (5, 9), (9, 18)):
+        segment = cache.rows(21 + first, [[21 + n for n in path] for path in paths[first:stop]], prefix=21)
+        outputs.append(attend(layer, nodes[first:stop], [20 + len(path) for path in paths[first:stop]], segment))
+    assert torch.cat(outputs).numpy().tobytes() == whole.numpy().tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sessions_side_by_side_have_the_bytes_that_each_has_alone(threads: int) -> None:
+    shape = Shape(window=40)
+    kernels.set_threads(threads)
+    layer, lengths, counts = make_layer(shape), (3, 100, 64, 17), (1, 12, 70, 5)
+    prompts, rows = [torch.randn(n, shape.width) for n in lengths], [torch.randn(n, shape.width) for n in counts]
+    positions = [range(length, length + count) for length, count in zip(lengths, counts, strict=True)]
+
+    def segments() -> list[CacheRows]:
+        caches = [in_chunks(layer, shape, prompt, 64)[1] for prompt in prompts]
+        return [cache.rows(length, count) for cache, length, count in zip(caches, lengths, counts, strict=True)]
+
+    together = attend(layer, torch.cat(rows), [p for part in positions for p in part], *segments())
+    alone = [attend(layer, part, places, segment) for part, places, segment in zip(rows, positions, segments(), strict=True)]
+    assert together.numpy().tobytes() == torch.cat(alone).numpy().tobytes()
+
+
+# ---- whole layers ----
+
+
+def packed(*modules: nn.Module, transposed: bool = False) -> PackedMatrix:
+    """Linear modules (or GPT-2's transposed ones) below each other."""
+    weights = [module.weight.detach().T.contiguous() if transposed else module.weight.detach() for module in modules]
+    biases = [module.bias.detach() for module in modules if getattr(module, "bias", None) is not None]
+    matrix = PackedMatrix(Kind.FP32, sum(len(w) for w in weights), weights[0].shape[1], bias=torch.cat(biases) if biases else None)
+    matrix.pack(torch.cat(weights))
+    return matrix
+
+
+def norm_of(module: nn.Module, offset: float = 0.0) -> Norm:
+    bias = getattr(module, "bias", None)
+    return Norm(module.weight.detach() + offset, None if bias is None else bias.detach())
+
+
+def llama_plan(config: Any, module: Any, frequencies: Tensor, offset: float = 0.0, **changes: Any) -> LayerPlan:
+    attention, mlp = module.self_attn, module.mlp
+    plan = LayerPlan(
+        index=0,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        qkv=packed(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=packed(attention.o_proj),
+        gate_up=packed(mlp.gate_proj, mlp.up_proj),
+        down=packed(mlp.down_proj),
+        attention_norm=norm_of(module.input_layernorm, offset),
+        mlp_norm=norm_of(module.post_attention_layernorm, offset),
+        rotary=rotary_table(frequencies, 128),
+        epsilon=config.rms_norm_eps,
+    )
+    return replace(plan, **changes)
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 80,
+    "intermediate_size": 136,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_hidden_layers": 2,
+    "attn_implementation": "eager",
+}
+
+
+def llama() -> tuple[Any, LayerPlan, Any]:
+    config = LlamaConfig(**SIZES, attention_bias=True)
+    module = _random(LlamaDecoderLayer(config, 0))
+    rotary = LlamaRotaryEmbedding(config)
+    return module, llama_plan(config, module, rotary.inv_freq), rotary
+
+
+def qwen3() -> tuple[Any, LayerPlan, Any]:
+    config = Qwen3Config(**SIZES)
+    module = _random(Qwen3DecoderLayer(config, 0))
+    rotary = Qwen3RotaryEmbedding(config)
+    norms = {"query_norm": norm_of(module.self_attn.q_norm), "key_norm": norm_of(module.self_attn.k_norm)}
+    return module, llama_plan(config, module, rotary.inv_freq, **norms), rotary
+
+
+def gemma2() -> tuple[Any, LayerPlan, Any]:
+    config = Gemma2Config(**SIZES, query_pre_attn_scalar=20, attn_logit_softcapping=3.0, sliding_window=9)
+    module = _random(Gemma2DecoderLayer(config, 0))
+    rotary = Gemma2RotaryEmbedding(config)
+    changes = {
+        "post_attention_norm": norm_of(module.post_attention_layernorm, 1.0),
+        "mlp_norm": norm_of(module.pre_feedforward_layernorm, 1.0),
+        "post_mlp_norm": norm_of(module.post_feedforward_layernorm, 1.0),
+        "activation": Activation.GELU_TANH_GATED,
+        "scale": 20**-0.5,
+        "softcap": 3.0,
+        "window": 9,
+    }
+    return module, llama_plan(config, module, rotary.inv_freq, 1.0, **changes), rotary
+
+
+def gpt2() -> tuple[Any, LayerPlan, Any]:
+    config = GPT2Config(n_embd=80, n_head=4, n_layer=1, n_inner=136, attn_implementation="eager", resid_pdrop=0.0, attn_pdrop=0.0)
+    module = _random(GPT2Block(config, 0))
+    plan = LayerPlan(
+        index=0,
+        heads=4,
+        kv_heads=4,
+        head_dim=20,
+        qkv=packed(module.attn.c_attn, transposed=True),
+        output=packed(module.attn.c_proj, transposed=True),
+        gate_up=packed(module.mlp.c_fc, transposed=True),
+        down=packed(module.mlp.c_proj, transposed=True),
+        attention_norm=norm_of(module.ln_1),
+        mlp_norm=norm_of(module.ln_2),
+        norm_kind=NormKind.LAYER_NORM,
+        activation=Activation.GELU_TANH,
+        epsilon=config.layer_norm_epsilon,
+    )
+    return module, plan, None
+
+
+def _random(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        parameter.detach().normal_(0.0, 0.2)
+    return module.eval()
+
+
+@pytest.mark.parametrize("family", [llama, qwen3, gemma2, gpt2], ids=lambda family: family.__name__)
+@torch.inference_mode()
+def test_a_layer_is_that_of_transformers(family: Any) -> None:
+    module, plan, rotary = family()
+    rows, hidden = 33, torch.randn(33, 80)
+    mask = torch.ones(rows, rows, dtype=torch.bool).tril()
+    if plan.window:
+        mask &= ~mask.tril(-plan.window)
+    bias = torch.zeros(1, 1, rows, rows, dtype=torch.float64).masked_fill(~mask, -1e300)
+    options = {} if rotary is None else {"position_embeddings": tuple(t.double() for t in rotary(hidden, torch.arange(rows)[None]))}
+    expected = module.double()(hidden.double()[None], attention_mask=bias, **options)
+    expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(rows, 80)
+    found = run_layer(DecoderLayer(plan), hidden, 10)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def run_layer(layer: DecoderLayer, hidden: Tensor, chunk: int) -> Tensor:
+    """The hidden states after the layer, some rows at a time."""
+    plan, hidden = layer.plan, hidden.clone()
+    keys, values = torch.full((1, plan.kv_heads, 4, plan.head_dim, LANES), torch.nan), torch.full((1, plan.kv_heads, 64, plan.head_dim), torch.nan)
+    for start in range(0, len(hidden), chunk):
+        part = hidden[start : start + chunk]
+        layer.run(LayerPass(torch.arange(start, start + len(part)), [CacheRows(keys, values, start, len(part))]), part)
+    return hidden
+
+
+@pytest.mark.parametrize("family", [llama, qwen3, gemma2, gpt2], ids=lambda family: family.__name__)
+@torch.inference_mode()
+def test_a_layer_has_the_same_bytes_for_any_rows_on_any_instruction_set(family: Any) -> None:
+    layer, hidden = DecoderLayer(family()[1]), torch.randn(61, 80)
+    expected = run_layer(layer, hidden, 1)
+    for isa in kernels.isas():
+        for threads, chunk in ((1, 61), (2, 17), (3, 4), (1, 1)):
+            kernels.use_isa(isa)
+            kernels.set_threads(threads)
+            assert run_layer(layer, hidden, chunk).numpy().tobytes() == expected.numpy().tobytes(), (isa, threads, chunk)
+
+
+def test_a_matrix_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"down is a matrix \(99, 16\)"):
+        make_layer(Shape(), down=PackedMatrix(Kind.FP32, 99, 16))
+
+
+def _on_all_isas(function: Any) -> Tensor:
+    """What the function gives, which must be the same bytes everywhere."""
+    results = []
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        results.append(function())
+    assert len({result.numpy().tobytes() for result in results}) == 1
+    return results[-1]

@@ -1,0 +1,85 @@
+"""What torch and the C++ kernels bring on this machine, and whether the kernels compute what they should.
+
+`python -m dovetail.workers.inventory` prints it as one JSON object, so that who asks neither imports torch nor ends with it if it is broken. Knows what
+there is, not what it is good for.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dovetail.workers import kernels
+from dovetail.workers.devices import cuda
+from dovetail.workers.kernels import Isa, Kind, PackedMatrix
+
+SHAPE = (83, 70)
+"""[out, in] of the self-test's matrix: no multiple of any register's width."""
+ROWS = (1, 2, 7, 16, 33)
+TOLERANCE = {Kind.FP32: 1e-5, Kind.FP16: 1e-5, Kind.BF16: 1e-5, Kind.INT8: 3e-2}
+"""Largest accepted difference to the product in double precision, relative to the largest output: of sums in fp32, and for int8 of weights and rows too."""
+STORED = {Kind.FP32: torch.float32, Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
+
+
+def take_inventory() -> dict[str, Any]:
+    """torch's version, build and GPUs, and the kernels' instruction sets and failures."""
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "architectures": cuda.architectures(),
+        "capabilities": cuda.capabilities(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels_missing": kernels.why_not() or "",
+        "isas": [isa.name.lower() for isa in kernels.isas()] if kernels.available() else [],
+        "kernels_failures": list(kernel_failures()) if kernels.available() else [],
+    }
+
+
+def kernel_failures() -> Iterator[str]:
+    """What the kernels compute wrong, a line each: products that differ from those in double precision, and bytes that differ between instruction sets or
+    with the rows beside them.
+    """
+    best = kernels.isa()
+    try:
+        for kind in Kind:
+            yield from _failures_of(kind)
+    finally:
+        kernels.use_isa(best)
+
+
+def _failures_of(kind: Kind) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(SHAPE, generator=generator).to(STORED[kind])
+    x = torch.randn(max(ROWS), SHAPE[1], generator=generator)
+    x[1] = 0.0
+    x[2] = x[2].abs()  # one-sided: sums of int8 products that saturate show here
+    expected = x.double() @ weight.double().T
+    matrix = PackedMatrix(kind, *SHAPE)
+    matrix.pack(weight)
+    reference: torch.Tensor | None = None
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        whole = matrix.linear(x)
+        reference = whole if reference is None else reference
+        yield from _complaints(kind, isa, whole, reference, expected)
+        if any(not _same_bytes(matrix.linear(x[:rows].contiguous()), whole[:rows]) for rows in ROWS):
+            yield f"{kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on the rows beside it"
+
+
+def _complaints(kind: Kind, isa: Isa, found: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor) -> Iterator[str]:
+    name = f"{kind.name.lower()} on {isa.name.lower()}"
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCE[kind]:
+        yield f"{name}: differs from the exact product by {difference:.1e}"
+    if not _same_bytes(found, reference):
+        yield f"{name}: other bytes than on {kernels.isas()[0].name.lower()}"
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+
+
+if __name__ == "__main__":
+    json.dump(take_inventory(), sys.stdout)

@@ -1,0 +1,201 @@
+"""The Python face of the C++ kernels: whether they are there, which instruction set and how many threads they use, and packed matrices.
+
+A row of x gives the same bytes of y whatever its neighbours, the thread count and the instruction set are. Knows shapes and addresses, not models, and
+needs no torch; arrays are torch tensors on the CPU or numpy arrays. Nothing happens at import: the library is loaded by the first question about it.
+"""
+
+import mmap
+import sysconfig
+from collections.abc import Sequence
+from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_int, c_int32, c_int64, c_void_p, memmove
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dovetail.protocol.errors import UserError
+
+Array = Any
+"""A torch tensor on the CPU or a numpy array."""
+
+LIBRARY = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+"""Where pip puts the extension for this interpreter, and `build` too."""
+ALIGNMENT = 64
+"""Bytes of a cache line and of the widest register."""
+
+
+class Kind(IntEnum):
+    """What the weights of a packed matrix are."""
+
+    FP32 = 0
+    FP16 = 1
+    BF16 = 2
+    INT8 = 3
+
+
+class Isa(IntEnum):
+    """The instruction sets that there are kernels for."""
+
+    PLAIN = 0
+    AVX2 = 1
+    AVX512 = 2
+    VNNI = 3
+    NEON = 4
+
+
+ELEMENTS = {Kind.FP32: ("float32",), Kind.INT8: ("float32",), Kind.FP16: ("float16", "uint16"), Kind.BF16: ("bfloat16", "uint16")}
+"""What `PackedMatrix.pack` takes for a kind; uint16 are raw bits."""
+
+
+class MatrixStruct(Structure):
+    """`Matrix` of native/kernels.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("reserved", c_int32),
+        ("packed", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
+    "dt_isas": (c_int, ()),
+    "dt_isa": (c_int, ()),
+    "dt_use_isa": (c_int, (c_int,)),
+    "dt_set_threads": (None, (c_int,)),
+    "dt_threads": (c_int, ()),
+    "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
+    "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
+    "dt_linear": (None, (POINTER(MatrixStruct), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+}
+
+
+def declare(library: CDLL, functions: dict[str, tuple[Any, Sequence[Any]]]) -> None:
+    """Give the functions of a library their result and argument types; AttributeError names one that it lacks."""
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+@cache
+def load() -> CDLL | str:
+    """The library, or why there is none."""
+    if not LIBRARY.exists():
+        return "the C++ kernels are not built; with a C++ compiler: python -m dovetail.workers.kernels.build"
+    try:
+        library = CDLL(str(LIBRARY))
+        declare(library, FUNCTIONS)
+    except (OSError, AttributeError) as error:
+        return f"the C++ kernels cannot be loaded ({error}); build them anew: python -m dovetail.workers.kernels.build"
+    return library
+
+
+def why_not() -> str | None:
+    """Why there are no kernels here, in one line with the remedy; None where there are."""
+    loaded = load()
+    return loaded if isinstance(loaded, str) else None
+
+
+def available() -> bool:
+    """Whether the kernels can be used; `why_not` has the reason."""
+    return why_not() is None
+
+
+def library() -> CDLL:
+    """The loaded library; UserError with the reason where there is none."""
+    loaded = load()
+    if isinstance(loaded, str):
+        raise UserError(loaded)
+    return loaded
+
+
+def isas() -> tuple[Isa, ...]:
+    """The instruction sets that this build and this machine have, slowest first."""
+    bits = library().dt_isas()
+    return tuple(isa for isa in Isa if bits >> isa & 1)
+
+
+def isa() -> Isa:
+    """The instruction set in use; the best there is unless `use_isa` chose another."""
+    return Isa(library().dt_isa())
+
+
+def use_isa(wanted: Isa) -> None:
+    """Use this instruction set from now on; UserError where the machine lacks it."""
+    if library().dt_use_isa(wanted) < 0:
+        raise UserError(f"this machine or this build has no {wanted.name} kernels; it has {', '.join(i.name for i in isas())}")
+
+
+def set_threads(count: int) -> None:
+    """How many threads, the caller's included, share each call."""
+    library().dt_set_threads(count)
+
+
+def threads() -> int:
+    """How many threads share each call; 1 until `set_threads`."""
+    return int(library().dt_threads())
+
+
+class PackedMatrix:
+    """A matrix [n out, k in] in the layout of the kernels, packed once by rows, with its bias."""
+
+    def __init__(self, kind: Kind, n: int, k: int, *, bias: Array | None = None) -> None:
+        self.kind, self.n, self.k = kind, n, k
+        self._linear = library().dt_linear
+        packed_bytes = -(-library().dt_packed_bytes(kind, n, k) // ALIGNMENT) * ALIGNMENT
+        scales_bytes = n * 4 if kind is Kind.INT8 else 0
+        self.nbytes = packed_bytes + scales_bytes + (0 if bias is None else n * 4)
+        self.memory, packed = _memory(self.nbytes)
+        scales = packed + packed_bytes
+        self.struct = MatrixStruct(kind, n, k, 0, packed, scales if kind is Kind.INT8 else None, None)
+        if bias is not None:
+            self.struct.bias = scales + scales_bytes
+            memmove(self.struct.bias, _address(bias, (n,), ("float32",)), n * 4)
+        self._reference = byref(self.struct)
+
+    def pack(self, rows: Array, first: int = 0) -> None:
+        """Pack rows [count, k] as the outputs first .. first + count; fp32 for FP32 and INT8 (which scales each row), 16 bits as they are for the others."""
+        count = rows.shape[0]
+        if not 0 <= first <= first + count <= self.n:
+            raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")
+        address = _address(rows, (count, self.k), ELEMENTS[self.kind])
+        library().dt_pack(self.kind, address, first, count, self.n, self.k, self.struct.packed, self.struct.scales)
+
+    def linear(self, x: Array) -> Array:
+        """x [m, k] float32 -> x W^T + bias [m, n] float32, of the same library as x."""
+        m = x.shape[0]
+        address = _address(x, (m, self.k), ("float32",))
+        y = x.new_empty((m, self.n)) if hasattr(x, "new_empty") else _numpy_empty(m, self.n)
+        self._linear(self._reference, address, self.k, _start(y), self.n, m)
+        return y
+
+
+def _numpy_empty(m: int, n: int) -> Array:
+    import numpy
+
+    return numpy.empty((m, n), numpy.float32)
+
+
+def _start(array: Array) -> int:
+    return int(array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data)
+
+
+def _address(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> int:
+    """Where a contiguous array of this shape and one of these element types starts; ValueError for any other."""
+    contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    element = str(array.dtype).removeprefix("torch.")
+    if tuple(array.shape) != shape or element not in elements or not contiguous:
+        raise ValueError(f"expected a contiguous {' or '.join(elements)} array {shape}, got {element} {tuple(array.shape)}")
+    return _start(array)
+
+
+def _memory(count: int) -> tuple[Any, int]:
+    """Fresh memory of zeros and its address, in huge pages where the system gives them: a pass reads all weights, and every 4 KB page costs a look-up."""
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    held = (c_char * count).from_buffer(memory)
+    return held, addressof(held)

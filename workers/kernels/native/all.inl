@@ -1,0 +1,16 @@
+// Everything that is compiled once for each instruction set.
+#include "lanes.h"
+
+#include "linear.inl"
+
+#include "elementwise.inl"
+
+#include "attention.inl"
+
+#include "layer.inl"
+
+namespace DT_NS {
+
+static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate}; }
+
+}  // namespace DT_NS

@@ -1,0 +1,104 @@
+// The C face of the linears, and what all kernels share: the instruction set in use, the threads, scratch memory, and one caller at a time.
+#include "kernels.h"
+#include "packing.h"
+#include "pool.h"
+
+#include <cstdlib>
+#include <mutex>
+#include <vector>
+
+namespace dovetail {
+namespace {
+
+const Kernels* table_of(int isa) {
+    switch (isa) {
+        case PLAIN: return &plain_kernels;
+#if defined(__x86_64__)
+        case AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? &avx2_kernels : nullptr;
+        case AVX512:
+            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                           __builtin_cpu_supports("avx512vl") && table_of(AVX2) != nullptr
+                       ? &avx512_kernels
+                       : nullptr;
+        case VNNI: return __builtin_cpu_supports("avx512vnni") && table_of(AVX512) != nullptr ? &vnni_kernels : nullptr;
+#elif defined(__aarch64__)
+        case NEON: return &neon_kernels;
+#endif
+        default: return nullptr;
+    }
+}
+
+const Kernels* best() {
+    for (const int isa : {NEON, VNNI, AVX512, AVX2})
+        if (const Kernels* table = table_of(isa)) return table;
+    return &plain_kernels;
+}
+
+const Kernels* in_use = best();
+std::mutex turn;
+
+struct Buffer { void* memory = nullptr; int64_t bytes = 0; };
+std::vector<Buffer> buffers;
+
+}  // namespace
+
+const Kernels& active() { return *in_use; }
+
+Turn::Turn() { turn.lock(); }
+Turn::~Turn() { turn.unlock(); }
+
+void* scratch(int slot, int64_t bytes) {
+    if (static_cast<size_t>(slot) >= buffers.size()) buffers.resize(slot + 1);
+    Buffer& buffer = buffers[slot];
+    if (buffer.bytes < bytes) {
+        free(buffer.memory);
+        buffer.bytes = (bytes + 4095) / 4096 * 4096;
+        buffer.memory = aligned_alloc(64, buffer.bytes);
+        if (buffer.memory == nullptr) abort();  // as the kernel's own overcommit would
+    }
+    return buffer.memory;
+}
+
+}  // namespace dovetail
+
+using namespace dovetail;
+
+extern "C" {
+
+// The instruction sets that this build and this machine have, as bits 1 << Isa.
+int dt_isas() {
+    int bits = 0;
+    for (int isa = PLAIN; isa <= NEON; isa++)
+        if (table_of(isa) != nullptr) bits |= 1 << isa;
+    return bits;
+}
+int dt_best_isa() { return best()->isa; }
+int dt_isa() { return in_use->isa; }
+
+// -1, and nothing changes, where the machine lacks it.
+int dt_use_isa(int isa) {
+    const Turn mine;
+    const Kernels* const table = table_of(isa);
+    if (table == nullptr) return -1;
+    in_use = table;
+    return isa;
+}
+
+void dt_set_threads(int count) {
+    const Turn mine;
+    set_threads(count);
+}
+int dt_threads() { return threads(); }
+
+int64_t dt_packed_bytes(int kind, int64_t n, int64_t k) { return packed_bytes(kind, n, k); }
+
+void dt_pack(int kind, const void* source, int64_t first_row, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
+    const Turn mine;
+    pack(kind, source, first_row, count, n, k, packed, scales);
+}
+
+void dt_linear(const Matrix* matrix, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    const Turn mine;
+    active().linear(*matrix, x, x_stride, y, y_stride, rows);
+}
+}

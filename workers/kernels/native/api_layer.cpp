@@ -1,0 +1,75 @@
+// What Python calls of a decoder layer: the layer, its parts one by one, and the table of its rotary angles.
+#include "layer.h"
+
+#include <cmath>
+#include <cstdint>
+
+using namespace dovetail;
+
+namespace {
+
+struct Angle {
+    double sine, cosine;
+};
+
+// Sine and cosine by x = n pi/2 + r, |r| <= pi/4, pi/2 in three parts of which the first two have 33 bits, and the Taylor series of r to degree 17.
+// Only operations that IEEE 754 rounds exactly, so that a table has the same bytes wherever it is built.
+Angle angle(double x) {
+    const double n = std::floor(x * 0.63661977236758134308 + 0.5);
+    const double r = ((x - n * 1.57079632673412561417) - n * 6.07710050630396597660e-11) - n * 2.02226624879595063154e-21;
+    const double z = r * r;
+    double sine = 1.0, cosine = 1.0;
+    for (int k = 16; k >= 2; k -= 2) sine = 1.0 - sine * z / ((k + 1) * k);
+    for (int k = 16; k >= 2; k -= 2) cosine = 1.0 - cosine * z / (k * (k - 1));
+    sine *= r;
+    switch (static_cast<int64_t>(n) & 3) {
+        case 0: return {sine, cosine};
+        case 1: return {cosine, -sine};
+        case 2: return {-sine, -cosine};
+        default: return {-cosine, sine};
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void dt_layer(const Layer* layer, const Pass* pass) {
+    const Turn mine;
+    active().layer(*layer, *pass);
+}
+
+// The parts of a layer, as dt_layer calls them.
+
+void dt_place(const Layer* layer, const Pass* pass, float* qkv) {
+    const Turn mine;
+    active().place(*layer, *pass, qkv);
+}
+
+void dt_attention(const Layer* layer, const Pass* pass, const float* qkv, float* out) {
+    const Turn mine;
+    active().attention(*layer, *pass, qkv, out);
+}
+
+// y [rows, width]; x may be y.
+void dt_norm(int32_t kind, const Norm* norm, const float* x, float* y, int64_t rows, int64_t width, float epsilon) {
+    const Turn mine;
+    active().norm(kind, *norm, x, y, rows, width, epsilon);
+}
+
+void dt_gate(int32_t activation, const float* x, float* y, int64_t rows, int64_t width) {
+    const Turn mine;
+    active().gate(activation, x, y, rows, width);
+}
+
+// cosines, sines [context, pairs]: of position times frequency, rounded to float as the models were trained with, and times scaling.
+void dt_rotary_table(const float* frequencies, int64_t pairs, float scaling, int64_t context, float* cosines, float* sines) {
+    for (int64_t position = 0; position < context; position++)
+        for (int64_t j = 0; j < pairs; j++) {
+            const Angle a = angle(static_cast<double>(static_cast<float>(position) * frequencies[j]));
+            cosines[position * pairs + j] = static_cast<float>(a.cosine) * scaling;
+            sines[position * pairs + j] = static_cast<float>(a.sine) * scaling;
+        }
+}
+
+}  // extern "C"

@@ -1,0 +1,416 @@
+// Attention over the cache for the rows of several sessions.
+//
+// A row sees logical positions 0 .. n - 1: the slots of the prefix, then those of its path. Its bytes follow from these alone:
+//   score[p]  = one chain over d of fma(q[d], k[p][d]), times scale, soft-capped
+//   weight[p] = exp(score[p] - largest), summed with lane p mod 16
+//   out[d]    = one chain over p of fma(weight[p], v[p][d]), times 1 / sum
+// What a window hides is not in the chains. Everything else is order of work: a unit is some query rows of one key head (several heads share it, and rows
+// of a head lie side by side), scores are computed by slot for several rows and blocks of positions at once, and values are summed over the slots
+// that rows have in common for several rows at once, before each row goes its own path.
+
+namespace DT_NS {
+
+constexpr int ATTENTION_SCRATCH = 1;
+
+// Register tiles: query rows by blocks of positions, and rows by blocks of head_dim.
+#if defined(DT_AVX512)
+constexpr int SCORE_ROWS = 6, SCORE_BLOCKS = 4, VALUE_ROWS = 3, VALUE_BLOCKS = 8;
+#elif defined(DT_AVX2)
+constexpr int SCORE_ROWS = 3, SCORE_BLOCKS = 2, VALUE_ROWS = 3, VALUE_BLOCKS = 2;
+#else
+constexpr int SCORE_ROWS = 2, SCORE_BLOCKS = 2, VALUE_ROWS = 2, VALUE_BLOCKS = 2;
+#endif
+constexpr int UNIT_ROWS = 48;           // query rows of a unit, at most
+constexpr int64_t UNIT_SCORES = 1 << 18;  // floats of scores that a unit may have: they should stay in the cache nearest to a core but one
+constexpr int64_t VALUE_RUN = 64;       // positions whose values are used by all rows of a unit before the next are read
+
+// A query row of a unit.
+struct Row {
+    const float* query;
+    float* out;           // [head_dim], where the result goes
+    const int32_t* path;   // slots of the positions from `common` on
+    int32_t from, common;  // positions from .. n - 1 are seen; those before `common` are slots of the same number
+    int32_t n, stop;       // its slots are less than `stop`
+};
+
+// A unit's memory.
+struct Desk {
+    float* scores;  // [rows][stride] by slot, then by position
+    float* queries;  // tiles of SCORE_ROWS rows, each [head_dim][rows of the tile]
+    float* sums;    // [rows][padded head_dim]
+    float* path;    // [stride]
+    int64_t stride, padded;
+};
+
+struct Unit {
+    const float* keys;    // of one layer and key head
+    const float* values;
+    const float* next;  // what the next unit will probably read first
+    const Row* rows;
+    int64_t count, head_dim;
+    Desk desk;
+};
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// What the next step will read, brought nearer while this one computes: `lines` of 64 bytes for each turn of a tile's loop.
+struct Ahead {
+    const float* from;
+    int64_t lines;
+
+    void fetch(int64_t turn) const {
+        for (const float *p = from + turn * lines * LANES, *end = p + lines * LANES; p < end; p += LANES) __builtin_prefetch(p, 0, 2);
+    }
+};
+
+// The share of one of `tiles` tiles with `turns` turns each in fetching `lines` lines.
+static inline Ahead share_ahead(const float* from, int64_t lines, int64_t turns, int64_t tile, int64_t tiles) {
+    const int64_t each_turn = (lines + turns * tiles - 1) / (turns * tiles), begins = tile * turns * each_turn;
+    return {from + begins * LANES, begins < lines ? each_turn : 0};
+}
+
+// ---- scores ----
+
+// scores [R][16 B] of R queries ([head_dim][R]) with B blocks of keys
+template <int R, int B>
+static inline void score_tile(const float* queries, const float* keys, int64_t head_dim, const Ahead& ahead, float* scores, int64_t stride) {
+    F16 sums[R][B];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) sums[r][b] = zero();
+    const int64_t block = head_dim * LANES;
+    for (int64_t d = 0; d < head_dim; d++) {
+        ahead.fetch(d);
+        F16 k[B];
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) k[b] = load(keys + b * block + d * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const F16 q = set1(queries[d * R + r]);
+#pragma GCC unroll 8
+            for (int b = 0; b < B; b++) sums[r][b] = fma(q, k[b], sums[r][b]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) store(scores + r * stride + b * LANES, sums[r][b]);
+}
+
+template <int R>
+static inline void score_rows(const float* queries, const float* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
+    if (blocks == SCORE_BLOCKS) return score_tile<R, SCORE_BLOCKS>(queries, keys, head_dim, ahead, scores, stride);
+    for (int64_t b = 0; b < blocks; b++) score_tile<R, 1>(queries, keys + b * head_dim * LANES, head_dim, ahead, scores + b * LANES, stride);
+}
+
+template <int R>
+static void score(int64_t rows, const float* queries, const float* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
+    if (rows == R) score_rows<R>(queries, keys, head_dim, blocks, ahead, scores, stride);
+    else if constexpr (R > 1) score<R - 1>(rows, queries, keys, head_dim, blocks, ahead, scores, stride);
+}
+
+static void lay_out_queries(const Unit& u) {
+    for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
+        const int64_t rows = smaller(SCORE_ROWS, u.count - first);
+        float* tile = u.desk.queries + first * u.head_dim;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t d = 0; d < u.head_dim; d++) tile[d * rows + r] = u.rows[first + r].query[d];
+    }
+}
+
+// All rows with the blocks from `block` on, as far as they see them.
+static void score_blocks(const Unit& u, int64_t block, const float* next) {
+    const int64_t panel = u.head_dim * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
+    for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
+        const int64_t rows = smaller(SCORE_ROWS, u.count - first);
+        int64_t seen = 0;
+        for (int64_t r = first; r < first + rows; r++) seen = larger(seen, (u.rows[r].stop + LANES - 1) / LANES);
+        const int64_t blocks = smaller(SCORE_BLOCKS, seen - block);
+        if (blocks <= 0) continue;
+        const Ahead ahead = share_ahead(next, SCORE_BLOCKS * u.head_dim, u.head_dim, first / SCORE_ROWS, tiles);
+        score<SCORE_ROWS>(rows, u.desk.queries + first * u.head_dim, u.keys + block * panel, u.head_dim, blocks, ahead,
+                          u.desk.scores + first * u.desk.stride + block * LANES, u.desk.stride);
+    }
+}
+
+// Blocks of keys outside, so that each is read from memory once; behind the last come the values.
+static void score_slots(const Unit& u) {
+    lay_out_queries(u);
+    int64_t from = INT64_MAX, stop = 0;
+    for (int64_t r = 0; r < u.count; r++) {
+        from = smaller(from, smaller(u.rows[r].from, u.rows[r].common));  // a window may begin on the path, whose slots are in any order
+        stop = larger(stop, u.rows[r].stop);
+    }
+    const int64_t last = (stop + LANES - 1) / LANES;
+    for (int64_t block = from / LANES; block < last; block += SCORE_BLOCKS) score_blocks(u, block, block + SCORE_BLOCKS < last ? u.keys + (block + SCORE_BLOCKS) * u.head_dim * LANES : u.values);
+}
+
+// ---- from scores to weights ----
+
+// A row's scores move from slots to positions.
+static inline void follow_scores(const Row& row, float* scores, float* path) {
+    const int64_t length = row.n - row.common;
+    for (int64_t i = 0; i < length; i++) path[i] = scores[row.path[i]];
+    for (int64_t i = 0; i < length; i++) scores[row.common + i] = path[i];
+}
+
+// Scale and cap, in place; the largest. What is -inf stays so.
+static inline float finish_scores(float* scores, int64_t from, int64_t stop, float scale, float softcap) {
+    F16 top = set1(-__builtin_inff());
+    for (int64_t p = from; p < stop; p += LANES) {
+        const F16 raw = mul(load(scores + p), set1(scale));
+        const F16 s = softcap == 0.0f ? raw : where_less(raw, set1(-3e38f), raw, mul(tanh(div(raw, set1(softcap))), set1(softcap)));
+        store(scores + p, s);
+        top = max(top, s);
+    }
+    return largest(top);
+}
+
+// Scores of a row become weights; one over their sum. Blocks that are seen in part are filled up with -inf, whose weight is exactly 0.
+static float weigh(const Row& row, float* scores, float scale, float softcap) {
+    const int64_t first = row.from / LANES * LANES, last = round_up(row.n, LANES);
+    for (int64_t p = first; p < row.from; p++) scores[p] = -__builtin_inff();
+    for (int64_t p = row.n; p < last; p++) scores[p] = -__builtin_inff();
+    const F16 top = set1(finish_scores(scores, first, last, scale, softcap));
+    F16 total = zero();
+    for (int64_t p = first; p < last; p += LANES) {
+        const F16 weight = exp(sub(load(scores + p), top));
+        store(scores + p, weight);
+        total = add(total, weight);
+    }
+    return 1.0f / sum(total);
+}
+
+// ---- values ----
+
+// Where the values of consecutive positions stand: one after the other, or in the slots of a path.
+struct InOrder {
+    const float* values;
+    int64_t head_dim;
+
+    const float* at(int64_t p) const { return values + p * head_dim; }
+};
+struct OnPath {
+    const float* values;
+    int64_t head_dim;
+    const int32_t* slots;
+
+    const float* at(int64_t p) const { return values + slots[p] * head_dim; }
+};
+
+// The weights of some rows, and the sums that they go into.
+struct Mix {
+    const float* weights;
+    float* sums;
+    int64_t stride, padded;  // from row to row
+};
+
+// sums [R][16 B] from column d on continue over n positions; only the first `left` < 16 floats of the last block exist where it is not whole
+template <int R, int B, bool whole, class Source>
+static inline void value_tile(const Mix& mix, const Source& source, int64_t n, int64_t d, const Ahead& ahead, int left) {
+    F16 s[R][B];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) s[r][b] = load(mix.sums + r * mix.padded + d + b * LANES);
+    for (int64_t p = 0; p < n; p++) {
+        ahead.fetch(p);
+        const float* values = source.at(p) + d;
+        F16 v[B];
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) v[b] = whole ? load(values + b * LANES) : load_first(values + b * LANES, left);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const F16 w = set1(mix.weights[r * mix.stride + p]);
+#pragma GCC unroll 8
+            for (int b = 0; b < B; b++) s[r][b] = fma(w, v[b], s[r][b]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) store(mix.sums + r * mix.padded + d + b * LANES, s[r][b]);
+}
+
+// All of head_dim, by the widest tiles that fit.
+template <int R, class Source>
+static void value_rows(const Mix& mix, const Source& source, int64_t n, const Ahead& ahead) {
+    const int64_t head_dim = source.head_dim;
+    int64_t d = 0;
+    for (; d + VALUE_BLOCKS * LANES <= head_dim; d += VALUE_BLOCKS * LANES) value_tile<R, VALUE_BLOCKS, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
+    if constexpr (VALUE_BLOCKS > 4)
+        for (; d + 4 * LANES <= head_dim; d += 4 * LANES) value_tile<R, 4, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
+    if constexpr (VALUE_BLOCKS > 2)
+        for (; d + 2 * LANES <= head_dim; d += 2 * LANES) value_tile<R, 2, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
+    for (; d + LANES <= head_dim; d += LANES) value_tile<R, 1, true>(mix, source, n, d, {}, 0);
+    if (d < head_dim) value_tile<R, 1, false>(mix, source, n, d, {}, (int)(head_dim - d));
+}
+
+template <int R>
+static void value(int64_t rows, const Mix& mix, const InOrder& source, int64_t n, const Ahead& ahead) {
+    if (rows == R) value_rows<R>(mix, source, n, ahead);
+    else if constexpr (R > 1) value<R - 1>(rows, mix, source, n, ahead);
+}
+
+static inline Mix mix_of(const Unit& u, int64_t row, int64_t position) {
+    return {u.desk.scores + row * u.desk.stride + position, u.desk.sums + row * u.desk.padded, u.desk.stride, u.desk.padded};
+}
+
+// Rows first .. first + rows - 1 of a unit continue over the slots from .. stop - 1.
+static void sum_values(const Unit& u, int64_t first, int64_t rows, int64_t from, int64_t stop, const Ahead& ahead) {
+    if (from >= stop) return;
+    value<VALUE_ROWS>(rows, mix_of(u, first, from), {u.values + from * u.head_dim, u.head_dim}, stop - from, ahead);
+}
+
+// The positions that all rows of a tile see as slots: from the last of their beginnings to the first of their paths.
+struct Shared {
+    int64_t from, stop;
+};
+static inline Shared shared(const Row* rows, int64_t count) {
+    Shared s = {rows[0].from, rows[0].common};
+    for (int64_t r = 1; r < count; r++) {
+        s.from = larger(s.from, rows[r].from);
+        s.stop = smaller(s.stop, rows[r].common);
+    }
+    return s;
+}
+
+// What a row sees from position `from` on, behind the slots that its tile shares.
+static void follow_values(const Unit& u, int64_t r, int64_t from) {
+    const Row& row = u.rows[r];
+    sum_values(u, r, 1, from, row.common, {});
+    const int64_t p = larger(from, row.common);
+    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath{u.values, u.head_dim, row.path + (p - row.common)}, row.n - p, {});
+}
+
+static void mix_values(const Unit& u) {
+    memset(u.desk.sums, 0, (size_t)(u.count * u.desk.padded) * sizeof(float));
+    Shared tiles[UNIT_ROWS];
+    int64_t from = INT64_MAX, stop = 0;
+    for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
+        const int64_t rows = smaller(VALUE_ROWS, u.count - first);
+        const Shared t = tiles[first] = shared(u.rows + first, rows);
+        for (int64_t r = first; r < first + rows; r++) sum_values(u, r, 1, u.rows[r].from, smaller(t.from, t.stop), {});
+        from = smaller(from, t.from);
+        stop = larger(stop, t.stop);
+    }
+    for (int64_t p = from; p < stop; p += VALUE_RUN)
+        for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
+            const float* next = p + VALUE_RUN < stop ? u.values + (p + VALUE_RUN) * u.head_dim : u.next;
+            const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim / LANES, VALUE_RUN, first / VALUE_ROWS, (u.count + VALUE_ROWS - 1) / VALUE_ROWS);
+            sum_values(u, first, smaller(VALUE_ROWS, u.count - first), larger(p, tiles[first].from), smaller(p + VALUE_RUN, tiles[first].stop), ahead);
+        }
+    for (int64_t r = 0; r < u.count; r++) follow_values(u, r, larger(tiles[r / VALUE_ROWS * VALUE_ROWS].stop, u.rows[r].from));
+}
+
+// ---- units ----
+
+static void attend_unit(const Unit& u, float scale, float softcap) {
+    score_slots(u);
+    float inverse[UNIT_ROWS];
+    for (int64_t r = 0; r < u.count; r++) {
+        float* scores = u.desk.scores + r * u.desk.stride;
+        follow_scores(u.rows[r], scores, u.desk.path);
+        inverse[r] = weigh(u.rows[r], scores, scale, softcap);
+    }
+    mix_values(u);
+    for (int64_t r = 0; r < u.count; r++)
+        for (int64_t d = 0; d < u.head_dim; d += LANES)  // + 0 makes a zero positive: how many products underflowed before it is nobody's business
+            put(u.rows[r].out + d, add(mul(load(u.desk.sums + r * u.desk.padded + d), set1(inverse[r])), zero()), u.head_dim - d);
+}
+
+static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t i) {
+    Row row = {};
+    if (s.path_offsets) {
+        row.path = s.path_slots + s.path_offsets[i];
+        row.common = s.prefix;
+        row.n = s.prefix + s.path_offsets[i + 1] - s.path_offsets[i];
+        for (int32_t p = row.common; p < row.n; p++) row.stop = (int32_t)larger(row.stop, row.path[p - row.common] + 1);
+        row.stop = (int32_t)larger(row.stop, row.common);
+    } else {
+        row.common = row.n = row.stop = s.start + (int32_t)i + 1;
+    }
+    row.from = l.window > 0 && row.n > l.window ? row.n - l.window : 0;
+    return row;
+}
+
+// How a pass is cut into units. The bytes of a row do not depend on it.
+struct Plan {
+    const dovetail::Layer* layer;
+    const dovetail::Pass* pass;
+    const float* qkv;
+    float* out;
+    int64_t threads;
+
+    int64_t groups() const { return layer->heads / layer->kv_heads; }
+    int64_t stride(const dovetail::Segment& s) const { return round_up(s.start + s.count, LANES) + LANES; }
+    int64_t rows(const dovetail::Segment& s) const { return s.count * groups(); }
+    // As many as use a tile well and leave every thread something to do; less than a tile only where there are not enough for all.
+    int64_t unit_rows(const dovetail::Segment& s) const {
+        const int64_t all = rows(s) * layer->kv_heads, most = smaller(UNIT_ROWS, larger(SCORE_ROWS, UNIT_SCORES / stride(s)));
+        const int64_t fair = threads == 1 ? most : smaller(most, all / (2 * threads));
+        return fair >= SCORE_ROWS ? fair / SCORE_ROWS * SCORE_ROWS : smaller(SCORE_ROWS, larger(1, all / threads));
+    }
+    int64_t ranges(const dovetail::Segment& s) const { return (rows(s) + unit_rows(s) - 1) / unit_rows(s); }
+    int64_t units(const dovetail::Segment& s) const { return ranges(s) * layer->kv_heads; }
+};
+
+static Desk desk_at(float* memory, int64_t rows, int64_t stride, int64_t head_dim) {
+    Desk desk;
+    desk.stride = stride;
+    desk.padded = round_up(head_dim, LANES);
+    desk.sums = memory;
+    desk.scores = desk.sums + rows * desk.padded;
+    desk.path = desk.scores + rows * stride;
+    desk.queries = desk.path + stride;
+    return desk;
+}
+
+static int64_t desk_floats(int64_t rows, int64_t stride, int64_t head_dim) {
+    return round_up(rows * (round_up(head_dim, LANES) + stride + head_dim) + stride, LANES);
+}
+
+static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t kv_head, int64_t first, float* memory) {
+    const dovetail::Layer& l = *plan.layer;
+    const int64_t head_dim = l.head_dim, groups = plan.groups(), count = smaller(plan.unit_rows(s), plan.rows(s) - first);
+    Row rows[UNIT_ROWS];
+    for (int64_t r = 0; r < count; r++) {
+        const int64_t i = (first + r) / groups, head = kv_head * groups + (first + r) % groups, row = s.first_row + i;
+        rows[r] = row_of(l, s, i);
+        rows[r].query = plan.qkv + (row * (l.heads + 2 * l.kv_heads) + head) * head_dim;
+        rows[r].out = plan.out + (row * l.heads + head) * head_dim;
+    }
+    const int64_t at = ((int64_t)l.index * l.kv_heads + kv_head) * s.capacity * head_dim;
+    attend_unit({s.keys + at, s.values + at, s.keys + at + s.capacity * head_dim, rows, count, head_dim, desk_at(memory, count, plan.stride(s), head_dim)}, l.scale, l.softcap);
+}
+
+static void attend_numbered(const Plan& plan, int64_t number, float* memory) {
+    const dovetail::Segment* s = plan.pass->segments;
+    for (; number >= plan.units(*s); s++) number -= plan.units(*s);
+    const int64_t ranges = plan.ranges(*s);
+    attend_range(plan, *s, number / ranges, number % ranges * plan.unit_rows(*s), memory);
+}
+
+// out [rows, heads head_dim] from qkv [rows, (heads + 2 kv_heads) head_dim], whose keys and values are in the caches already.
+static void attention(const dovetail::Layer& l, const dovetail::Pass& pass, const float* qkv, float* out) {
+    const Plan plan = {&l, &pass, qkv, out, dovetail::threads()};
+    int64_t units = 0, work = 0, floats = 0;
+    for (int32_t i = 0; i < pass.segment_count; i++) {
+        const dovetail::Segment& s = pass.segments[i];
+        units += plan.units(s);
+        work += plan.rows(s) * plan.stride(s) * l.kv_heads;
+        floats = larger(floats, desk_floats(smaller(plan.unit_rows(s), plan.rows(s)), plan.stride(s), l.head_dim));
+    }
+    float* memory = (float*)dovetail::scratch(ATTENTION_SCRATCH, plan.threads * floats * (int64_t)sizeof(float));
+    int64_t next = 0;  // units cost differently, and so do cores that others use
+    auto run_part = [&](int part, int) {
+        for (int64_t unit; (unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < units;) attend_numbered(plan, unit, memory + part * floats);
+    };
+    if (work < WORTH_SHARING / 4) run_part(0, 1);
+    else dovetail::parallel(run_part);
+}
+
+}  // namespace DT_NS

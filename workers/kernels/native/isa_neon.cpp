@@ -1,0 +1,18 @@
+// The kernels for aarch64.
+#if defined(__aarch64__)
+#include "layer.h"
+#include "pool.h"
+
+#include <arm_neon.h>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define DT_NS dovetail_neon
+#define DT_NEON 1
+#include "all.inl"
+
+namespace dovetail {
+const Kernels neon_kernels = DT_NS::table(NEON);
+}
+#endif

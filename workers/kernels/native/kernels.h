@@ -1,0 +1,56 @@
+// What every instruction set implements, and what a matrix and a layer are. The functions of one set stand in one table; `active()` is the table in use.
+#pragma once
+
+#include <cstdint>
+
+namespace dovetail {
+
+enum Isa : int { PLAIN = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, NEON = 4 };
+enum Kind : int { FP32 = 0, FP16 = 1, BF16 = 2, INT8 = 3 };
+
+// A packed matrix [n out, k in]. The layout is the same for every instruction set.
+struct Matrix {
+    int32_t kind;
+    int32_t n;
+    int32_t k;
+    int32_t reserved;
+    const void* packed;
+    const float* scales;  // INT8: [n], else null
+    const float* bias;    // [n] or null
+};
+
+struct Layer;
+struct Pass;
+struct Norm;
+
+struct Kernels {
+    Isa isa;
+    // y [m, n] (rows y_stride floats apart) = x [m, k] (rows x_stride floats apart) W^T + bias
+    void (*linear)(const Matrix& matrix, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t m);
+    // see layer.h
+    void (*layer)(const Layer& layer, const Pass& pass);
+    void (*place)(const Layer& layer, const Pass& pass, float* qkv);
+    void (*attention)(const Layer& layer, const Pass& pass, const float* qkv, float* out);
+    void (*norm)(int kind, const Norm& norm, const float* x, float* y, int64_t rows, int64_t width, float epsilon);
+    void (*gate)(int activation, const float* x, float* y, int64_t rows, int64_t width);
+};
+
+extern const Kernels plain_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels, avx512_kernels, vnni_kernels;
+#elif defined(__aarch64__)
+extern const Kernels neon_kernels;
+#endif
+
+const Kernels& active();
+
+// Held during a call from outside: threads, scratch and the choice of the instruction set belong to one caller at a time.
+struct Turn {
+    Turn();
+    ~Turn();
+};
+
+// Memory of at least `bytes`, 64-byte aligned, that stays valid until the next call with the same slot.
+void* scratch(int slot, int64_t bytes);
+
+}  // namespace dovetail

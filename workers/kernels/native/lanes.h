@@ -1,0 +1,224 @@
+// Sixteen float lanes on whatever the machine has: one AVX-512 register, two AVX2 ones, four NEON ones, or an array.
+//
+// Every operation here is correctly rounded by IEEE 754 (add, mul, fma, div, sqrt, conversions) or works on bits, so a lane holds the same bytes on every
+// instruction set. Nothing that is approximate (rcp, rsqrt, a library's exp) may come in, and nothing is reassociated: the compiler gets
+// -ffp-contract=off and no fast-math, and sums over lanes have one written order. The standard headers come before any target pragma, and everything is
+// in a namespace of its instruction set: an inline function of two sets under one name would leave the linker to choose.
+#pragma once
+
+#ifndef DT_NS
+#error "define DT_NS, the namespace of the instruction set, before including lanes.h"
+#endif
+
+namespace DT_NS {
+
+constexpr int LANES = 16;
+
+#if defined(DT_AVX512)
+
+struct F16 { __m512 v; };
+struct I16 { __m512i v; };
+
+static inline F16 zero() { return {_mm512_setzero_ps()}; }
+static inline F16 set1(float a) { return {_mm512_set1_ps(a)}; }
+static inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
+static inline F16 load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p)}; }
+static inline void store_first(float* p, F16 a, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), a.v); }
+static inline F16 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline F16 load_bf16(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+static inline F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline F16 div(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline F16 abs(F16 a) { return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff)))}; }
+static inline F16 rint(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline I16 to_int(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }
+static inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline I16 iset1(int32_t a) { return {_mm512_set1_epi32(a)}; }
+static inline I16 load_int(const void* p) { return {_mm512_loadu_si512(p)}; }
+static inline void store_int(void* p, I16 a) { _mm512_storeu_si512(p, a.v); }
+static inline I16 iadd(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+static inline I16 shift_left_23(I16 a) { return {_mm512_slli_epi32(a.v, 23)}; }
+static inline F16 as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
+static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)}; }
+
+#elif defined(DT_AVX2)
+
+struct F16 { __m256 a, b; };
+struct I16 { __m256i a, b; };
+
+static inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, F16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+static inline F16 load_first(const float* p, int n) {
+    alignas(64) float t[LANES] = {};
+    for (int i = 0; i < n; i++) t[i] = p[i];
+    return load(t);
+}
+static inline void store_first(float* p, F16 x, int n) {
+    alignas(64) float t[LANES];
+    store(t, x);
+    for (int i = 0; i < n; i++) p[i] = t[i];
+}
+static inline F16 load_half(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline __m256 bf16_8(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+static inline F16 load_bf16(const uint16_t* p) { return {bf16_8(p), bf16_8(p + 8)}; }
+static inline F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline F16 sub(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline F16 div(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline F16 max(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline F16 min(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline F16 abs(F16 x) {
+    const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    return {_mm256_and_ps(x.a, m), _mm256_and_ps(x.b, m)};
+}
+static inline F16 rint(F16 x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+static inline I16 to_int(F16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+static inline F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline I16 iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline I16 load_int(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+static inline void store_int(void* p, I16 x) { _mm256_storeu_si256((__m256i*)p, x.a); _mm256_storeu_si256((__m256i*)p + 1, x.b); }
+static inline I16 iadd(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+static inline I16 shift_left_23(I16 x) { return {_mm256_slli_epi32(x.a, 23), _mm256_slli_epi32(x.b, 23)}; }
+static inline F16 as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+static inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
+    return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+
+#elif defined(DT_NEON)
+
+struct F16 { float32x4_t v[4]; };
+struct I16 { int32x4_t v[4]; };
+
+#define DT_EACH(TYPE, EXPRESSION) TYPE r; for (int i = 0; i < 4; i++) r.v[i] = (EXPRESSION); return r
+static inline F16 zero() { DT_EACH(F16, vdupq_n_f32(0.0f)); }
+static inline F16 set1(float a) { DT_EACH(F16, vdupq_n_f32(a)); }
+static inline F16 load(const float* p) { DT_EACH(F16, vld1q_f32(p + 4 * i)); }
+static inline void store(float* p, F16 a) { for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]); }
+static inline F16 load_first(const float* p, int n) {
+    alignas(64) float t[LANES] = {};
+    for (int i = 0; i < n; i++) t[i] = p[i];
+    return load(t);
+}
+static inline void store_first(float* p, F16 a, int n) {
+    alignas(64) float t[LANES];
+    store(t, a);
+    for (int i = 0; i < n; i++) p[i] = t[i];
+}
+static inline F16 load_half(const uint16_t* p) { DT_EACH(F16, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
+static inline F16 load_bf16(const uint16_t* p) { DT_EACH(F16, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
+static inline F16 add(F16 a, F16 b) { DT_EACH(F16, vaddq_f32(a.v[i], b.v[i])); }
+static inline F16 sub(F16 a, F16 b) { DT_EACH(F16, vsubq_f32(a.v[i], b.v[i])); }
+static inline F16 mul(F16 a, F16 b) { DT_EACH(F16, vmulq_f32(a.v[i], b.v[i])); }
+static inline F16 div(F16 a, F16 b) { DT_EACH(F16, vdivq_f32(a.v[i], b.v[i])); }
+static inline F16 fma(F16 a, F16 b, F16 c) { DT_EACH(F16, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
+// x86 takes the second operand where the comparison fails, and so does this
+static inline F16 max(F16 a, F16 b) { DT_EACH(F16, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+static inline F16 min(F16 a, F16 b) { DT_EACH(F16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+static inline F16 abs(F16 a) { DT_EACH(F16, vabsq_f32(a.v[i])); }
+static inline F16 rint(F16 a) { DT_EACH(F16, vrndnq_f32(a.v[i])); }
+static inline I16 to_int(F16 a) { DT_EACH(I16, vcvtnq_s32_f32(a.v[i])); }
+static inline F16 to_float(I16 a) { DT_EACH(F16, vcvtq_f32_s32(a.v[i])); }
+static inline I16 iset1(int32_t a) { DT_EACH(I16, vdupq_n_s32(a)); }
+static inline I16 load_int(const void* p) { DT_EACH(I16, vld1q_s32((const int32_t*)p + 4 * i)); }
+static inline void store_int(void* p, I16 a) { for (int i = 0; i < 4; i++) vst1q_s32((int32_t*)p + 4 * i, a.v[i]); }
+static inline I16 iadd(I16 a, I16 b) { DT_EACH(I16, vaddq_s32(a.v[i], b.v[i])); }
+static inline I16 shift_left_23(I16 a) { DT_EACH(I16, vshlq_n_s32(a.v[i], 23)); }
+static inline F16 as_float(I16 a) { DT_EACH(F16, vreinterpretq_f32_s32(a.v[i])); }
+static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { DT_EACH(F16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), yes.v[i], no.v[i])); }
+#undef DT_EACH
+
+#else  // plain C++: right everywhere, fast nowhere
+
+struct F16 { float v[LANES]; };
+struct I16 { int32_t v[LANES]; };
+
+static inline float bits_to_float(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+static inline float half_to_float(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ff;
+    if (exponent == 31) return bits_to_float(sign | 0x7f800000 | mantissa << 13);
+    if (exponent != 0) return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
+    const float small = (float)mantissa * 0x1p-24f;
+    return sign ? -small : small;
+}
+
+#define DT_EACH(TYPE, EXPRESSION) TYPE r; for (int i = 0; i < LANES; i++) r.v[i] = (EXPRESSION); return r
+static inline F16 zero() { DT_EACH(F16, 0.0f); }
+static inline F16 set1(float a) { DT_EACH(F16, a); }
+static inline F16 load(const float* p) { DT_EACH(F16, p[i]); }
+static inline void store(float* p, F16 a) { for (int i = 0; i < LANES; i++) p[i] = a.v[i]; }
+static inline F16 load_first(const float* p, int n) { DT_EACH(F16, i < n ? p[i] : 0.0f); }
+static inline void store_first(float* p, F16 a, int n) { for (int i = 0; i < n; i++) p[i] = a.v[i]; }
+static inline F16 load_half(const uint16_t* p) { DT_EACH(F16, half_to_float(p[i])); }
+static inline F16 load_bf16(const uint16_t* p) { DT_EACH(F16, bits_to_float((uint32_t)p[i] << 16)); }
+static inline F16 add(F16 a, F16 b) { DT_EACH(F16, a.v[i] + b.v[i]); }
+static inline F16 sub(F16 a, F16 b) { DT_EACH(F16, a.v[i] - b.v[i]); }
+static inline F16 mul(F16 a, F16 b) { DT_EACH(F16, a.v[i] * b.v[i]); }
+static inline F16 div(F16 a, F16 b) { DT_EACH(F16, a.v[i] / b.v[i]); }
+static inline F16 fma(F16 a, F16 b, F16 c) { DT_EACH(F16, __builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+static inline F16 max(F16 a, F16 b) { DT_EACH(F16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+static inline F16 min(F16 a, F16 b) { DT_EACH(F16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+static inline F16 abs(F16 a) { DT_EACH(F16, __builtin_fabsf(a.v[i])); }
+static inline F16 rint(F16 a) { DT_EACH(F16, __builtin_nearbyintf(a.v[i])); }
+static inline I16 to_int(F16 a) { DT_EACH(I16, (int32_t)__builtin_nearbyintf(a.v[i])); }
+static inline F16 to_float(I16 a) { DT_EACH(F16, (float)a.v[i]); }
+static inline I16 iset1(int32_t a) { DT_EACH(I16, a); }
+static inline I16 load_int(const void* p) { I16 r; memcpy(r.v, p, sizeof r.v); return r; }
+static inline void store_int(void* p, I16 a) { memcpy(p, a.v, sizeof a.v); }
+static inline I16 iadd(I16 a, I16 b) { DT_EACH(I16, a.v[i] + b.v[i]); }
+static inline I16 shift_left_23(I16 a) { DT_EACH(I16, (int32_t)((uint32_t)a.v[i] << 23)); }
+static inline F16 as_float(I16 a) { DT_EACH(F16, bits_to_float((uint32_t)a.v[i])); }
+static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { DT_EACH(F16, a.v[i] < b.v[i] ? yes.v[i] : no.v[i]); }
+#undef DT_EACH
+
+#endif
+
+// Lane i plus lane i + 8, then + 4, + 2, + 1: the one order in which sixteen partial sums become one.
+static inline float sum(F16 a) {
+    alignas(64) float t[LANES];
+    store(t, a);
+    for (int step = 8; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) t[i] += t[i + step];
+    return t[0];
+}
+
+static inline float largest(F16 a) {
+    alignas(64) float t[LANES];
+    store(t, a);
+    for (int i = 1; i < LANES; i++) t[0] = t[i] > t[0] ? t[i] : t[0];
+    return t[0];
+}
+
+// e^x by x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in r (relative error about 1e-7). Below -87 exactly 0, -inf included.
+static inline F16 exp(F16 x) {
+    const F16 low = set1(-87.0f);
+    const F16 c = min(max(x, low), set1(88.0f));
+    const F16 n = rint(mul(c, set1(1.44269504f)));
+    F16 r = fma(n, set1(-0.693359375f), c);
+    r = fma(n, set1(2.12194440e-4f), r);
+    F16 p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = add(fma(mul(r, r), p, r), set1(1.0f));
+    return where_less(x, low, zero(), mul(p, as_float(shift_left_23(iadd(to_int(n), iset1(127))))));
+}
+
+}  // namespace DT_NS

@@ -1,0 +1,58 @@
+// What a decoder layer is and what a pass is: the structures that `layer.py` mirrors field by field.
+//
+// The cache of a session holds, for each layer and key head, the keys in blocks of sixteen positions side by side,
+//   keys   [layers][kv_heads][capacity / 16][head_dim][16]
+//   values [layers][kv_heads][capacity][head_dim]
+// so that lanes run along positions where scores are computed and along head_dim where values are summed. Capacity is a multiple of 16.
+#pragma once
+
+#include "kernels.h"
+
+#include <cstdint>
+
+namespace dovetail {
+
+enum NormKind : int { RMS = 0, LAYER_NORM = 1 };
+enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2 };
+
+struct Norm {
+    const float* weight;  // null: there is no such norm
+    const float* bias;    // LAYER_NORM: [width] or null
+};
+
+struct Layer {
+    int32_t index;  // of this layer in the caches
+    int32_t hidden, heads, kv_heads, head_dim, intermediate;
+    int32_t rotary_dim;  // how many of head_dim are rotated; 0: none
+    int32_t window;      // a position sees itself and window - 1 before it; 0: all
+    int32_t norm_kind, activation;
+    float epsilon, scale, softcap;  // scores are multiplied by scale; softcap 0: none
+    int32_t reserved;
+    const float* cosines;  // [context, rotary_dim / 2]
+    const float* sines;
+    Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // the post norms are Gemma-2's, on what a half adds
+    Norm query_norm, key_norm;                                          // [head_dim] on each head, always RMS
+    Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]
+    Matrix output;   // [hidden, heads head_dim]
+    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; of GELU_TANH [intermediate, hidden]
+    Matrix down;     // [hidden, intermediate]
+};
+
+// The rows of one session in a pass. They are written to slots start .. start + count - 1.
+// A row sees the slots 0 .. prefix - 1 and then those of its path, in this order, itself last. Without paths row i sees slots 0 .. start + i.
+struct Segment {
+    int32_t first_row, count, start, prefix, capacity, reserved;
+    float* keys;    // of the whole cache
+    float* values;
+    const int32_t* path_offsets;  // [count + 1] into path_slots, or null
+    const int32_t* path_slots;
+};
+
+struct Pass {
+    float* hidden;             // [rows, hidden], in place
+    const int64_t* positions;  // [rows], into the rotary table
+    const Segment* segments;
+    int32_t rows, segment_count;
+};
+
+}  // namespace dovetail

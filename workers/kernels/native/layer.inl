@@ -1,0 +1,107 @@
+// A decoder layer in one call: norm, qkv, head norms, rotary, cache, attention, output, residual, norm, gate and up, activation, down, residual.
+
+namespace DT_NS {
+
+constexpr int LAYER_SCRATCH = 2;
+
+// ---- into the cache ----
+
+// The rows of a segment whose slots lie in one block of sixteen.
+struct Stretch {
+    int64_t row, slot, count;
+};
+
+static inline int64_t stretch_count(const dovetail::Segment& s) { return (s.start + s.count - 1) / LANES - s.start / LANES + 1; }
+
+static inline Stretch stretch_of(const dovetail::Segment& s, int64_t number) {
+    const int64_t block = (s.start / LANES + number) * LANES;
+    const int64_t slot = larger(block, s.start), stop = smaller(block + LANES, s.start + s.count);
+    return {s.first_row + slot - s.start, slot, stop - slot};
+}
+
+// Norm of a head, if there is one, and rotation; in place.
+static inline void place_head(const dovetail::Layer& l, const dovetail::Norm& norm, float* x, int64_t position) {
+    if (norm.weight) rms_norm(x, norm.weight, x, l.head_dim, l.epsilon);
+    const int64_t half = l.rotary_dim / 2;
+    rotate(x, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
+}
+
+static void write_keys_and_values(const dovetail::Layer& l, const dovetail::Segment& s, const Stretch& rows, int64_t kv_head, const float* qkv) {
+    const int64_t head_dim = l.head_dim, stride = (l.heads + 2 * l.kv_heads) * head_dim;
+    const int64_t at = ((int64_t)l.index * l.kv_heads + kv_head) * s.capacity * head_dim;
+    float* keys = s.keys + at + rows.slot / LANES * LANES * head_dim + rows.slot % LANES;
+    float* values = s.values + at + rows.slot * head_dim;
+    for (int64_t i = 0; i < rows.count; i++) {
+        const float* key = qkv + (rows.row + i) * stride + (l.heads + kv_head) * head_dim;
+        for (int64_t d = 0; d < head_dim; d++) keys[d * LANES + i] = key[d];
+        memcpy(values + i * head_dim, key + l.kv_heads * head_dim, (size_t)head_dim * sizeof(float));
+    }
+}
+
+// The heads of one key head in some rows: norms, rotation, and into the cache.
+static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, const dovetail::Segment& s, const Stretch& rows, int64_t kv_head, float* qkv) {
+    const int64_t groups = l.heads / l.kv_heads, stride = (l.heads + 2 * l.kv_heads) * l.head_dim;
+    for (int64_t row = rows.row; row < rows.row + rows.count; row++) {
+        float* heads = qkv + row * stride;
+        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++)
+            place_head(l, l.query_norm, heads + head * l.head_dim, pass.positions[row]);
+        place_head(l, l.key_norm, heads + (l.heads + kv_head) * l.head_dim, pass.positions[row]);
+    }
+    write_keys_and_values(l, s, rows, kv_head, qkv);
+}
+
+// qkv [rows, (heads + 2 kv_heads) head_dim]: queries and keys get their norms and rotation in place, keys and values go into the caches.
+static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* qkv) {
+    int64_t stretches = 0;
+    for (int32_t i = 0; i < pass.segment_count; i++) stretches += stretch_count(pass.segments[i]);
+    each(stretches * l.kv_heads, (int64_t)pass.rows * (l.heads + 2 * l.kv_heads) * l.head_dim, [&](int64_t unit) {
+        const dovetail::Segment* s = pass.segments;
+        int64_t number = unit % stretches;
+        for (; number >= stretch_count(*s); s++) number -= stretch_count(*s);
+        place_stretch(l, pass, *s, stretch_of(*s, number), unit / stretches, qkv);
+    });
+}
+
+// ---- the layer ----
+
+// The intermediate results of all rows, side by side in one piece of memory. Those that never live together share their place.
+struct Buffers {
+    float* normed;  // [rows, hidden]
+    float* update;  // [rows, hidden]: what a half adds
+    float* wide;    // [rows, qkv or gate and up]
+    float* narrow;  // [rows, heads head_dim or intermediate]
+};
+
+static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
+    const int64_t hidden = round_up(rows * l.hidden, LANES);
+    const int64_t wide = round_up(rows * larger(l.qkv.n, l.gate_up.n), LANES), narrow = round_up(rows * larger(l.output.k, l.intermediate), LANES);
+    float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, (2 * hidden + wide + narrow) * (int64_t)sizeof(float));
+    return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
+}
+
+// hidden += update, normed first where the layer says so; then the next half's norm of it, if there is one.
+static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, const dovetail::Norm* next, float* normed, int64_t rows) {
+    each(rows, rows * l.hidden, [&](int64_t row) {
+        float *h = hidden + row * l.hidden, *u = update + row * l.hidden;
+        if (post.weight) normalise(l.norm_kind, post, u, u, l.hidden, l.epsilon);
+        accumulate(h, u, l.hidden);
+        if (next) normalise(l.norm_kind, *next, h, normed + row * l.hidden, l.hidden, l.epsilon);
+    });
+}
+
+static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
+    const int64_t rows = pass.rows;
+    const Buffers b = buffers(l, rows);
+    norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
+    linear(l.qkv, b.normed, l.hidden, b.wide, l.qkv.n, rows);
+    place(l, pass, b.wide);
+    attention(l, pass, b.wide, b.narrow);
+    linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
+    add_half(l, pass.hidden, b.update, l.post_attention_norm, &l.mlp_norm, b.normed, rows);
+    linear(l.gate_up, b.normed, l.hidden, b.wide, l.gate_up.n, rows);
+    gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
+    linear(l.down, b.narrow, l.intermediate, b.update, l.hidden, rows);
+    add_half(l, pass.hidden, b.update, l.post_mlp_norm, nullptr, nullptr, rows);
+}
+
+}  // namespace DT_NS

@@ -1,0 +1,365 @@
+// y = x W^T + bias over a packed W, for 1 to any number of rows, with the same bytes for a row whatever its neighbours are.
+//
+// Every sum runs along k in ascending order through one chain of fma (int8: exact integers); lanes run along outputs. All the rest - how many rows share a
+// tile, where the sum is interrupted and carried through memory, which thread has which columns - only changes when the links of a chain are computed.
+//
+// The weights stream from memory once per CHUNK rows. A tile is R rows by one to three vectors of 16 columns, its sums in registers. With a single tile the
+// weights go straight through it. With several, a block of BLOCK steps of one panel stays in the L1 cache while every tile goes over it, and meanwhile the
+// next block is prefetched, so that the memory works while the tiles compute; 16-bit weights are widened once per block. x is packed so that a tile reads
+// it in one sweep: rows that lie 16 KB apart would evict each other from L1.
+#include "packing.h"
+
+namespace DT_NS {
+
+using dovetail::Kind;
+using dovetail::Matrix;
+using dovetail::PANEL;
+
+constexpr int64_t CHUNK = 128;                // rows that share one pass over the weights
+constexpr int64_t BLOCK = 128;                // steps; 24 KB of fp32 weights
+constexpr int64_t BEAT = 8;                   // steps between two groups of prefetches
+constexpr int64_t DISTANCE = 4096;            // bytes between a load and its prefetch where the weights go straight through
+
+// ---- what one step (one k, or four for int8) of a tile is, for each kind of weights
+
+template <int KIND>
+struct Step {  // fp32, fp16, bf16
+    using Sum = F16;
+    using Weights = F16;
+    using X = F16;
+#if defined(DT_AVX512)
+    static constexpr int ROWS = 8, WIDE_ROWS = 8;
+#elif defined(DT_AVX2) || defined(DT_NEON)
+    static constexpr int ROWS = 6, WIDE_ROWS = 2;
+#else
+    static constexpr int ROWS = 4, WIDE_ROWS = 4;
+#endif
+    static Sum none() { return zero(); }
+    static Sum load_sum(const float* p) { return load(p); }
+    static void store_sum(float* p, Sum a) { store(p, a); }
+    static X broadcast(const char* p) { return set1(*(const float*)p); }
+    static Weights weights(const char* p) {
+        if constexpr (KIND == dovetail::FP32) return load((const float*)p);
+        else if constexpr (KIND == dovetail::FP16) return load_half((const uint16_t*)p);
+        else return load_bf16((const uint16_t*)p);
+    }
+    static Sum add_product(X x, Weights w, Sum sum) { return fma(x, w, sum); }
+};
+
+// int8: x is s8 in -127..127, four of one row side by side; the weights too, four of one column. vpdpbusd wants one side unsigned: x + 128, and the sums
+// start at -128 times the sum of the column, which the packing has computed. Without it |w| times x with w's sign: two such products fit in 16 bits.
+template <>
+struct Step<dovetail::INT8> {
+    using Sum = I16;
+#if defined(DT_VNNI)
+    static constexpr int ROWS = 8, WIDE_ROWS = 8, OFFSET = 128;
+    using Weights = __m512i;
+    using X = __m512i;
+    static Weights weights(const char* p) { return _mm512_loadu_si512(p); }
+    static X broadcast(const char* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
+    static Sum add_product(X x, Weights w, Sum sum) { return {_mm512_dpbusd_epi32(sum.v, x, w)}; }
+#elif defined(DT_AVX512)
+    static constexpr int ROWS = 8, WIDE_ROWS = 8, OFFSET = 0;
+    struct Weights { __m512i size; __mmask64 negative; };
+    using X = __m512i;
+    static Weights weights(const char* p) {
+        const __m512i w = _mm512_loadu_si512(p);
+        return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)};
+    }
+    static X broadcast(const char* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
+    static Sum add_product(X x, Weights w, Sum sum) {
+        const __m512i pairs = _mm512_maddubs_epi16(w.size, _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x));
+        return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+    }
+#elif defined(DT_AVX2)
+    static constexpr int ROWS = 4, WIDE_ROWS = 1, OFFSET = 0;
+    struct Weights { __m256i a, b; };
+    using X = __m256i;
+    static Weights weights(const char* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
+    static X broadcast(const char* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
+    static __m256i products(X x, __m256i w) {
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1));
+    }
+    static Sum add_product(X x, Weights w, Sum sum) { return {_mm256_add_epi32(sum.a, products(x, w.a)), _mm256_add_epi32(sum.b, products(x, w.b))}; }
+#elif defined(DT_NEON)
+    static constexpr int ROWS = 4, WIDE_ROWS = 1, OFFSET = 0;
+    struct Weights { int8x16_t v[4]; };
+    using X = int8x8_t;
+    static Weights weights(const char* p) {
+        Weights w;
+        for (int i = 0; i < 4; i++) w.v[i] = vld1q_s8((const int8_t*)p + 16 * i);
+        return w;
+    }
+    static X broadcast(const char* p) { return vreinterpret_s8_s32(vdup_n_s32(*(const int32_t*)p)); }
+    static Sum add_product(X x, Weights w, Sum sum) {
+        for (int i = 0; i < 4; i++) {
+            const int16x8_t low = vmull_s8(vget_low_s8(w.v[i]), x), high = vmull_s8(vget_high_s8(w.v[i]), x);
+            sum.v[i] = vpadalq_s16(sum.v[i], vpaddq_s16(low, high));
+        }
+        return sum;
+    }
+#else
+    static constexpr int ROWS = 4, WIDE_ROWS = 4, OFFSET = 0;
+    using Weights = const int8_t*;
+    using X = const int8_t*;
+    static Weights weights(const char* p) { return (const int8_t*)p; }
+    static X broadcast(const char* p) { return (const int8_t*)p; }
+    static Sum add_product(X x, Weights w, Sum sum) {
+        for (int i = 0; i < LANES; i++)
+            for (int j = 0; j < 4; j++) sum.v[i] += x[j] * w[4 * i + j];
+        return sum;
+    }
+#endif
+    static Sum none() { return iset1(0); }
+    static Sum load_sum(const float* p) { return load_int(p); }
+    static void store_sum(float* p, Sum a) { store_int(p, a); }
+};
+
+// ---- one tile: R rows, C vectors of columns, `steps` steps
+
+struct Run {
+    const char* x;        // [steps][R] values of four bytes
+    const char* weights;  // the first column's vector; steps are `stride` bytes apart
+    int64_t stride;
+    int64_t steps;
+    float* sums;          // [R][PANEL], carried from block to block
+    bool first;           // the sums begin here
+    const char* ahead;    // what the memory should fetch meanwhile: `lines` lines every BEAT steps
+    int64_t lines;
+};
+
+template <int KIND, int R, int C>
+static void tile(const Run& run) {
+    using S = Step<KIND>;
+    constexpr int VECTOR = dovetail::vector_bytes(KIND);
+    typename S::Sum sums[R][C];
+    const char* x = run.x;
+    const char* weights = run.weights;
+    const char* ahead = run.ahead;
+    const int64_t stride = run.stride, lines = run.lines;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+        for (int c = 0; c < C; c++) sums[r][c] = run.first ? S::none() : S::load_sum(run.sums + r * PANEL + c * LANES);
+
+    const auto step = [&]() __attribute__((always_inline)) {
+        typename S::Weights w[C];
+#pragma GCC unroll 3
+        for (int c = 0; c < C; c++) w[c] = S::weights(weights + c * VECTOR);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const typename S::X value = S::broadcast(x + 4 * r);
+#pragma GCC unroll 3
+            for (int c = 0; c < C; c++) sums[r][c] = S::add_product(value, w[c], sums[r][c]);
+        }
+        x += 4 * R;
+        weights += stride;
+    };
+    int64_t left = run.steps;
+    for (; left >= BEAT; left -= BEAT) {
+        for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+        for (int i = 0; i < BEAT; i++) step();
+    }
+    for (; left > 0; left--) step();
+
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+        for (int c = 0; c < C; c++) S::store_sum(run.sums + r * PANEL + c * LANES, sums[r][c]);
+}
+
+using Tile = void (*)(const Run&);
+
+// The tile of so many rows, as wide as a panel or one vector wide.
+template <int KIND, int R = Step<KIND>::ROWS>
+static Tile tile_of(int64_t rows, bool wide) {
+    if constexpr (R == 0) return nullptr;
+    else if (rows != R) return tile_of<KIND, R - 1>(rows, wide);
+    else if constexpr (R <= Step<KIND>::WIDE_ROWS) return wide ? tile<KIND, R, 3> : tile<KIND, R, 1>;
+    else return tile<KIND, R, 1>;
+}
+
+// ---- how the rows of a chunk are cut into tiles, and where packed x is
+
+struct Cut {
+    int64_t rows, tiles, steps;
+    int64_t row(int64_t tile) const { return tile * rows / tiles; }
+    int64_t height(int64_t tile) const { return row(tile + 1) - row(tile); }
+    int64_t length(int64_t block) const { return steps - block < BLOCK ? steps - block : BLOCK; }
+    // Values before those of a tile in a block; x is [block][tile][step][row of the tile].
+    int64_t at(int64_t block, int64_t tile) const { return block * rows + row(tile) * length(block); }
+};
+
+static void pack_floats(const Cut& cut, const float* x, int64_t x_stride, int64_t block, float* packed) {
+    for (int64_t t = 0; t < cut.tiles; t++) {
+        const int64_t height = cut.height(t);
+        const float* rows = x + cut.row(t) * x_stride + block;
+        float* out = packed + cut.at(block, t);
+        for (int64_t s = 0; s < cut.length(block); s++)
+            for (int64_t r = 0; r < height; r++) *out++ = rows[r * x_stride + s];
+    }
+}
+
+// 127 / the largest magnitude of a row, and its inverse. Magnitudes are compared as integers: the same order, and NaN above all, so that it is not lost.
+struct RowScale { float to, from; };
+
+static RowScale row_scale(const float* x, int64_t k) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < k; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float size;
+    memcpy(&size, &most, 4);
+    if (most >= 0x7f800000) return {0.0f, __builtin_nanf("")};  // not finite: neither is the result
+    if (size < 1e-30f) return {0.0f, 0.0f};
+    return {127.0f / size, size / 127.0f};
+}
+
+static void pack_bytes(const Cut& cut, const float* x, int64_t k, int64_t row, float to, char* packed) {
+    int64_t t = row * cut.tiles / cut.rows;
+    while (cut.row(t + 1) <= row) t++;
+    const int64_t height = cut.height(t);
+    for (int64_t block = 0; block < cut.steps; block += BLOCK) {
+        const int64_t length = cut.length(block), first = 4 * block, count = k - first < 4 * length ? k - first : 4 * length;
+        int8_t values[4 * BLOCK] = {};  // where x ends within a step a weight of zero stands against it
+        for (int64_t i = 0; i < count; i++) values[i] = (int8_t)((int)(x[first + i] * to + dovetail::ROUNDER - dovetail::ROUNDER) + Step<dovetail::INT8>::OFFSET);
+        char* out = packed + 4 * (cut.at(block, t) + row - cut.row(t));
+        for (int64_t s = 0; s < length; s++, out += 4 * height) memcpy(out, values + 4 * s, 4);
+    }
+}
+
+// ---- the columns of one thread
+
+struct Pass {
+    const Matrix& matrix;
+    Cut cut;
+    const char* x;            // packed
+    const float* row_scales;  // INT8: [rows]
+    float* y;
+    int64_t y_stride;
+};
+
+template <int KIND>
+static void finish(const Pass& pass, int64_t column, int64_t width, const float* sums) {
+    const Matrix& m = pass.matrix;
+    for (int64_t c = 0; c < width; c += LANES, column += LANES) {
+        const int count = (int)(m.n - column < LANES ? m.n - column : LANES);
+        const bool whole = count == LANES;
+        F16 scales = zero(), bias = zero();
+        I16 start = iset1(0);
+        if constexpr (KIND == dovetail::INT8) {
+            scales = whole ? load(m.scales + column) : load_first(m.scales + column, count);
+            if constexpr (Step<KIND>::OFFSET != 0) start = load_int((const float*)dovetail::column_starts(m) + column);
+        }
+        if (m.bias != nullptr) bias = whole ? load(m.bias + column) : load_first(m.bias + column, count);
+        for (int64_t r = 0; r < pass.cut.rows; r++) {
+            const float* sum = sums + r * PANEL + c;
+            F16 value;
+            if constexpr (KIND == dovetail::INT8) value = mul(to_float(iadd(load_int(sum), start)), mul(set1(pass.row_scales[r]), scales));
+            else value = load(sum);
+            if (m.bias != nullptr) value = add(value, bias);
+            float* y = pass.y + r * pass.y_stride + column;
+            if (whole) store(y, value);
+            else store_first(y, value, count);
+        }
+    }
+}
+
+// The sums of all rows and of one panel's columns. TILES is the kind of weights that the tiles see: KIND, or FP32 where they are widened first.
+template <int KIND, int TILES>
+static void panel(const Cut& cut, const char* x, const char* weights, int64_t width, float* sums) {
+    alignas(64) float widened[KIND == TILES ? 1 : BLOCK * PANEL];
+    constexpr int VECTOR = dovetail::vector_bytes(TILES);
+    const int64_t vectors = width / LANES, stride = vectors * VECTOR, bytes = vectors * dovetail::vector_bytes(KIND);  // of a step
+    const bool wide = vectors == 3 && cut.height(cut.tiles - 1) <= Step<TILES>::WIDE_ROWS;  // no tile is higher than the last
+    const int64_t turns = cut.tiles * (wide ? 1 : vectors), lines = (bytes * BEAT / 64 + turns - 1) / turns;
+    if (KIND == TILES && turns == 1) return tile_of<TILES>(cut.rows, wide)({x, weights, stride, cut.steps, sums, true, weights + DISTANCE, lines});
+    for (int64_t block = 0; block < cut.steps; block += BLOCK) {
+        const int64_t steps = cut.length(block);
+        const char* source = weights + block * bytes;
+        const char* ahead = source + steps * bytes;
+        if constexpr (KIND != TILES) {
+            for (int64_t i = 0; i < steps * vectors; i++) store(widened + i * LANES, Step<KIND>::weights(source + i * 2 * LANES));
+            source = (const char*)widened;
+        }
+        for (int64_t t = 0; t < cut.tiles; t++)
+            for (int64_t c = 0; c < vectors; c += wide ? 3 : 1) {
+                const Tile run = tile_of<TILES>(cut.height(t), wide);
+                run({x + 4 * cut.at(block, t), source + c * VECTOR, stride, steps, sums + cut.row(t) * PANEL + c * LANES, block == 0, ahead, lines});
+                ahead += lines * 64 * (steps / BEAT);
+            }
+    }
+}
+
+template <int KIND>
+static void columns(const Pass& pass, int64_t first_panel, int64_t end_panel) {
+    alignas(64) float sums[CHUNK * PANEL];
+    constexpr int WIDENED = KIND == dovetail::INT8 ? dovetail::INT8 : dovetail::FP32;
+    for (int64_t p = first_panel; p < end_panel; p++) {
+        const char* weights = dovetail::weights_at(pass.matrix, p, 0);
+        const int64_t width = dovetail::panel_width(pass.matrix.n, p);
+        if (pass.cut.tiles > 1) panel<KIND, WIDENED>(pass.cut, pass.x, weights, width, sums);
+        else panel<KIND, KIND>(pass.cut, pass.x, weights, width, sums);
+        finish<KIND>(pass, p * PANEL, width, sums);
+    }
+}
+
+// ---- the whole
+
+// Below this many values one thread packs x faster than several meet.
+constexpr int64_t SERIAL_VALUES = 32768;
+
+template <int KIND>
+static void chunk(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    const int64_t steps = dovetail::steps_of(KIND, m.k);
+    Pass pass{m, {rows, (rows + Step<KIND>::ROWS - 1) / Step<KIND>::ROWS, steps}, (const char*)x, nullptr, y, y_stride};
+    const auto share = [&](auto& pack) {
+        if (rows * m.k < SERIAL_VALUES) pack(0, 1);
+        else dovetail::parallel(pack);
+    };
+    if constexpr (KIND == dovetail::INT8) {
+        char* memory = (char*)dovetail::scratch(0, 4 * (rows * steps + rows));
+        float* scales = (float*)(memory + 4 * rows * steps);
+        auto pack = [&](int part, int parts) {
+            for (int64_t r = rows * part / parts; r < rows * (part + 1) / parts; r++) {
+                const RowScale scale = row_scale(x + r * x_stride, m.k);
+                scales[r] = scale.from;
+                pack_bytes(pass.cut, x + r * x_stride, m.k, r, scale.to, memory);
+            }
+        };
+        share(pack);
+        pass.x = memory;
+        pass.row_scales = scales;
+    } else if (rows > 1) {
+        float* memory = (float*)dovetail::scratch(0, 4 * rows * steps);
+        auto pack = [&](int part, int parts) {
+            const int64_t blocks = (steps + BLOCK - 1) / BLOCK;
+            for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) pack_floats(pass.cut, x, x_stride, b * BLOCK, memory);
+        };
+        share(pack);
+        pass.x = (const char*)memory;
+    }
+    const int64_t panels = dovetail::panels_of(m.n);
+    auto compute = [&](int part, int parts) { columns<KIND>(pass, panels * part / parts, panels * (part + 1) / parts); };
+    dovetail::parallel(compute);
+}
+
+template <int KIND>
+static void chunks(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    for (int64_t from = 0; from < rows; from += CHUNK)
+        chunk<KIND>(m, x + from * x_stride, x_stride, y + from * y_stride, y_stride, rows - from < CHUNK ? rows - from : CHUNK);
+}
+
+static void linear(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    switch (m.kind) {
+        case dovetail::FP32: return chunks<dovetail::FP32>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::FP16: return chunks<dovetail::FP16>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::BF16: return chunks<dovetail::BF16>(m, x, x_stride, y, y_stride, rows);
+        default: return chunks<dovetail::INT8>(m, x, x_stride, y, y_stride, rows);
+    }
+}
+
+}  // namespace DT_NS

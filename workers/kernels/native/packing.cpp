@@ -1,0 +1,90 @@
+// Rows of a matrix as a checkpoint has them [count, k] -> the layout of packing.h.
+#include "packing.h"
+#include "pool.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+namespace dovetail {
+namespace {
+
+// Sixteen steps of one column lie side by side in the source and far apart in the panel; a square in the L1 cache turns them, so that both sides are touched
+// a line at a time.
+constexpr int64_t SIDE = 16;
+
+// The columns first..end of one vector, column c at source + (c - first) * steps; `T` is one step of one column. Columns end..fill become zero.
+template <class T>
+void pack_vector(const T* source, int64_t first, int64_t end, int64_t fill, int64_t steps, T* out, int64_t stride) {
+    alignas(64) T square[SIDE][VECTOR] = {};
+    for (int64_t from = 0; from < steps; from += SIDE) {
+        const int64_t length = steps - from < SIDE ? steps - from : SIDE;
+        for (int64_t c = first; c < end; c++) {
+            const T* column = source + (c - first) * steps + from;
+            for (int64_t s = 0; s < length; s++) square[s][c] = column[s];
+        }
+        for (int64_t s = 0; s < length; s++) memcpy(out + (from + s) * stride + first, &square[s][first], (fill - first) * sizeof(T));
+    }
+}
+
+// The weights of one output as int8, symmetric; its scale, and -128 times its sum.
+struct Quantised { float scale; int32_t start; };
+
+Quantised quantise(const float* w, int64_t k, int8_t* q) {
+    float most = 0;
+    for (int64_t i = 0; i < k; i++) most = std::fabs(w[i]) > most ? std::fabs(w[i]) : most;
+    const float to = most < 1e-30f ? 0.0f : 127.0f / most;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < k; i++) {
+        const float nearest = (w[i] * to + ROUNDER) - ROUNDER;
+        q[i] = static_cast<int8_t>(nearest);
+        sum += q[i];
+    }
+    return {most < 1e-30f ? 0.0f : most / 127.0f, -128 * sum};
+}
+
+// What pack() packs, vector by vector.
+struct Rows {
+    int kind;
+    const void* source;
+    int64_t first, end, n, k;
+    char* packed;
+    float* scales;
+
+    void pack_vector_of(int64_t vector, int8_t* bytes) const {
+        const int64_t column = vector * VECTOR, low = first > column ? first : column, high = end < column + VECTOR ? end : column + VECTOR;
+        const int64_t fill = high == n ? VECTOR : high - column;
+        const Matrix m{kind, static_cast<int32_t>(n), static_cast<int32_t>(k), 0, packed, scales, nullptr};
+        const int64_t panel = column / PANEL, stride = panel_width(n, panel);
+        char* const out = const_cast<char*>(weights_at(m, panel, 0)) + (column - panel * PANEL) / VECTOR * vector_bytes(kind);
+        const int64_t at = low - column, until = high - column, skip = (low - first) * k;
+        if (kind == FP32) return pack_vector(static_cast<const uint32_t*>(source) + skip, at, until, fill, k, reinterpret_cast<uint32_t*>(out), stride);
+        if (kind != INT8) return pack_vector(static_cast<const uint16_t*>(source) + skip, at, until, fill, k, reinterpret_cast<uint16_t*>(out), stride);
+        const int64_t steps = steps_of(kind, k);
+        int32_t* const starts = const_cast<int32_t*>(column_starts(m));
+        for (int64_t c = low; c < high; c++) {
+            int8_t* const q = bytes + (c - low) * steps * 4;
+            const Quantised row = quantise(static_cast<const float*>(source) + (c - first) * k, k, q);
+            memset(q + k, 0, steps * 4 - k);
+            scales[c] = row.scale;
+            starts[c] = row.start;
+        }
+        for (int64_t c = high; c < column + fill; c++) starts[c] = 0;
+        pack_vector(reinterpret_cast<const uint32_t*>(bytes), at, until, fill, steps, reinterpret_cast<uint32_t*>(out), stride);
+    }
+};
+
+}  // namespace
+
+void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
+    const Rows rows{kind, source, first, first + count, n, k, static_cast<char*>(packed), scales};
+    const int64_t from = first / VECTOR, vectors = (first + count + VECTOR - 1) / VECTOR - from;
+    auto body = [&](int part, int parts) {
+        int8_t* const bytes = kind == INT8 ? static_cast<int8_t*>(malloc(steps_of(kind, k) * 4 * VECTOR)) : nullptr;
+        for (int64_t v = from + vectors * part / parts; v < from + vectors * (part + 1) / parts; v++) rows.pack_vector_of(v, bytes);
+        free(bytes);
+    };
+    parallel(body);
+}
+
+}  // namespace dovetail

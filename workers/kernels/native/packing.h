@@ -1,0 +1,33 @@
+// Where a weight stands in a packed matrix. The layout is the same for every instruction set.
+//
+// Panels of PANEL columns (outputs), the last one narrower in vectors of 16; within a panel one step after another, k ascending: a step is one k (int8: four,
+// side by side for each column) for all columns of the panel. INT8 has -128 times the sum of each column's weights behind the panels, as int32.
+#pragma once
+
+#include "kernels.h"
+
+namespace dovetail {
+
+constexpr int64_t PANEL = 48, VECTOR = 16;
+
+constexpr int64_t vector_bytes(int kind) { return kind == FP16 || kind == BF16 ? 2 * VECTOR : 4 * VECTOR; }  // of one step
+constexpr int64_t steps_of(int kind, int64_t k) { return kind == INT8 ? (k + 3) / 4 : k; }
+constexpr int64_t padded(int64_t n) { return (n + VECTOR - 1) / VECTOR * VECTOR; }
+constexpr int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
+constexpr int64_t panel_width(int64_t n, int64_t panel) { return padded(n) - panel * PANEL < PANEL ? padded(n) - panel * PANEL : PANEL; }
+constexpr int64_t weights_bytes(int kind, int64_t n, int64_t k) { return padded(n) / VECTOR * steps_of(kind, k) * vector_bytes(kind); }
+constexpr int64_t packed_bytes(int kind, int64_t n, int64_t k) { return weights_bytes(kind, n, k) + (kind == INT8 ? padded(n) * 4 : 0); }
+
+inline const char* weights_at(const Matrix& m, int64_t panel, int64_t step) {
+    const int64_t bytes = vector_bytes(m.kind);
+    return (const char*)m.packed + panel * (PANEL / VECTOR) * steps_of(m.kind, m.k) * bytes + step * panel_width(m.n, panel) / VECTOR * bytes;
+}
+inline const int32_t* column_starts(const Matrix& m) { return (const int32_t*)((const char*)m.packed + weights_bytes(m.kind, m.n, m.k)); }
+
+// Adding and subtracting 1.5 * 2^23 rounds a float below 2^22 to the nearest integer, ties to even, with no library and the same on every machine.
+constexpr float ROUNDER = 12582912.0f;
+
+// Rows first .. first + count of a matrix [n, k]: source [count, k], float for FP32 and INT8, raw 16 bits for FP16 and BF16. INT8 also sets scales[first ...].
+void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
+
+}  // namespace dovetail

@@ -1,0 +1,62 @@
+"""What the machine can do at best, measured by loops of the kernels' own instructions on the threads in use.
+
+Bandwidth is that of reading memory in order; arithmetic that of independent sums in registers. Knows nothing of models: a limit is made of these elsewhere.
+"""
+
+import time
+from collections.abc import Callable
+from ctypes import c_double, c_int, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache, partial
+
+from dovetail.workers.kernels import _memory, declare, library
+
+READ_BYTES = 256 << 20
+"""Read in one go: beyond the caches of nearly all CPUs."""
+PAGE = 4096
+
+
+class Arithmetic(IntEnum):
+    """What is counted: a multiply and an add are two operations."""
+
+    FP32 = 0
+    INT8 = 1
+    BF16 = 2
+
+
+@cache
+def _probes() -> None:
+    declare(library(), {"dt_probe_arithmetic": (c_double, (c_int, c_int64)), "dt_probe_read": (None, (c_void_p, c_int64))})
+
+
+def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
+    """10^9 operations a second of all threads together, the best of several tries; None where the instruction set in use has no such arithmetic."""
+    _probes()
+    probe = library().dt_probe_arithmetic
+    if not probe(arithmetic, 1):
+        return None
+    rounds = 1 << 10
+    while (once := _least(partial(probe, arithmetic, rounds), 1)) < budget_s / 20:
+        rounds *= 2
+    operations: float = probe(arithmetic, rounds)
+    return operations / _least(partial(probe, arithmetic, rounds), max(3, int(budget_s / once))) / 1e9
+
+
+def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
+    """10^9 bytes a second that all threads together read from memory, the best of several tries."""
+    _probes()
+    memory, start = _memory(read_bytes)
+    for page in range(0, read_bytes, PAGE):
+        memory[page] = b"\1"
+    read = library().dt_probe_read
+    once = _least(partial(read, start, read_bytes), 1)
+    return read_bytes / _least(partial(read, start, read_bytes), max(3, int(budget_s / once))) / 1e9
+
+
+def _least(call: Callable[[], object], tries: int) -> float:
+    seconds = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -1,0 +1,364 @@
+"""The kernels back end: every decoder layer of a transformers model becomes one call of the C++ kernels, and so do its final norm and its head.
+
+A layer's structure is recognised by the names of its parts - Llama's, Phi-3's, GPT-2's and what is built like them - and what its attention is asked to
+compute is noted from a run. Each kind of layer is then compared with transformers' own on random rows before it is replaced; a model with a layer that
+differs, or that has a part without a kernel, is refused for this back end and computed by the library instead.
+
+With these kernels a token's keys, values, hidden states and logits are the same bytes whatever rows are computed beside it. Knows layers and slots.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from dovetail.workers import kernels
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer import (
+    LANES,
+    Activation,
+    CacheRows,
+    DecoderLayer,
+    LayerPass,
+    LayerPlan,
+    Norm,
+    NormKind,
+    Rotary,
+    normalise,
+    rotary_table,
+)
+from dovetail.workers.kernels.layer import Paths as KernelPaths
+from dovetail.workers.models import attention
+from dovetail.workers.models.attention import Masks, Noted
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.segment import Segment
+
+VERSION = "dovetail-1"
+"""Of the functions that the kernels compute, down to the last bit; part of the fingerprint."""
+PROOF_ROWS = 6
+PROOF_TOLERANCE = 1e-3
+"""Largest accepted difference of a layer in fp32 to transformers', relative to what the layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
+DTYPES = {Kind.FP32: torch.float32, Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
+"""What a matrix of each kind is packed from."""
+
+
+class UnsupportedError(Exception):
+    """The kernels cannot compute a model: says which part of it."""
+
+
+class BlockedCache:
+    """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so that lanes run along slots."""
+
+    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        blocks = -(-capacity // LANES)
+        self.keys = torch.empty(layers, kv_heads, blocks, head_dim, LANES)
+        self.values = torch.empty(layers, kv_heads, blocks * LANES, head_dim)
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
+        if any(not self.length <= slot < self.capacity for slot in slots) or not 0 <= committed <= len(slots):
+            raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {self.length} of {self.capacity} are committed already")
+        in_place = next((i for i, slot in enumerate(slots) if slot != self.length + i), len(slots))
+        if in_place < len(slots):
+            source = torch.tensor(slots[in_place:])
+            target = torch.arange(self.length + in_place, self.length + len(slots))
+            self.values[:, :, target] = self.values[:, :, source]
+            self.keys[:, :, target // LANES, :, target % LANES] = self.keys[:, :, source // LANES, :, source % LANES]
+        self.length += committed
+
+
+class KernelLinear(nn.Module):
+    """A linear of the kernels, such as the head."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self._matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
+        return y.view(*x.shape[:-1], self._matrix.n)
+
+
+class KernelNorm(nn.Module):
+    """A norm of the kernels: the final one."""
+
+    def __init__(self, kind: NormKind, norm: Norm, epsilon: float) -> None:
+        super().__init__()
+        self._kind, self._norm, self._epsilon = kind, norm, epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden], normalised."""
+        return normalise(self._kind, self._norm, x.reshape(-1, x.shape[-1]).contiguous(), self._epsilon).view(x.shape)
+
+
+class NoAngles(nn.Module):
+    """In the place of transformers' rotary embedding: the kernels have a table of all angles."""
+
+    def forward(self, *unused: Any, **also_unused: Any) -> None:
+        """Nothing is computed."""
+
+
+class FusedLayers(nn.Module):
+    """All decoder layers of a model as one: transformers' loop over layers runs once."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def forward(self, hidden: Tensor, *unused: Any, rows: LayerPass, **also_unused: Any) -> Tensor:
+        """hidden [1, T, hidden] through all layers."""
+        states = hidden[0].contiguous()
+        for layer in self._layers:
+            layer.run(rows, states)
+        return states.unsqueeze(0)
+
+
+class Kernels:
+    """Takes over the layers of a model one by one, then the rest of it; `UnsupportedError` at the first part that it cannot compute. A `BackEnd`."""
+
+    backend = "kernels"
+    kernels = VERSION
+
+    def __init__(self, model: Any, kind: Kind, *, context: int) -> None:
+        """`model`: the skeleton, for its configuration and its rotary frequencies."""
+        kernels.set_threads(torch.get_num_threads())
+        self._model, self._kind = model, kind
+        self._rotary = _rotary(model, context)
+        self._layers: list[DecoderLayer] = []
+        self._proved: dict[tuple[Any, ...], Noted] = {}
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        """What stands in the layer's place until all are there; the layer has its numbers and is not needed afterwards."""
+        parts = _Parts(layer)
+        kind = (type(layer), (getattr(self._model.config, "layer_types", None) or {index: ""})[index], parts.attention.scaling)
+        if kind not in self._proved:
+            self._proved[kind] = self._prove(layer, index)
+        self._layers.append(DecoderLayer(self._plan(parts, index, self._proved[kind], self._kind)))
+        return nn.Identity()
+
+    def finish(self, model: Any) -> None:
+        """What is not a layer has its numbers too: the norm and the head are replaced, and the layers stand as one."""
+        base = model.base_model
+        name, norm = _final_norm(base)
+        setattr(base, name, KernelNorm(*read_norm(norm)))
+        head = model.get_output_embeddings()
+        model.set_output_embeddings(KernelLinear(_pack(self._kind, [head])))
+        for name, module in list(base.named_children()):
+            if isinstance(module, nn.ModuleList) and len(module) == len(self._layers):
+                setattr(base, name, nn.ModuleList([FusedLayers(self._layers)]))
+        if self._rotary is not None:
+            base.rotary_emb = NoAngles()
+        widen_embeddings(model)
+
+    def new_cache(self, capacity: int) -> BlockedCache:
+        """An empty cache for `capacity` rows."""
+        plan = self._layers[0].plan
+        return BlockedCache(layers=len(self._layers), kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity)
+
+    def arrange(self, positions: Tensor, segments: Sequence[Segment]) -> dict[str, Any]:
+        """What the layers are given in a pass."""
+        return {"rows": LayerPass(positions, [_cache_rows(segment) for segment in segments])}
+
+    def _plan(self, parts: "_Parts", index: int, noted: Noted, kind: Kind) -> LayerPlan:
+        norms, kinds, epsilons = {}, set(), set()
+        for name, module in parts.norms.items():
+            norm_kind, norms[name], epsilon = read_norm(module)
+            kinds.add(norm_kind)
+            epsilons.add(epsilon)
+        if len(kinds) > 1 or len(epsilons) > 1:
+            raise UnsupportedError("norms of different kinds in one layer")
+        return LayerPlan(
+            index=index,
+            heads=noted.heads,
+            kv_heads=noted.kv_heads,
+            head_dim=noted.head_dim,
+            qkv=_pack(kind, parts.qkv),
+            output=_pack(kind, [parts.output]),
+            gate_up=_pack(kind, parts.gate_up),
+            down=_pack(kind, [parts.down]),
+            **norms,
+            rotary=self._rotary,
+            norm_kind=kinds.pop(),
+            activation=parts.activation,
+            epsilon=epsilons.pop(),
+            scale=noted.scaling,
+            softcap=noted.softcap or 0.0,
+            window=noted.window or 0,
+        )
+
+    @torch.inference_mode()
+    def _prove(self, layer: nn.Module, index: int) -> Noted:
+        """What the layer's attention is asked for, after transformers' layer and ours have given the same for random rows in fp32."""
+        own = layer if all(p.dtype == torch.float32 for p in layer.parameters()) else copy.deepcopy(layer).float()
+        states = torch.randn(1, PROOF_ROWS, self._model.config.hidden_size, generator=torch.Generator().manual_seed(index))
+        positions = torch.arange(PROOF_ROWS)
+        noted, expected = _run_transformers(self._model, own, index, states, positions)
+        plan = self._plan(_Parts(own), 0, noted, Kind.FP32)
+        cache = BlockedCache(layers=1, kv_heads=noted.kv_heads, head_dim=noted.head_dim, capacity=PROOF_ROWS)
+        found = states[0].clone()
+        DecoderLayer(plan).run(LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)]), found)
+        added = expected - states[0]
+        difference = float((found - expected).norm() / added.norm().clamp(min=1e-20))
+        if not difference <= PROOF_TOLERANCE:
+            raise UnsupportedError(f"layer {index} ({type(layer).__name__}) differs from transformers' by {difference:.1e} of what it adds")
+        return noted
+
+
+def _run_transformers(model: Any, layer: nn.Module, index: int, states: Tensor, positions: Tensor) -> tuple[Noted, Tensor]:
+    """What transformers' layer [1, T, hidden] -> [T, hidden] gives over a cache of its own, and what its attention is asked for."""
+    config = model.config
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cpu = torch.device("cpu")
+    cache = KVCache(layers=index + 1, kv_heads=kv_heads, head_dim=head_dim, capacity=len(positions), dtype=torch.float32, device=cpu)
+    masks = Masks(groups=config.num_attention_heads // kv_heads, device=cpu, dtype=torch.float32)
+    notes: list[Noted] = []
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    angles = None if rotary is None else rotary(states, positions.unsqueeze(0))
+    output = layer(
+        states,
+        position_ids=positions.unsqueeze(0),
+        position_embeddings=angles,
+        attention_mask=None,
+        blocks=attention.arrange([Segment(cache, 0, len(positions))], masks),
+        notes=notes,
+    )
+    if len(notes) != 1 or not isinstance(output, Tensor):
+        raise UnsupportedError(f"layer {index} ({type(layer).__name__}) does not compute one attention and one result")
+    return notes[0], output[0]
+
+
+class _Parts:
+    """The parts of a decoder layer, found by their names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.attention: Any = _part(layer, "self_attn", "attn")
+        mlp = _part(layer, "mlp")
+        self.qkv = _linears(self.attention, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",))
+        self.output = _linears(self.attention, ("o_proj",), ("c_proj",))[0]
+        self.gate_up = _linears(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",))
+        self.down = _linears(mlp, ("down_proj",), ("c_proj",))[0]
+        self.activation = read_activation(_part(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc"))
+        self.norms = self._norms(layer)
+
+    def _norms(self, layer: nn.Module) -> dict[str, nn.Module]:
+        names = {"attention_norm": _part(layer, "input_layernorm", "ln_1")}
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            names["post_attention_norm"] = _part(layer, "post_attention_layernorm")
+            names["mlp_norm"] = _part(layer, "pre_feedforward_layernorm")
+            names["post_mlp_norm"] = _part(layer, "post_feedforward_layernorm")
+        else:
+            names["mlp_norm"] = _part(layer, "post_attention_layernorm", "ln_2")
+        if hasattr(self.attention, "q_norm"):
+            names |= {"query_norm": self.attention.q_norm, "key_norm": self.attention.k_norm}
+        return names
+
+
+def _part(module: nn.Module, *names: str) -> Any:
+    """The first of these parts that a module has."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise UnsupportedError(f"{type(module).__name__} has no {' or '.join(names)}")
+
+
+def _linears(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
+    """The linears of the first choice that a module has all of."""
+    for names in choices:
+        found = [getattr(module, name, None) for name in names]
+        if all(type(part) is nn.Linear for part in found):
+            return found  # type: ignore[return-value]
+    raise UnsupportedError(f"{type(module).__name__} has no linears {' or '.join('+'.join(names) for names in choices)}")
+
+
+def _pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """One matrix of the kernels from linears with the same inputs, below each other."""
+    biases = [linear.bias for linear in linears]
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat([torch.zeros(part.out_features) if b is None else b.detach().float() for part, b in zip(linears, biases, strict=True)])
+    matrix = PackedMatrix(kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias)
+    for part, first in zip(linears, itertools.accumulate((part.out_features for part in linears), initial=0), strict=False):
+        matrix.pack(part.weight.detach().to(DTYPES[kind]).contiguous(), first)
+    return matrix
+
+
+def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:
+    """Kind, weights and epsilon of a norm; RMS norms are told by trying: some multiply by their weight, Gemma's by one more."""
+    weight: Any = getattr(module, "weight", None)
+    if isinstance(module, nn.LayerNorm) and weight is not None:
+        bias = None if module.bias is None else module.bias.detach().float().contiguous()
+        return NormKind.LAYER_NORM, Norm(weight.detach().float().contiguous(), bias), module.eps
+    epsilon: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or not isinstance(epsilon, float):
+        raise UnsupportedError(f"a norm of type {type(module).__name__}")
+    x = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(1))
+    expected = module(x).float()
+    for weights in (weight.detach().float().contiguous(), 1.0 + weight.detach().float()):
+        if torch.allclose(normalise(NormKind.RMS, Norm(weights), x, epsilon), expected, rtol=1e-4, atol=1e-5):
+            return NormKind.RMS, Norm(weights), epsilon
+    raise UnsupportedError(f"a norm of type {type(module).__name__}")
+
+
+def read_activation(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
+    """Which of the kernels' activations a function is, told by trying."""
+    x = torch.linspace(-6, 6, 97)
+    y = function(x)
+    if torch.allclose(y, gelu(x, approximate="tanh"), atol=1e-5):
+        return Activation.GELU_TANH_GATED if gated else Activation.GELU_TANH
+    if gated and torch.allclose(y, silu(x), atol=1e-5):
+        return Activation.SILU_GATED
+    raise UnsupportedError(f"the activation {type(function).__name__}")
+
+
+def _rotary(model: Any, context: int) -> Rotary | None:
+    """The angles of all positions of a model; None for one without a rotary embedding."""
+    embedding = getattr(model.base_model, "rotary_emb", None)
+    if embedding is None:
+        return None
+    frequencies = getattr(embedding, "inv_freq", None)
+    if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
+        raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+    return rotary_table(frequencies.float(), context, scaling=float(getattr(embedding, "attention_scaling", 1.0)))
+
+
+def _final_norm(base: Any) -> tuple[str, nn.Module]:
+    for name in ("norm", "ln_f"):
+        if hasattr(base, name):
+            return name, getattr(base, name)
+    raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")
+
+
+def _cache_rows(segment: Segment) -> CacheRows:
+    cache = segment.cache
+    if not isinstance(cache, BlockedCache):
+        raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
+    paths = segment.paths
+    seen = None if paths is None else KernelPaths(paths.prefix, torch.from_numpy(paths.offsets), torch.from_numpy(paths.slots))
+    return CacheRows(cache.keys, cache.values, segment.start, segment.count, seen)
+
+
+def reason_against(kind: Kind) -> str:
+    """Why the kernels may not be used here for weights of this kind; empty if they are there and agree with torch's linear."""
+    if why := kernels.why_not():
+        return why
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(37, 48, generator=generator).to(DTYPES[kind])
+    matrix = PackedMatrix(kind, 37, 48)
+    matrix.pack(weight)
+    x = torch.randn(9, 48, generator=generator)
+    y, expected = matrix.linear(x), x @ weight.float().t()
+    difference = float((y - expected).abs().max() / expected.abs().max())
+    if not difference <= (3e-2 if kind is Kind.INT8 else 1e-5):
+        return (
+            f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} weights; build them anew: python -m dovetail.workers.kernels.build"
+        )
+    return ""

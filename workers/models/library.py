@@ -1,0 +1,60 @@
+"""The library back end: transformers' own modules, their linears laid out and computed by what torch brings, attention by torch over our cache.
+
+On a GPU linears stay as transformers has them. A token's logits depend on the rows beside it by rounding only, but they do depend on them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.models import attention
+from dovetail.workers.models.attention import Masks
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.selection import Selection
+
+
+class Library:
+    """Takes over the layers of a model one by one, then the rest of it. A `BackEnd`."""
+
+    backend = "library"
+
+    def __init__(self, selection: Selection | None, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.kernels = "plain" if selection is None else selection.name
+        self._selection, self._device, self._dtype = selection, device, dtype
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        """The layer to compute with, of one that has its numbers: its linears are packed and the originals dropped."""
+        self._pack(layer)
+        return layer.to(self._device)
+
+    def finish(self, model: Any) -> None:
+        """What is not a layer has its numbers too."""
+        self._pack(model)
+        if self._device.type == "cpu":
+            widen_embeddings(model)
+        model.to(self._device)
+        config = model.config
+        heads, self._layers = config.num_attention_heads, config.num_hidden_layers
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._masks = Masks(groups=heads // self._kv_heads, device=self._device, dtype=self._dtype)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` rows."""
+        return KVCache(layers=self._layers, kv_heads=self._kv_heads, head_dim=self._head_dim, capacity=capacity, dtype=self._dtype, device=self._device)
+
+    def arrange(self, positions: Tensor, segments: Sequence[Segment]) -> dict[str, Any]:
+        """What the layers are given in a pass."""
+        return {"blocks": attention.arrange(segments, self._masks)}
+
+    def _pack(self, module: nn.Module) -> None:
+        if self._selection is None:
+            return
+        for name, part in list(module.named_modules()):
+            if type(part) is nn.Linear:
+                module.set_submodule(name, self._selection.pack(part.weight, part.bias))
+                part.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # nobody holds the original on

@@ -1,0 +1,61 @@
+"""The rows of one session in a pass: which slots of its cache they are written to, and which they see.
+
+A row sees the first `prefix` slots and then its own path, in this order: attention is summed over these logical positions, wherever the rows of a tree lie.
+Knows slots, not tokens; why a row sees another is the engines' business.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Cache(Protocol):
+    """What the engines know of a session's keys and values; each back end has a class of its own, whose rows it lays out as it likes."""
+
+    length: int
+    """Committed rows: slots 0..length-1, the tokens in order."""
+    capacity: int
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i] : offsets[i + 1]], its ancestors by depth and itself last."""
+
+    prefix: int
+    offsets: NDArray[np.int32]
+    slots: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, prefix: int, paths: Sequence[Sequence[int]]) -> "Paths":
+        """The paths of the rows, one list of slots each."""
+        offsets = np.zeros(len(paths) + 1, dtype=np.int32)
+        np.cumsum([len(path) for path in paths], out=offsets[1:])
+        return cls(prefix, offsets, np.array([slot for path in paths for slot in path], dtype=np.int32))
+
+    @classmethod
+    def seen(cls, prefix: int, mask: NDArray[np.bool_]) -> "Paths":
+        """Row i sees slot prefix + j where mask[i, j]; a parent lies in a lower slot than its children, so ascending slots are ancestors by depth."""
+        offsets = np.zeros(len(mask) + 1, dtype=np.int32)
+        np.cumsum(mask.sum(axis=1), out=offsets[1:])
+        return cls(prefix, offsets, (np.nonzero(mask)[1] + prefix).astype(np.int32))
+
+    def row(self, index: int) -> NDArray[np.int32]:
+        """The path of one row."""
+        return self.slots[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` rows that are written to slots start, start+1, ... of a cache."""
+
+    cache: Cache
+    start: int
+    count: int
+    paths: Paths | None = None
+    """None: every row sees the slots up to its own."""
