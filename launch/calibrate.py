@@ -25,7 +25,7 @@ from dovetail.launch.directory import profile_path, writable_profile_path
 from dovetail.launch.outputs import check_output
 from dovetail.launch.preflight import check_draft, check_inflation, estimated_bytes, free_memory_bytes, memory_bytes
 from dovetail.launch.supervise import Supervisor
-from dovetail.launch.terminal import note, print_table, spinner
+from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES, embedded
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError
@@ -41,6 +41,7 @@ TORCH_CAPS = {
     "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512_VNNI"},
 }
 """Variables that hold torch's libraries to an instruction set; read when they are loaded."""
+PERCENT = 100
 TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -67,9 +68,9 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     )
     options = [f"--seconds={seconds}", *(f"--context={length}" for length in contexts), *([f"--isa={isa}"] if isa else [])]
     profile = writable_profile_path() if isa is None else None
-    with Supervisor() as supervisor, spinner() as say:
-        found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], say)
-        found["t_d"] = _measure(supervisor, "draft", place.draft, [*options[:1], *configuration.arguments("draft")], say) if _has_draft(configuration) else {}
+    with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
+        found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], step)
+        found["t_d"] = _measure(supervisor, "draft", place.draft, [*options[:1], *configuration.arguments("draft")], step) if _has_draft(configuration) else {}
     key, calibration = found.pop("key"), found.pop("calibration")
     if profile is not None:
         new = Calibration.model_validate_json(json.dumps(calibration))
@@ -102,17 +103,21 @@ def _has_draft(configuration: Configuration) -> bool:
     return draft.kind in ("auto", "small") and bool(draft.model or not configuration.settings.target.model)
 
 
-def _measure(supervisor: Supervisor, role: Role, place: Place, arguments: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+def _measure(supervisor: Supervisor, role: Role, place: Place, arguments: Sequence[str], step: Callable[[str], None]) -> dict[str, Any]:
     """What a process of `role` finds, bound to `place`."""
     where = [f"--role={role}", f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
     child = supervisor.start(f"measurement of the {role}", [*where, *arguments], module="dovetail.launch.calibrate", reads=True)
     assert child.process.stdout is not None
+    shown = 0
     for line in child.process.stdout:
         message = json.loads(line)
         if "found" in message:
             result: dict[str, Any] = message["found"]
             return result
-        say(f"{role}: {message['doing']}")
+        reached = int(PERCENT * message["share"])
+        for _ in range(reached - shown):
+            step(f"{role}: {message['doing']}")
+        shown = max(shown, reached)
     child.process.wait()
     raise child.failure()
 
@@ -209,7 +214,7 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
                 seconds=seconds,
                 contexts=contexts,
                 isa=isa,
-                say=lambda text: _tell({"doing": text}),
+                say=lambda text, share: _tell({"doing": text, "share": share}),
             )
     except Exception as error:
         if is_out_of_memory(error):

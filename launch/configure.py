@@ -313,7 +313,7 @@ def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[
         text = f"{setting.field.description}  [default: {'empty' if setting.default in ('', ()) else setting.default}]"
         options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), multiple=setting.is_table, cls=SettingsOption, help=text))
         if name == "draft.model":
-            text = "the draft by its kind or its model; none decodes with the target alone"
+            text = "the draft by its kind (ngram looks up what was said before) or its model; none decodes with the target alone"
             options.append(click.option("--draft", "draft_short", metavar="MODEL|KIND|none", cls=SettingsOption, help=text))
     return options
 

@@ -59,7 +59,10 @@ def check_inflation(size: str, memory: int) -> None:
 def estimated_bytes(target: TargetSettings) -> int:
     """The memory that a target's weights will need, from the sizes of its files; 0 where they are not here yet, or hold what we cannot tell."""
     folder = Path(target.model).expanduser() if target.model else None
-    size = byte_count(target.inflate) if target.inflate else 0
+    try:
+        size = byte_count(target.inflate) if target.inflate else 0
+    except ValueError:  # `check_inflation` says so
+        return 0
     if folder is None or not folder.is_dir():
         return size
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -4,6 +4,7 @@ Every case decodes the same prompts with the same seed twice, by the target alon
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dovetail.launch.connection import Connection, connected
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.protocol.errors import DovetailError, UserError
-from dovetail.protocol.messages import Finished
+from dovetail.protocol.messages import Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
 
 SEED = 20260101
@@ -31,6 +32,7 @@ SAMPLINGS = (
     Sampling(repetition_penalty=1.2, min_tokens=16),
     Sampling(temperature=1.0, presence_penalty=0.6, frequency_penalty=0.4, logit_bias=((0, -100.0), (5, 2.5))),
 )
+LOSSY = "int8-per-tensor"
 CHAIN = {"gamma": 4, "depth": 4, "width": 1}
 WIDE = {"gamma": 59, "depth": 8, "width": 10}
 
@@ -80,6 +82,7 @@ def command(context: click.Context, configuration: Configuration, connect: str |
     tokens = configuration.settings.sampling.max_tokens if configuration.given("sampling.max_tokens") else TOKENS
     cases = _cases(configuration.settings.tree, tokens)
     with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
+        refuse_lossy(connection.state.workers)
         runs = _Runs(connection, chosen, tokens)
         checks = []
         for case in cases:
@@ -95,6 +98,13 @@ def command(context: click.Context, configuration: Configuration, connect: str |
     else:
         print_table(("case", "ok", "tokens", "margin", ""), [(c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c)) for c in checks])
     context.exit(0 if ok else 1)
+
+
+def refuse_lossy(workers: Iterable[WorkerState]) -> None:
+    """`UserError` for a target whose tokens depend on what is computed beside them: no test could pass, or would mean anything if it did."""
+    for worker in workers:
+        if worker.fingerprint and worker.fingerprint.split("/")[1] == LOSSY:
+            raise UserError(f"{LOSSY} weights are not lossless even against themselves, so there is nothing to test: use --weights int8, half or fp32")
 
 
 def _remark(check: Check) -> str:

@@ -83,7 +83,7 @@ class DraftSettings(Frozen):
         "auto", description="auto (recognised from the folder), small (a smaller model), ngram (looks up what was said before) or none (the target alone)"
     )
     model: str = Field("", description="id, id@revision or folder; empty: the embedded one of that kind")
-    weights: str = Field("auto", description="fp32, fp16 or bf16; auto: fp32 on a CPU, fp16 on a GPU")
+    weights: str = Field("auto", description="fp32, fp16 or bf16; auto: as the checkpoint has them on a CPU, fp16 on a GPU")
     device: str = Field("auto", description="auto (the first GPU if there is one, else the CPU), cpu or cuda:N")
 
     @field_validator("kind")

@@ -12,6 +12,7 @@ from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from dovetail.workers import kernels
 from support.losslessness import difference
 
 PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -168,6 +169,20 @@ def test_the_inflated_target_with_another_draft_writes_the_same(client: Client, 
             assert finished.result.fingerprint != alone.result.fingerprint
             assert finished.result.accepted_tokens > finished.result.rounds, "a target that drafts for itself is nearly always right"
             wrong = difference(finished, alone.result.token_ids)
+            assert wrong is None, wrong
+
+
+@pytest.mark.parametrize(("weights", "backend"), [("half", "kernels"), ("int8", "kernels"), ("half", "library"), ("fp32", "library")])
+def test_every_type_of_weights_is_lossless_on_every_back_end(client: Client, weights: str, backend: str) -> None:
+    """`client` computes fp32 as `auto` does; the checkpoint is in fp16, so that half weights are the same function."""
+    if backend == "kernels" and not kernels.available():
+        pytest.skip("the C++ kernels are not built")
+    trees = {name: TREES[name] for name in ("6/5/10", "64/12/8")}
+    with running({"target.weights": weights, "target.backend": backend, "draft.device": "cpu"}) as other:
+        for temperature in (0.0, 1.0):
+            check_all(other, PROMPTS[:3], trees, temperature=temperature, seed=4)
+        if weights != "int8":
+            wrong = difference(complete(other, PROMPTS[0]), complete(client, PROMPTS[0]).result.token_ids)
             assert wrong is None, wrong
 
 

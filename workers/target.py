@@ -64,6 +64,8 @@ def open_target_worker(settings: TargetSettings, *, name: str, threads: int, pro
         inflate_bytes=_inflation(settings.inflate),
         profile=profile,
     )
+    if (device.name, settings.backend, model.backend) == ("cpu", "auto", "library"):
+        print(f"{name}: torch's own operations compute this model, since {model.choice}", file=sys.stderr)
     # the kernels compute the same bytes with any instruction set and any number of threads, torch does not
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family)

@@ -171,9 +171,10 @@ def prepare(folder: Path, kind: str, file: Path, *, capacity: int, context: int,
         return seconds
 
     def prefill(rows: int) -> Mapping[str, Any]:
+        """All rows' logits are asked for: else the last layer's MLP is computed for one row alone, most of the work where a model has so few layers."""
         engine.forget(0)
         tokens = _tokens(rows, engine.vocabulary)
-        return timed(lambda: engine.decode(tokens, 0, all_rows=False))
+        return timed(lambda: engine.decode(tokens, 0, all_rows=True))
 
     def logits(tokens: list[int], out: str) -> Mapping[str, Any]:
         engine.forget(0)

@@ -12,7 +12,7 @@ from benchmarks.models import draw_tree, token_row
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.kernels import PackedMatrix
-from dovetail.workers.models.fused import FusedLayers, KernelLinear
+from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.verifier import Verifier, tree_paths
@@ -57,13 +57,11 @@ def prepare(folder: Path, weights: str, backend: str, context: int, threads: int
 
 
 def packed_matrices(model: LanguageModel) -> Iterator[PackedMatrix]:
-    """Every matrix that a pass over the kernels multiplies with, in the order of a pass; the share of all else is what they leave."""
-    for module in model._model.modules():
-        if isinstance(module, FusedLayers):
-            for layer in module._layers:
-                yield from (layer.plan.qkv, layer.plan.output, layer.plan.gate_up, layer.plan.down)
-        elif isinstance(module, KernelLinear):
-            yield module._matrix
+    """Every matrix that a pass over the kernels multiplies with, in the order of a pass; none on the library."""
+    if isinstance(back_end := model._back_end, Kernels):
+        for layer in back_end._layers:
+            yield from (layer.plan.qkv, layer.plan.output, layer.plan.gate_up, layer.plan.down)
+        yield back_end._head._matrix
 
 
 def main() -> None:

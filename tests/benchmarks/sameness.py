@@ -12,14 +12,14 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.models import SHAPES, token_row
 from benchmarks.options import ISAS, Command, Numbers, option, options, pin, report, written_model
 from dovetail.launch.terminal import print_table, progress_bar
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass
-from dovetail.workers.models.fused import BlockedCache, FusedLayers
+from dovetail.workers.models.fused import BlockedCache, Kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 
@@ -70,23 +70,21 @@ def show(result: Mapping[str, Any]) -> None:
     print_table(("weights", "instructions", *places), [(*where, *(told.get(place, "reference") for place in places)) for where, told in verdicts.items()])
 
 
-class Watched(nn.Module):
-    """All layers, run as ever; what they leave is kept."""
+class Watched:
+    """One layer, run as ever; what it leaves is handed on."""
 
-    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
-        super().__init__()
-        self._layers = layers
-        self.features = torch.empty(0)
+    def __init__(self, layer: DecoderLayer, left: list[Tensor]) -> None:
+        self._layer, self._left = layer, left
 
-    def forward(self, hidden: Tensor, *_: Any, rows: LayerPass, **__: Any) -> Tensor:
-        """hidden [1, T, hidden] through all layers; features [layers, T, hidden] are what each leaves."""
-        states = hidden[0].contiguous()
-        left = []
-        for layer in self._layers:
-            layer.run(rows, states)
-            left.append(states.clone())
-        self.features = torch.stack(left)
-        return states.unsqueeze(0)
+    def run(self, rows: LayerPass, states: Tensor) -> None:
+        """The first layer's: it begins a pass."""
+        self._left[:] = [states]
+        self._layer.run(rows, states)
+        self._left.append(states.clone())
+
+    def run_next(self, rows: LayerPass) -> None:
+        self._layer.run_next(rows)
+        self._left.append(self._left[0].clone())
 
 
 @dataclass
@@ -111,7 +109,7 @@ class Subject:
 
     def __init__(self, model: LanguageModel, length: int) -> None:
         self._model = model
-        self._watched = _watch(model)
+        self._left = _watch(model)
         self.text = token_row(length, model.vocabulary_size)
 
     def in_chunks(self, rows: int) -> Record:
@@ -161,7 +159,7 @@ class Subject:
 
     def _run(self, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         logits = self._model.forward(torch.tensor(tokens), torch.tensor(positions), segments)
-        return self._watched.features.transpose(0, 1).contiguous(), logits
+        return torch.stack(self._left[1:], dim=1), logits
 
 
 def compare(
@@ -192,12 +190,12 @@ def steps(isas: Sequence[kernels.Isa], chunks: Sequence[int]) -> int:
     return len(isas) * (2 + len(chunks))
 
 
-def _watch(model: LanguageModel) -> Watched:
-    for module in model._model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == 1 and isinstance(module[0], FusedLayers):
-            watched = module[0] = Watched(module[0]._layers)
-            return watched
-    raise ValueError("this model does not run on the kernels")
+def _watch(model: LanguageModel) -> list[Tensor]:
+    """A list that every pass fills anew: the states that the layers change in place, then [T, hidden] as each layer left them."""
+    back_end, left = model._back_end, list[Tensor]()
+    assert isinstance(back_end, Kernels)
+    back_end._fused._layers = [Watched(layer, left) for layer in back_end._layers]  # type: ignore[misc]
+    return left
 
 
 def _grow(branch: Sequence[int], chance: random.Random, vocabulary: int) -> tuple[list[int], list[int]]:

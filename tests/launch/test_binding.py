@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -102,3 +103,27 @@ def test_binding_here_leaves_this_test_where_it_was() -> None:
     before = os.sched_getaffinity(0)
     memory_refusal((read_topology().computing[0].number,))
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter below is written with the numbers of x86-64")
+def test_in_a_container_that_forbids_memory_policies_the_cores_are_bound() -> None:
+    """As Docker's default profile does it: a seccomp filter that answers set_mempolicy with EPERM."""
+    code = """
+import ctypes, struct
+from dovetail.launch.binding import SET_MEMPOLICY, Place, bind, memory_refusal
+from dovetail.launch.topology import read_topology
+LOAD_NUMBER, EQUAL, ANSWER = 0x20, 0x15, 0x06
+EPERM, ALLOW = 0x00050001, 0x7FFF0000
+lines = [(LOAD_NUMBER, 0, 0, 0), (EQUAL, 0, 1, SET_MEMPOLICY["x86_64"]), (ANSWER, 0, 0, EPERM), (ANSWER, 0, 0, ALLOW)]
+filter_ = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(lines), ctypes.addressof(filter_)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+node = read_topology().computing[0]
+print(memory_refusal((node.number,)))
+print(bind(Place(node.cores[0][:1], (node.number,))))
+"""
+    refusal, binding = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert refusal == "Operation not permitted"
+    assert binding.startswith("cores: cores ")
+    assert binding.endswith("not bound, set_mempolicy refused: Operation not permitted)")

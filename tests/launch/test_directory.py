@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.directory import Announcement, announced, announcements
+from dovetail.launch.directory import Announcement, announced, announcements, profile_path, writable_profile_path
 
 
 def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
@@ -27,3 +27,18 @@ def test_this_process_is_announced_while_the_block_runs(tmp_path: Path, monkeypa
     with announced("ipc:///x"):
         assert [(a.address, a.pid) for a in announcements()] == [("ipc:///x", os.getpid())]
     assert announcements() == []
+
+
+def test_the_profile_file_lies_in_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_path() == tmp_path / "dovetail" / "profile.json"
+    assert writable_profile_path() == profile_path()
+    assert profile_path().parent.is_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # as the XDG specification has it, such a one does not count
+    assert profile_path() == Path.home() / ".cache" / "dovetail" / "profile.json"
+
+
+def test_where_the_profile_file_cannot_be_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert writable_profile_path() is None

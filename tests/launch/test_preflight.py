@@ -10,9 +10,10 @@ import pytest
 
 from dovetail.launch.configure import configure
 from dovetail.launch.outputs import check_output
-from dovetail.launch.preflight import check_draft, check_inflation, check_model, memory_bytes
+from dovetail.launch.preflight import check_draft, check_inflation, check_model, estimated_bytes, free_memory_bytes, memory_bytes
 from dovetail.launch.supervise import Supervisor, start_stack
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
+from dovetail.protocol.settings import TargetSettings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -119,3 +120,31 @@ def test_a_trace_that_cannot_be_written_ends_the_command_before_it_looks_for_a_c
     assert done.returncode == 2
     assert done.stderr.startswith("dovetail: cannot write the trace to ")
     assert [*(tmp_path / "tmp").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "factor"),
+    [
+        ('{"dtype": "float32"}', "fp32", 1),
+        ('{"dtype": "bfloat16"}', "fp32", 2),
+        ('{"torch_dtype": "float16"}', "half", 1),
+        ('{"dtype": "float16"}', "int8", 0.5),
+        ("{}", "fp32", 1),
+        ("no JSON", "fp32", 1),
+    ],
+)
+def test_what_the_weights_will_need_follows_from_the_files(tmp_path: Path, config: str, weights: str, factor: float) -> None:
+    (tmp_path / "config.json").write_text(config)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(500))
+    assert estimated_bytes(TargetSettings(model=str(tmp_path), weights=weights)) == 1000 * factor
+
+
+def test_what_is_not_here_yet_or_no_size_is_not_estimated(tmp_path: Path) -> None:
+    assert estimated_bytes(TargetSettings(model="owner/name")) == 0
+    assert estimated_bytes(TargetSettings(inflate="512MiB")) == 512 << 20
+    assert estimated_bytes(TargetSettings(inflate="much")) == 0
+
+
+def test_no_more_memory_is_free_than_there_is() -> None:
+    assert 0 < free_memory_bytes() <= memory_bytes()

@@ -36,6 +36,13 @@ def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
     assert "logit_bias 2 · " in done.stdout
 
 
+def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(run: Run) -> None:
+    done = run("selftest", "--weights", "int8-per-tensor", "--limit", "1")
+    assert done.returncode == 2
+    assert "not lossless" in done.stderr
+    assert "use --weights int8, half or fp32" in done.stderr
+
+
 def test_equal_tokens_do_not_differ() -> None:
     assert first_difference(finished([1, 2], [1.0, 1.0]), finished([1, 2], [1.0, 0.5])) is None
 

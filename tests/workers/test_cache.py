@@ -1,9 +1,14 @@
 """The cache moves the rows that are kept, and no others."""
 
+import random
+
 import pytest
 import torch
 
+from dovetail.workers import kernels
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.fused import BlockedCache
+from support.models import cache_row
 
 
 def filled(length: int, capacity: int = 12) -> KVCache:
@@ -64,3 +69,22 @@ def test_rows_are_written_and_viewed_without_a_copy() -> None:
 def test_committed_rows_and_the_end_cannot_be_overwritten(start: int) -> None:
     with pytest.raises(ValueError, match="may be written"):
         filled(2).write(0, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), start)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("seed", range(8))
+def test_the_layout_of_the_kernels_keeps_the_same_rows(seed: int) -> None:
+    rng = random.Random(seed)
+    plain = filled(0, capacity=40)
+    blocked = BlockedCache(layers=2, kv_heads=3, head_dim=4, capacity=40)
+    for slot in range(40):
+        blocked.keys[:, :, slot // 16, :, slot % 16] = blocked.values[:, :, slot] = slot
+    while plain.length < 30:
+        slots = rng.sample(range(plain.length, 40), rng.randrange(1, 8))
+        committed = rng.randrange(len(slots) + 1)
+        for cache in (plain, blocked):
+            cache.keep(slots, committed)
+        assert blocked.length == plain.length
+        assert all(torch.equal(cache_row(blocked, slot), cache_row(plain, slot)) for slot in range(40))
+    with pytest.raises(ValueError, match="cannot commit"):
+        blocked.keep([blocked.length - 1], 1)

@@ -11,7 +11,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, Limits, ProfileKey, RowsSeconds
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration import LADDER, Passes, calibrate, calibrate_draft, limit_curve, open_subject, read_design, tree_paths
+from dovetail.workers.calibration import LADDER, Passes, best_of, calibrate, calibrate_draft, limit_curve, open_subject, read_design, tree_paths
 from dovetail.workers.models.language_model import load_language_model
 from support.models import tiny_llama
 
@@ -19,7 +19,16 @@ GIB = 1 << 30
 
 
 def measured(settings: TargetSettings, **changes: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {"threads": 1, "memory_bytes": GIB, "profile": None, "seconds": 0.2, "contexts": (), "isa": "", "say": lambda _: None, **changes}
+    options: dict[str, Any] = {
+        "threads": 1,
+        "memory_bytes": GIB,
+        "profile": None,
+        "seconds": 0.2,
+        "contexts": (),
+        "isa": "",
+        "say": lambda text, share: None,
+        **changes,
+    }
     return calibrate(settings, **options)
 
 
@@ -85,6 +94,13 @@ def test_lengths_of_the_cache_can_be_named(folder: Path) -> None:
         measured(TargetSettings(model=str(folder)), contexts=(40,))
 
 
+def test_what_is_done_only_ever_grows(folder: Path) -> None:
+    heard: list[float] = []
+    measured(TargetSettings(model=str(folder)), say=lambda text, share: heard.append(share))
+    assert heard == sorted(heard)
+    assert 0.0 == heard[0] < heard[-1] <= 1.0
+
+
 def test_a_model_without_room_for_the_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no room"):
         measured(TargetSettings(model=str(tiny_llama(tmp_path, max_position_embeddings=64))))
@@ -96,6 +112,11 @@ def test_the_limit_is_the_larger_of_reading_and_computing(folder: Path) -> None:
     weights = subject.whole.weights
     limit = limit_curve(subject, Limits(bandwidth_gb_s=4e-9 * weights, peak_gflop_s={"fp32": 16e-9 * weights}, probe="told"))
     assert [limit.at(rows) for rows in (1, 8, 16, 64)] == pytest.approx([1.0, 1.0, 2.0, 8.0])
+
+
+def test_of_two_measurements_of_the_machine_the_better_one_counts() -> None:
+    one, other = (Limits(bandwidth_gb_s=b, peak_gflop_s={"fp32": f, "int8": i}, probe="told") for b, f, i in ((30.0, 100.0, 400.0), (25.0, 120.0, 390.0)))
+    assert best_of(one, other) == Limits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 120.0, "int8": 400.0}, probe="told")
 
 
 def test_a_pass_leaves_the_cache_as_it_was(folder: Path) -> None:

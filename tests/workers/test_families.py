@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers import kernels
-from dovetail.workers.models.fused import FusedLayers
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.verifier import Verifier
-from support.models import FAMILIES, VOCABULARY, cache_row, reference_logits, reference_tokens, spoil
+from support.models import CONTEXT, FAMILIES, VOCABULARY, cache_row, reference_logits, reference_tokens, spoil
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11, 40, 2, 7, 7, 19]
 WAYS = {
@@ -40,22 +38,31 @@ needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kern
 EVERY_WAY = [pytest.param(way, marks=needs_kernels) if way in ON_KERNELS else way for way in WAYS]
 
 
+class Models:
+    """Models by family and way, each written and loaded once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._folders: dict[tuple[str, torch.dtype, int], Path] = {}
+        self._models: dict[tuple[str, str, int], LanguageModel] = {}
+
+    def get(self, family: str, way: str, context: int = CONTEXT) -> LanguageModel:
+        backend, weights, dtype, _ = WAYS[way]
+        if (place := (family, dtype, context)) not in self._folders:
+            self._folders[place] = FAMILIES[family](self._factory.mktemp(family), dtype=dtype, context=context)
+        if (key := (family, way, context)) not in self._models:
+            self._models[key] = load_language_model(str(self._folders[place]), weights=weights, device="cpu", backend=backend)
+        return self._models[key]
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype, int], Path]:
-    return {}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory)
 
 
 @pytest.fixture
-def model(family: str, way: str, folders: dict[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(family, way, folders, tmp_path_factory)
-
-
-def load(family: str, way: str, folders: dict[Any, Path], factory: pytest.TempPathFactory, **options: int) -> LanguageModel:
-    backend, weights, dtype, _ = WAYS[way]
-    place = (family, dtype, *options.values())
-    if place not in folders:
-        folders[place] = FAMILIES[family](factory.mktemp(family), dtype=dtype, **options)
-    return load_language_model(str(folders[place]), weights=weights, device="cpu", backend=backend)
+def model(family: str, way: str, models: Models) -> LanguageModel:
+    return models.get(family, way)
 
 
 def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
@@ -132,8 +139,8 @@ class Bytes:
     def __init__(self, model: LanguageModel, tokens: list[int], chunks: list[int]) -> None:
         self.cache = model.new_cache(len(tokens))
         logits, self._states = [], list[Tensor]()
-        layers = next(module for module in model._model.modules() if isinstance(module, FusedLayers))
-        hook = layers.register_forward_hook(lambda module, given, result: self._states.append(result[0].clone()))
+        norm = model._back_end._norm  # type: ignore[attr-defined]
+        hook = norm.register_forward_pre_hook(lambda module, given: self._states.append(given[0].reshape(-1, given[0].shape[-1]).clone()))
         start = 0
         for count in chunks:
             part = torch.tensor(tokens[start : start + count])
@@ -161,9 +168,9 @@ def chunks_of(size: int, total: int) -> list[int]:
 @pytest.mark.parametrize("way", ON_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
-    family: str, way: str, folders: dict[Any, Path], tmp_path_factory: pytest.TempPathFactory, every_isa: list[kernels.Isa]
+    family: str, way: str, models: Models, every_isa: list[kernels.Isa]
 ) -> None:
-    model = load(family, way, folders, tmp_path_factory, context=LONG)
+    model = models.get(family, way, LONG)
     tokens = [random.Random(4).randrange(VOCABULARY) for _ in range(530)]
     alone = Bytes(model, tokens, chunks_of(1, 530))
     for isa in every_isa:
@@ -215,3 +222,18 @@ def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.
     assert same_bytes(found, alone.logits[9:14])
     caches[0].keep(slots, len(slots))
     assert all(same_bytes(cache_row(caches[0], slot), cache_row(alone.cache, slot)) for slot in range(14))
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ON_KERNELS)
+def test_a_token_has_the_same_bytes_with_any_number_of_threads(way: str, models: Models) -> None:
+    model = models.get("qwen3", way)
+    tokens = [random.Random(5).randrange(VOCABULARY) for _ in range(80)]
+    alone = Bytes(model, tokens, chunks_of(1, 80))
+    before = kernels.threads()
+    try:
+        for threads in (2, 3):
+            kernels.set_threads(threads)
+            assert Bytes(model, tokens, [1, 1, 14, 64]).equals(alone, 80)
+    finally:
+        kernels.set_threads(before)

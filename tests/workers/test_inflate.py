@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers import kernels
 from dovetail.workers.models.checkpoint import open_checkpoint
 from dovetail.workers.models.inflate import linear_bytes, plan_inflation, write_inflated
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
@@ -34,6 +35,26 @@ def test_inflated_logits_are_those_of_the_original(llama_folder: Path, llama: La
     inflated = load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes)
     torch.testing.assert_close(logits_of(inflated, TOKENS), logits_of(llama, TOKENS), **TOLERANCE)
     assert greedy(inflated, TOKENS, 20) == greedy(llama, TOKENS, 20)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("half", torch.float16), ("half", torch.bfloat16)])
+def test_with_the_kernels_an_inflated_model_computes_the_very_same_bytes(tmp_path: Path, weights: str, dtype: torch.dtype) -> None:
+    """Dead weights add exact zeros, and the kernels add in one order."""
+    folder = str(tiny_llama(tmp_path, dtype=dtype))
+    plain = load_language_model(folder, weights=weights, device="cpu", backend="kernels")
+    inflated = load_language_model(folder, weights=weights, device="cpu", backend="kernels", inflate_bytes=1_000_000)
+    assert torch.equal(logits_of(inflated, TOKENS), logits_of(plain, TOKENS))
+
+
+@pytest.mark.parametrize(("weights", "backend", "error"), [("int8", "kernels", 0.1), ("half", "library", 1e-4), ("bf16", "library", 0.1)])
+def test_every_type_of_weights_can_be_inflated(tmp_path: Path, weights: str, backend: str, error: float) -> None:
+    if backend == "kernels" and not kernels.available():
+        pytest.skip("the C++ kernels are not built")
+    folder = tiny_llama(tmp_path, dtype=torch.float16)
+    model = load_language_model(str(folder), weights=weights, device="cpu", backend=backend, inflate_bytes=1_000_000)
+    expected = reference_logits(folder, TOKENS)
+    assert float((logits_of(model, TOKENS) - expected).norm() / expected.norm()) < error
 
 
 def test_biases_and_tied_embeddings_survive(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from dovetail.workers import kernels
-from dovetail.workers.kernels import Isa, Kind, PackedMatrix
+from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import (
     LANES,
     Activation,
@@ -27,6 +27,7 @@ from dovetail.workers.kernels.layer import (
     NormKind,
     activate,
     lay_paths,
+    new_cache,
     normalise,
     rotary_table,
 )
@@ -208,8 +209,9 @@ class Cache:
     """The caches of two layers, full of what nobody may look at."""
 
     def __init__(self, shape: Shape, capacity: int) -> None:
-        self.keys = torch.full((2, shape.kv_heads, capacity // LANES, shape.head_dim, LANES), float("nan"))
-        self.values = torch.full((2, shape.kv_heads, capacity, shape.head_dim), float("nan"))
+        self.keys, self.values = new_cache(layers=2, kv_heads=shape.kv_heads, head_dim=shape.head_dim, capacity=capacity)
+        for tensor in (self.keys, self.values):
+            tensor.fill_(float("nan"))
 
     def rows(self, start: int, paths: Sequence[Sequence[int]] | int, prefix: int | None = None) -> CacheRows:
         if isinstance(paths, int):
@@ -249,7 +251,9 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
     layer, qkv = make_layer(shape, rotary=None), torch.randn(53, shape.width)
-    query, key, value = (part.unflatten(1, (-1, shape.head_dim)).numpy() for part in qkv.split([n * shape.head_dim for n in (shape.heads, *2 * [shape.kv_heads])], 1))
+    query, key, value = (
+        part.unflatten(1, (-1, shape.head_dim)).numpy() for part in qkv.split([n * shape.head_dim for n in (shape.heads, *2 * [shape.kv_heads])], 1)
+    )
     groups = shape.heads // shape.kv_heads
     found, _ = in_chunks(layer, shape, qkv, 53)
     for row in (0, 1, 15, 16, 40, 52):
@@ -335,7 +339,9 @@ def test_a_tree_may_grow_level_by_level() -> None:
     shape = Shape()
     layer, prompt, nodes = make_layer(shape), torch.randn(21, shape.width), torch.randn(len(TREE), shape.width)
     paths = [lineage(TREE, node) for node in range(len(TREE))]
-    whole = attend(layer, nodes, [20 + len(path) for path in paths], in_chunks(layer, shape, prompt, 21)[1].rows(21, [[21 + n for n in path] for path in paths]))
+    whole = attend(
+        layer, nodes, [20 + len(path) for path in paths], in_chunks(layer, shape, prompt, 21)[1].rows(21, [[21 + n for n in path] for path in paths])
+    )
     cache, outputs = in_chunks(layer, shape, prompt, 21)[1], []
     for first, stop in ((0, 1), (1, 5), (5, 9), (9, 18)):
         segment = cache.rows(21 + first, [[21 + n for n in path] for path in paths[first:stop]], prefix=21)
@@ -484,7 +490,7 @@ def test_a_layer_is_that_of_transformers(family: Any) -> None:
 def run_layer(layer: DecoderLayer, hidden: Tensor, chunk: int) -> Tensor:
     """The hidden states after the layer, some rows at a time."""
     plan, hidden = layer.plan, hidden.clone()
-    keys, values = torch.full((1, plan.kv_heads, 4, plan.head_dim, LANES), torch.nan), torch.full((1, plan.kv_heads, 64, plan.head_dim), torch.nan)
+    keys, values = new_cache(layers=1, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=61)
     for start in range(0, len(hidden), chunk):
         part = hidden[start : start + chunk]
         layer.run(LayerPass(torch.arange(start, start + len(part)), [CacheRows(keys, values, start, len(part))]), part)

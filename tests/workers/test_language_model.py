@@ -98,6 +98,19 @@ def test_half_weights_of_a_checkpoint_that_has_none_are_refused_with_the_type_fo
         load_language_model(str(llama_folder), weights="half", device="cpu")
 
 
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "found"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+def test_weights_as_they_are_stored_are_the_same_function_in_less_memory(tmp_path: Path, dtype: torch.dtype, found: str) -> None:
+    model = load_language_model(str(tiny_llama(tmp_path, dtype=dtype)), weights="stored", device="cpu")
+    assert (model.weights, model.backend) == (found, "kernels")
+    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
+
+
+def test_without_the_kernels_weights_are_widened_where_nothing_else_is_asked_for(tmp_path: Path, without_kernels: None) -> None:
+    assert load_language_model(str(tiny_llama(tmp_path, dtype=torch.bfloat16)), weights="stored", device="cpu").weights == "fp32"
+
+
 def test_half_weights_of_bf16_need_the_kernels(tmp_path: Path, without_kernels: None) -> None:
     tiny_llama(tmp_path, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"half weights of a BF16 checkpoint need the C\+\+ kernels, and .*build.*use weights fp32 or bf16"):

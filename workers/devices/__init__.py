@@ -26,7 +26,7 @@ def open_device(name: str, threads: int) -> Device:
     """The device `name` (cpu or cuda:N), with `threads` CPU threads for this process; makes the settings that hold for the whole process."""
     cpu.set_threads(threads)
     if name == "cpu":
-        return Device(name, torch.device("cpu"), cpu.library(), "fp32")
+        return Device(name, torch.device("cpu"), cpu.library(), "stored")
     if found := re.fullmatch(r"cuda(?::(\d+))?", name):
         index = int(found[1] or 0)
         cuda.open_gpu(index)

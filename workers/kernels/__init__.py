@@ -148,7 +148,7 @@ class PackedMatrix:
         packed_bytes = -(-library().dt_packed_bytes(kind, n, k) // ALIGNMENT) * ALIGNMENT
         scales_bytes = n * 4 if kind is Kind.INT8 else 0
         self.nbytes = packed_bytes + scales_bytes + (0 if bias is None else n * 4)
-        self.memory, packed = _memory(self.nbytes)
+        self.memory, packed = fresh_memory(self.nbytes)
         scales = packed + packed_bytes
         self.struct = MatrixStruct(kind, n, k, 0, packed, scales if kind is Kind.INT8 else None, None)
         if bias is not None:
@@ -192,9 +192,12 @@ def _address(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> i
     return _start(array)
 
 
-def _memory(count: int) -> tuple[Any, int]:
+def fresh_memory(count: int) -> tuple[Any, int]:
     """Fresh memory of zeros and its address, in huge pages where the system gives them: a pass reads all weights, and every 4 KB page costs a look-up."""
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{count} bytes cannot be had: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     held = (c_char * count).from_buffer(memory)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.kernels import MatrixStruct, PackedMatrix, declare, library
+from dovetail.workers.kernels import MatrixStruct, PackedMatrix, declare, fresh_memory, library
 
 LANES = 16
 """Positions that stand side by side in a block of keys; capacities are multiples of it."""
@@ -115,6 +115,14 @@ class Paths:
     """int32 [rows + 1]: the path of row i is slots[offsets[i] : offsets[i + 1]]."""
     slots: Tensor
     """int32."""
+
+
+def new_cache(*, layers: int, kv_heads: int, head_dim: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Keys and values for `capacity` slots and what is missing to a whole block, in huge pages where the system gives them: a pass reads all of it."""
+    blocks = -(-capacity // LANES)
+    size = layers * kv_heads * blocks * LANES * head_dim
+    keys, values = (torch.frombuffer(fresh_memory(4 * size)[0], dtype=torch.float32) if size else torch.empty(0) for _ in range(2))
+    return keys.view(layers, kv_heads, blocks, head_dim, LANES), values.view(layers, kv_heads, blocks * LANES, head_dim)
 
 
 def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
@@ -232,6 +240,10 @@ class DecoderLayer:
     def run(self, rows: LayerPass, hidden: Tensor) -> None:
         """The rows' hidden states, float32 [rows, hidden], through this layer in place."""
         rows.struct.hidden = _address(hidden, (rows.rows, self.struct.hidden))
+        self._functions.dt_layer(self._reference, rows.reference)
+
+    def run_next(self, rows: LayerPass) -> None:
+        """The same hidden states as the layer that ran before on these rows."""
         self._functions.dt_layer(self._reference, rows.reference)
 
     def place(self, rows: LayerPass, qkv: Tensor) -> None:

@@ -9,7 +9,7 @@ from ctypes import c_double, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache, partial
 
-from dovetail.workers.kernels import _memory, declare, library
+from dovetail.workers.kernels import declare, fresh_memory, library
 
 READ_BYTES = 256 << 20
 """Read in one go: beyond the caches of nearly all CPUs."""
@@ -45,7 +45,7 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
 def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
     """10^9 bytes a second that all threads together read from memory, the best of several tries."""
     _probes()
-    memory, start = _memory(read_bytes)
+    memory, start = fresh_memory(read_bytes)
     for page in range(0, read_bytes, PAGE):
         memory[page] = b"\1"
     read = library().dt_probe_read

@@ -28,6 +28,7 @@ from dovetail.workers.kernels.layer import (
     Norm,
     NormKind,
     Rotary,
+    new_cache,
     normalise,
     rotary_table,
 )
@@ -36,6 +37,7 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.library import transformers_pass
 from dovetail.workers.models.segment import Segment
 
 VERSION = "dovetail-1"
@@ -57,9 +59,7 @@ class BlockedCache:
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        blocks = -(-capacity // LANES)
-        self.keys = torch.empty(layers, kv_heads, blocks, head_dim, LANES)
-        self.values = torch.empty(layers, kv_heads, blocks * LANES, head_dim)
+        self.keys, self.values = new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
@@ -113,12 +113,16 @@ class FusedLayers(nn.Module):
         super().__init__()
         self._layers = layers
 
-    def forward(self, hidden: Tensor, *unused: Any, rows: LayerPass, **also_unused: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *unused: Any, seen: LayerPass, **also_unused: Any) -> Tensor:
         """hidden [1, T, hidden] through all layers."""
-        states = hidden[0].contiguous()
-        for layer in self._layers:
-            layer.run(rows, states)
-        return states.unsqueeze(0)
+        return self.run(hidden[0].contiguous(), seen).unsqueeze(0)
+
+    def run(self, states: Tensor, rows: LayerPass) -> Tensor:
+        """The same of states [T, hidden], in place."""
+        self._layers[0].run(rows, states)
+        for layer in self._layers[1:]:
+            layer.run_next(rows)
+        return states
 
 
 class Kernels:
@@ -147,25 +151,46 @@ class Kernels:
     def finish(self, model: Any) -> None:
         """What is not a layer has its numbers too: the norm and the head are replaced, and the layers stand as one."""
         base = model.base_model
-        name, norm = _final_norm(base)
-        setattr(base, name, KernelNorm(*read_norm(norm)))
-        head = model.get_output_embeddings()
-        model.set_output_embeddings(KernelLinear(_pack(self._kind, [head])))
+        self._fused = FusedLayers(self._layers)
         for name, module in list(base.named_children()):
             if isinstance(module, nn.ModuleList) and len(module) == len(self._layers):
-                setattr(base, name, nn.ModuleList([FusedLayers(self._layers)]))
+                setattr(base, name, nn.ModuleList([self._fused]))
+        name, norm = _final_norm(base)
+        self._norm = KernelNorm(*read_norm(norm))
+        setattr(base, name, self._norm)
+        self._head = KernelLinear(_pack(self._kind, [model.get_output_embeddings()]))
+        model.set_output_embeddings(self._head)
         if self._rotary is not None:
             base.rotary_emb = NoAngles()
         widen_embeddings(model)
+        self._direct = self._nothing_else()
 
     def new_cache(self, capacity: int) -> BlockedCache:
         """An empty cache for `capacity` rows."""
         plan = self._layers[0].plan
         return BlockedCache(layers=len(self._layers), kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity)
 
-    def arrange(self, positions: Tensor, segments: Sequence[Segment]) -> dict[str, Any]:
-        """What the layers are given in a pass."""
-        return {"rows": LayerPass(positions, [_cache_rows(segment) for segment in segments])}
+    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None) -> Tensor:
+        """Logits [R, V] of a pass."""
+        seen = LayerPass(positions, [_cache_rows(segment) for segment in segments])
+        if not self._direct:
+            return transformers_pass(self._model, tokens, positions, rows, seen=seen)
+        return self._compute_directly(tokens, seen, rows)
+
+    def _compute_directly(self, tokens: Tensor, seen: LayerPass, rows: Tensor | None) -> Tensor:
+        """Embedding, layers, norm and head, which is all that most models do: transformers takes 0.1 ms for what is around them."""
+        states: Tensor = self._fused.run(self._model.get_input_embeddings()(tokens), seen)
+        logits: Tensor = self._head(self._norm(states if rows is None else states[rows]))
+        return logits
+
+    @torch.inference_mode()
+    def _nothing_else(self) -> bool:
+        """Whether the direct way gives the bytes of transformers' own forward: it does not where logits are capped or positions have embeddings."""
+        tokens = torch.arange(PROOF_ROWS) % self._model.get_input_embeddings().weight.shape[0]
+        positions = torch.arange(PROOF_ROWS)
+        cache = self.new_cache(PROOF_ROWS)
+        seen = LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)])
+        return torch.equal(transformers_pass(self._model, tokens, positions, None, seen=seen), self._compute_directly(tokens, seen, None))
 
     def _plan(self, parts: "_Parts", index: int, noted: Noted, kind: Kind) -> LayerPlan:
         norms, kinds, epsilons = {}, set(), set()

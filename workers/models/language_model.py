@@ -31,11 +31,15 @@ from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
 
-WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor")
+WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
+"""`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute with them, else fp32."""
 GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
 """The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
 LINEAR_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32, "int8-per-tensor": torch.float32}
+
+PER_TENSOR_SLACK = 0.5
+"""How far a token's logits may move with its neighbours under torch's own int8; a mask that is ignored moves them by as much as they are."""
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +63,15 @@ class BackEnd(Protocol):
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
 
-    def arrange(self, positions: Tensor, segments: Sequence[Segment]) -> dict[str, Any]:
-        """What the layers are given in a pass."""
+    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None) -> Tensor:
+        """Logits [R, V] of a pass, see `LanguageModel.forward`."""
 
 
 class LanguageModel:
     """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V vocabulary."""
 
     def __init__(self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, digest: str, weights: str, choice: str) -> None:
-        self._model, self._back_end = model, back_end
+        self._back_end = back_end
         self.checkpoint, self.checkpoint_digest = checkpoint, digest
         self.weights = weights
         """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
@@ -87,15 +91,7 @@ class LanguageModel:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], *, rows: Tensor | None = None) -> Tensor:
         """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits [R, V]; their keys and values go into the caches."""
-        output = self._model(
-            input_ids=tokens.to(self.device).unsqueeze(0),
-            position_ids=positions.to(self.device).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=0 if rows is None else rows.to(self.device),
-            **self._back_end.arrange(positions, segments),
-        )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return self._back_end.compute(tokens, positions, segments, rows).float()
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ def load_language_model(source: str, *, weights: str, device: str, backend: str 
     """
     _check_names(weights, backend)
     checkpoint = open_checkpoint(source)
-    wanted = _Wanted(weights, _sixteen_bits(checkpoint) if weights == "half" else weights, backend, inflate_bytes, profile)
+    wanted = _Wanted(weights, _type_of(weights, checkpoint), backend, inflate_bytes, profile)
     digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
     if torch.device(device).type == "cpu":
         return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
@@ -131,7 +127,7 @@ def random_language_model(
     """A model of random weights from a config.json alone, for measurements before a download; `layers`: so many in place of the configured number."""
     _check_names(weights, backend)
     folder = Path(config_folder)
-    wanted = _Wanted(weights, "fp16" if weights == "half" else weights, backend, 0, profile)
+    wanted = _Wanted(weights, "fp16" if weights in ("half", "stored") else weights, backend, 0, profile)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
     return _on_cpu(lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]), checkpoint, "random", wanted)
@@ -144,12 +140,16 @@ def _check_names(weights: str, backend: str) -> None:
         raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
 
 
-def _sixteen_bits(checkpoint: Checkpoint) -> str:
-    """Which of the two 16-bit types the matrices of a checkpoint have; `half` is refused where they have another, for then it would be another function."""
+def _type_of(weights: str, checkpoint: Checkpoint) -> str:
+    """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are; half weights of others would be another function."""
+    if weights not in ("half", "stored"):
+        return weights
     kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
-    for kind, name in (("F16", "fp16"), ("BF16", "bf16")):
-        if kinds == {kind}:
-            return name
+    name = {"F16": "fp16", "BF16": "bf16"}.get("".join(kinds))
+    if weights == "stored":
+        return "fp32" if name is None or fused.reason_against(KINDS[name]) else name
+    if name is not None:
+        return name
     found = " and ".join(sorted(kinds))
     raise CheckpointError(
         f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has {found}: use weights fp32, or convert it to F16"
@@ -258,5 +258,6 @@ def check_attention(model: LanguageModel) -> None:
     if not bool(torch.isfinite(expected).all()):
         raise CheckpointError(f"{model.checkpoint.source}: the model computes no finite logits with {model.weights} weights")
     unwritten = isinstance(plain, KVCache) and not bool(torch.isfinite(plain.rows).all())
-    if unwritten or float((expected - found).norm()) > 0.05 * float(expected.norm()):
+    tolerance = PER_TENSOR_SLACK if model.weights == "int8-per-tensor" else 0.05
+    if unwritten or float((expected - found).norm()) > tolerance * float(expected.norm()):
         raise CheckpointError(f"{model.checkpoint.source}: this model does not leave masks and positions to its attention function; it is not supported")

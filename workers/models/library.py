@@ -17,6 +17,20 @@ from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.selection import Selection
 
 
+def transformers_pass(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None, **given: Any) -> Tensor:
+    """Logits [R, V] by transformers' own forward; what is `given` reaches the layers."""
+    device = model.get_input_embeddings().weight.device
+    output = model(
+        input_ids=tokens.to(device).unsqueeze(0),
+        position_ids=positions.to(device).unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=0 if rows is None else rows.to(device),
+        **given,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
 class Library:
     """Takes over the layers of a model one by one, then the rest of it. A `BackEnd`."""
 
@@ -36,7 +50,7 @@ class Library:
         self._pack(model)
         if self._device.type == "cpu":
             widen_embeddings(model)
-        model.to(self._device)
+        self._model = model.to(self._device)
         config = model.config
         heads, self._layers = config.num_attention_heads, config.num_hidden_layers
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -47,9 +61,9 @@ class Library:
         """An empty cache for `capacity` rows."""
         return KVCache(layers=self._layers, kv_heads=self._kv_heads, head_dim=self._head_dim, capacity=capacity, dtype=self._dtype, device=self._device)
 
-    def arrange(self, positions: Tensor, segments: Sequence[Segment]) -> dict[str, Any]:
-        """What the layers are given in a pass."""
-        return {"blocks": attention.arrange(segments, self._masks)}
+    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None) -> Tensor:
+        """Logits [R, V] of a pass."""
+        return transformers_pass(self._model, tokens, positions, rows, blocks=attention.arrange(segments, self._masks))
 
     def _pack(self, module: nn.Module) -> None:
         if self._selection is None:

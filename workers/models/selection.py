@@ -4,7 +4,7 @@ The measurement takes a second or two for a whole model, whatever its size. Know
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,9 @@ TIMED_WEIGHTS = 1 << 24
 """Of a larger matrix so many weights are timed, 64 MiB of fp32, beyond the caches of nearly all CPUs."""
 WORTH_A_COPY = 0.9
 """A second layout of the same weights must take at most this share of the first one's time for a class of rows."""
-LARGEST_COPIED = 1 << 18
-"""Only smaller matrices get a second layout: there a call's own overhead decides, 5 us plain and 19 us packed for 256 x 256 and one row (Zen 4)."""
+LARGEST_COPIED_BYTES = 64 << 20
+"""Only a model whose linears have less in fp32 gets second layouts: in small matrices a call's own overhead decides, 5 us plain and 19 us packed for
+256 x 256 and one row (Zen 4); in large ones little is gained, and memory is what counts."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,14 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
     known = load_profile(profile).find(key) if profile is not None else Entry(key=key)
     wanted = sorted(set(shapes))
     if not all(_is_usable(known.choice(*shape, rows), usable) for shape in wanted for rows in ROW_CLASSES):
-        copies = 2 if _fits_twice(shapes) else 1
-        found = [choice for shape in wanted for choice in _measure(shape, usable, refused, copies, BUDGET_S / len(wanted))]
+        affordable = {name: c for name, c in usable.items() if c.copies == 1 or _fits_twice(shapes)}
+        refused |= {name: "the weights do not fit into memory twice" for name in usable if name not in affordable}
+        second_layouts = sum(4 * n * k for n, k in shapes) <= LARGEST_COPIED_BYTES
+        found = [
+            LinearChoice(n=shape[0], k=shape[1], rows=rows, chosen=chosen, seconds=seconds, refused=refused)
+            for shape in wanted
+            for rows, chosen, seconds in _measure(shape, affordable, BUDGET_S / len(wanted), second_layouts=second_layouts)
+        ]
         known = known.with_linears(found) if profile is None else update_profile(profile, key, lambda entry: entry.with_linears(found))
     return Selection(tuple(c for shape in wanted for rows in ROW_CLASSES if (c := known.choice(*shape, rows))), usable)
 
@@ -85,19 +92,15 @@ def _fits_twice(shapes: Sequence[Shape]) -> bool:
     return free > 2.2 * sum(4 * n * k for n, k in shapes)
 
 
-def _measure(shape: Shape, usable: Mapping[str, Candidate], refused: Mapping[str, str], copies: int, budget_s: float) -> list[LinearChoice]:
-    """Time every candidate with a matrix of this shape and choose for each class of rows."""
-    affordable = {name: candidate for name, candidate in usable.items() if candidate.copies <= copies}
-    seconds = {name: _time(candidate, shape, budget_s / len(affordable)) for name, candidate in affordable.items()}
-    best = min(seconds, key=lambda name: sum(t / min(others) for t, others in zip(seconds[name], zip(*seconds.values(), strict=True), strict=True)))
-    chosen = []
+def _measure(shape: Shape, candidates: Mapping[str, Candidate], budget_s: float, *, second_layouts: bool) -> Iterator[tuple[int, str, dict[str, float]]]:
+    """Time every candidate with a matrix of this shape: for each class of rows what is chosen and the seconds of each."""
+    seconds = {name: _time(candidate, shape, budget_s / len(candidates)) for name, candidate in candidates.items()}
+    least = [min(times) for times in zip(*seconds.values(), strict=True)]
+    best = min(seconds, key=lambda name: sum(t / of for t, of in zip(seconds[name], least, strict=True)))
     for index, rows in enumerate(ROW_CLASSES):
-        fastest = min(seconds, key=lambda name: seconds[name][index])
-        second_layout = shape[0] * shape[1] <= LARGEST_COPIED and seconds[fastest][index] < WORTH_A_COPY * seconds[best][index]
         times = {name: of[index] for name, of in seconds.items()}
-        against = {**refused, **{name: "does not fit into memory" for name in usable if name not in affordable}}
-        chosen.append(LinearChoice(n=shape[0], k=shape[1], rows=rows, chosen=fastest if second_layout else best, seconds=times, refused=against))
-    return chosen
+        fastest = min(times, key=times.__getitem__)
+        yield rows, fastest if second_layouts and times[fastest] < WORTH_A_COPY * times[best] else best, times
 
 
 @torch.inference_mode()

@@ -145,7 +145,10 @@ static void score_slots(const Unit& u) {
         stop = larger(stop, u.rows[r].stop);
     }
     const int64_t last = (stop + LANES - 1) / LANES;
-    for (int64_t block = from / LANES; block < last; block += SCORE_BLOCKS) score_blocks(u, block, block + SCORE_BLOCKS < last ? u.keys + (block + SCORE_BLOCKS) * u.head_dim * LANES : u.values);
+    for (int64_t block = from / LANES; block < last; block += SCORE_BLOCKS) {
+        const int64_t next = block + SCORE_BLOCKS;
+        score_blocks(u, block, next < last ? u.keys + next * u.head_dim * LANES : u.values);
+    }
 }
 
 // ---- from scores to weights ----
@@ -337,6 +340,11 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
     return row;
 }
 
+// Where a key head of the layer begins in a cache.
+static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
+    return ((int64_t)l.index * l.kv_heads + kv_head) * s.capacity * l.head_dim;
+}
+
 // How a pass is cut into units. The bytes of a row do not depend on it.
 struct Plan {
     const dovetail::Layer* layer;
@@ -383,8 +391,9 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
         rows[r].query = plan.qkv + (row * (l.heads + 2 * l.kv_heads) + head) * head_dim;
         rows[r].out = plan.out + (row * l.heads + head) * head_dim;
     }
-    const int64_t at = ((int64_t)l.index * l.kv_heads + kv_head) * s.capacity * head_dim;
-    attend_unit({s.keys + at, s.values + at, s.keys + at + s.capacity * head_dim, rows, count, head_dim, desk_at(memory, count, plan.stride(s), head_dim)}, l.scale, l.softcap);
+    const int64_t at = head_offset(l, s, kv_head), next = at + s.capacity * head_dim;
+    const Desk desk = desk_at(memory, count, plan.stride(s), head_dim);
+    attend_unit({s.keys + at, s.values + at, s.keys + next, rows, count, head_dim, desk}, l.scale, l.softcap);
 }
 
 static void attend_numbered(const Plan& plan, int64_t number, float* memory) {

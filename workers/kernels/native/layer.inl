@@ -26,28 +26,39 @@ static inline void place_head(const dovetail::Layer& l, const dovetail::Norm& no
     rotate(x, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
 }
 
-static void write_keys_and_values(const dovetail::Layer& l, const dovetail::Segment& s, const Stretch& rows, int64_t kv_head, const float* qkv) {
-    const int64_t head_dim = l.head_dim, stride = (l.heads + 2 * l.kv_heads) * head_dim;
-    const int64_t at = ((int64_t)l.index * l.kv_heads + kv_head) * s.capacity * head_dim;
-    float* keys = s.keys + at + rows.slot / LANES * LANES * head_dim + rows.slot % LANES;
-    float* values = s.values + at + rows.slot * head_dim;
-    for (int64_t i = 0; i < rows.count; i++) {
-        const float* key = qkv + (rows.row + i) * stride + (l.heads + kv_head) * head_dim;
-        for (int64_t d = 0; d < head_dim; d++) keys[d * LANES + i] = key[d];
-        memcpy(values + i * head_dim, key + l.kv_heads * head_dim, (size_t)head_dim * sizeof(float));
-    }
+// Where the key and the value of a slot are written; the floats of the key are sixteen apart.
+struct Places {
+    float *keys, *values;
+};
+static inline Places places(const dovetail::Layer& l, const dovetail::Segment& s, int64_t slot, int64_t kv_head) {
+    const int64_t at = head_offset(l, s, kv_head);
+    return {s.keys + at + slot / LANES * LANES * l.head_dim + slot % LANES, s.values + at + slot * l.head_dim};
+}
+
+// A block of keys is as many cache lines as a head has floats, all of them far away: they come while heads are rotated.
+static inline void fetch_places(const Places& to, int64_t head_dim, int64_t rows) {
+    for (int64_t d = 0; d < head_dim; d++) __builtin_prefetch(to.keys + d * LANES, 1, 3);
+    for (int64_t i = 0; i < rows * head_dim; i += LANES) __builtin_prefetch(to.values + i, 1, 3);
+}
+
+static inline void write(const Places& to, const float* key, const float* value, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d++) to.keys[d * LANES] = key[d];
+    memcpy(to.values, value, (size_t)head_dim * sizeof(float));
 }
 
 // The heads of one key head in some rows: norms, rotation, and into the cache.
 static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, const dovetail::Segment& s, const Stretch& rows, int64_t kv_head, float* qkv) {
     const int64_t groups = l.heads / l.kv_heads, stride = (l.heads + 2 * l.kv_heads) * l.head_dim;
-    for (int64_t row = rows.row; row < rows.row + rows.count; row++) {
-        float* heads = qkv + row * stride;
-        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++)
-            place_head(l, l.query_norm, heads + head * l.head_dim, pass.positions[row]);
-        place_head(l, l.key_norm, heads + (l.heads + kv_head) * l.head_dim, pass.positions[row]);
+    const Places to = places(l, s, rows.slot, kv_head);
+    fetch_places(to, l.head_dim, rows.count);
+    for (int64_t i = 0; i < rows.count; i++) {
+        float* heads = qkv + (rows.row + i) * stride;
+        const int64_t position = pass.positions[rows.row + i];
+        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) place_head(l, l.query_norm, heads + head * l.head_dim, position);
+        float* key = heads + (l.heads + kv_head) * l.head_dim;
+        place_head(l, l.key_norm, key, position);
+        write({to.keys + i, to.values + i * l.head_dim}, key, key + l.kv_heads * l.head_dim, l.head_dim);
     }
-    write_keys_and_values(l, s, rows, kv_head, qkv);
 }
 
 // qkv [rows, (heads + 2 kv_heads) head_dim]: queries and keys get their norms and rotation in place, keys and values go into the caches.
@@ -80,7 +91,8 @@ static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
 }
 
 // hidden += update, normed first where the layer says so; then the next half's norm of it, if there is one.
-static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, const dovetail::Norm* next, float* normed, int64_t rows) {
+static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, const dovetail::Norm* next, float* normed,
+                     int64_t rows) {
     each(rows, rows * l.hidden, [&](int64_t row) {
         float *h = hidden + row * l.hidden, *u = update + row * l.hidden;
         if (post.weight) normalise(l.norm_kind, post, u, u, l.hidden, l.epsilon);

@@ -5,8 +5,8 @@
 //
 // The weights stream from memory once per CHUNK rows. A tile is R rows by one to three vectors of 16 columns, its sums in registers. With a single tile the
 // weights go straight through it. With several, a block of BLOCK steps of one panel stays in the L1 cache while every tile goes over it, and meanwhile the
-// next block is prefetched, so that the memory works while the tiles compute; 16-bit weights are widened once per block. x is packed so that a tile reads
-// it in one sweep: rows that lie 16 KB apart would evict each other from L1.
+// next block is prefetched, so that the memory works while the tiles compute. x is packed so that a tile reads it in one sweep: rows that lie 16 KB apart
+// would evict each other from L1.
 #include "packing.h"
 
 namespace DT_NS {
@@ -17,6 +17,7 @@ using dovetail::PANEL;
 
 constexpr int64_t CHUNK = 128;                // rows that share one pass over the weights
 constexpr int64_t BLOCK = 128;                // steps; 24 KB of fp32 weights
+constexpr int64_t WIDEN_TILES = 8;            // above, 16-bit weights are widened once per block and not by every tile; on Zen 5 both cost the same
 constexpr int64_t BEAT = 8;                   // steps between two groups of prefetches
 constexpr int64_t DISTANCE = 4096;            // bytes between a load and its prefetch where the weights go straight through
 
@@ -143,14 +144,27 @@ static void tile(const Run& run) {
         for (int c = 0; c < C; c++) sums[r][c] = run.first ? S::none() : S::load_sum(run.sums + r * PANEL + c * LANES);
 
     const auto step = [&]() __attribute__((always_inline)) {
-        typename S::Weights w[C];
+        // whichever is less stays in registers meanwhile
+        if constexpr (R < C) {
+            typename S::X values[R];
 #pragma GCC unroll 3
-        for (int c = 0; c < C; c++) w[c] = S::weights(weights + c * VECTOR);
+            for (int r = 0; r < R; r++) values[r] = S::broadcast(x + 4 * r);
+#pragma GCC unroll 3
+            for (int c = 0; c < C; c++) {
+                const typename S::Weights w = S::weights(weights + c * VECTOR);
+#pragma GCC unroll 3
+                for (int r = 0; r < R; r++) sums[r][c] = S::add_product(values[r], w, sums[r][c]);
+            }
+        } else {
+            typename S::Weights w[C];
+#pragma GCC unroll 3
+            for (int c = 0; c < C; c++) w[c] = S::weights(weights + c * VECTOR);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const typename S::X value = S::broadcast(x + 4 * r);
+            for (int r = 0; r < R; r++) {
+                const typename S::X value = S::broadcast(x + 4 * r);
 #pragma GCC unroll 3
-            for (int c = 0; c < C; c++) sums[r][c] = S::add_product(value, w[c], sums[r][c]);
+                for (int c = 0; c < C; c++) sums[r][c] = S::add_product(value, w[c], sums[r][c]);
+            }
         }
         x += 4 * R;
         weights += stride;
@@ -301,7 +315,7 @@ static void columns(const Pass& pass, int64_t first_panel, int64_t end_panel) {
     for (int64_t p = first_panel; p < end_panel; p++) {
         const char* weights = dovetail::weights_at(pass.matrix, p, 0);
         const int64_t width = dovetail::panel_width(pass.matrix.n, p);
-        if (pass.cut.tiles > 1) panel<KIND, WIDENED>(pass.cut, pass.x, weights, width, sums);
+        if (pass.cut.tiles > WIDEN_TILES) panel<KIND, WIDENED>(pass.cut, pass.x, weights, width, sums);
         else panel<KIND, KIND>(pass.cut, pass.x, weights, width, sums);
         finish<KIND>(pass, p * PANEL, width, sums);
     }
