@@ -46,7 +46,7 @@ class TargetSettings(Frozen):
     model: str = Field("", description="id, id@revision or folder; empty: the embedded demonstration target")
     weights: str = Field(
         "fp32",
-        description="fp32, half (the 16 bits of the checkpoint), int8; bf16 and int8-per-tensor (torch's own) change the function, and the last one is not lossless",
+        description="fp32, half (the checkpoint's 16 bits) or int8; bf16 and int8-per-tensor change the function, the last one is not lossless",
     )
     backend: str = Field("auto", description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto (kernels where they can)")
     device: str = Field("cpu", description="cpu or cuda:N")
