@@ -7,17 +7,18 @@ imported before that; the draft is measured afterwards, on the draft's. What is 
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import click
 
 from dovetail.launch.binding import Place, bind
 from dovetail.launch.chart import Curve, check_chart, draw
-from dovetail.launch.child import end_when_told, end_with
+from dovetail.launch.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.cli import run
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
@@ -28,12 +29,12 @@ from dovetail.launch.supervise import Supervisor
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES, embedded
-from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError
-from dovetail.protocol.profile import Calibration, ProfileKey, update_profile
+from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
+from dovetail.protocol.profile import Calibration, ProfileKey, load_profile, update_profile
 
 Role = Literal["target", "draft"]
 
-SECONDS = 30.0
+SECONDS, MOST_SECONDS = 30.0, 3600.0
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
 TORCH_CAPS = {
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"},
@@ -49,7 +50,7 @@ TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 @click.option(
     "--context", "contexts", type=click.IntRange(min=1), multiple=True, help="Rows in the cache; can be repeated.  [default: a quarter of 512, 512, 4 x 512]"
 )
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=SECONDS, show_default=True, help="About how long to measure passes.")
+@click.option("--seconds", type=click.FloatRange(min=0.1, max=MOST_SECONDS), default=SECONDS, show_default=True, help="About how long to measure passes.")
 @click.option("--isa", type=click.Choice(ISAS), help="Use no better instructions than these; then nothing goes to the profile file.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw T_V and its limit over the rows into this SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
@@ -60,6 +61,8 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     A target folder may hold a config.json alone: its weights are random then, which costs the same, so that a model can be measured before it is
     downloaded. Where memory does not hold all layers, fewer are measured and the times scaled by weights. Median of several passes.
     """
+    if math.isnan(seconds):  # which no range excludes
+        raise UserError("--seconds nan is no number of seconds: write one such as 30")
     check_chart(plot)
     check_output(plot, "the plot")
     _check(configuration)
@@ -68,6 +71,8 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     )
     options = [f"--seconds={seconds}", *(f"--context={length}" for length in contexts), *([f"--isa={isa}"] if isa else [])]
     profile = writable_profile_path() if isa is None else None
+    if profile is not None:
+        load_profile(profile)  # a damaged one is told now, not after the measurement
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], step)
         found["t_d"] = _measure(supervisor, "draft", place.draft, [*options[:1], *configuration.arguments("draft")], step) if _has_draft(configuration) else {}
@@ -110,6 +115,8 @@ def _measure(supervisor: Supervisor, role: Role, place: Place, arguments: Sequen
     assert child.process.stdout is not None
     shown = 0
     for line in child.process.stdout:
+        if not line.endswith(b"\n"):  # its last one, torn: it was killed
+            break
         message = json.loads(line)
         if "found" in message:
             result: dict[str, Any] = message["found"]
@@ -193,6 +200,7 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
     """Bind this process, and only then import torch and measure."""
     end_with(parent)
     end_when_told()
+    said = claim_stdout()
     place = Place(parse_cores(cores), parse_nodes(memory_nodes))
     bind(place)
     target, draft = configuration.settings.target, configuration.settings.draft
@@ -214,18 +222,17 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
                 seconds=seconds,
                 contexts=contexts,
                 isa=isa,
-                say=lambda text, share: _tell({"doing": text, "share": share}),
+                say=lambda text, share: _tell(said, {"doing": text, "share": share}),
             )
     except Exception as error:
         if is_out_of_memory(error):
             raise DovetailError("memory ended while the model was loaded or measured: name a smaller model, or other weights") from None
         raise
-    _tell({"found": found})
+    _tell(said, {"found": found})
 
 
-def _tell(message: object) -> None:
-    click.echo(json.dumps(message))
-    sys.stdout.flush()
+def _tell(said: TextIO, message: object) -> None:
+    print(json.dumps(message), file=said, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,3 +33,10 @@ def end_when_told() -> None:
     signal.signal(signal.SIGTERM, leave)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, hang_up)
+
+
+def claim_stdout() -> TextIO:
+    """stdout for what we say to whoever started us; whatever else prints there from now on (ONEDNN_VERBOSE and its like) goes to stderr."""
+    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return said

@@ -291,7 +291,9 @@ def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Cal
             texts = {name: ",".join(text) or None if isinstance(text, tuple) else text for name, text in flags.items()}
             given = {name: text for name, text in texts.items() if text is not None}
             if draft_short is not None:
-                given.setdefault("draft.kind" if draft_short in DRAFT_KINDS else "draft.model", draft_short)
+                name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
+                if given.setdefault(name, draft_short) != draft_short:
+                    raise SettingsError(f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one of them out")
             return function(configuration=configure(flags=given, file=config, demo=parameters.get("connect") is None), **parameters)
 
         decorated: Callable[..., Any] = with_configuration

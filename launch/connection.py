@@ -1,6 +1,6 @@
 """Which coordinator a command speaks with: the one it is told, the only one of this user, or one of its own for as long as it runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from dovetail.runtime.client import Client
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
 """The codes of `messages.Failed` that say that the user can do better."""
+LOSSY = "int8-per-tensor"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         note(f"using the coordinator at {address} (pid {found.pid})")
     if address is not None:
         with Client(open_link(address, keys=Path(keys) if keys else None, role="client")) as client:
-            yield Connection(client, client.status())
+            state = client.status()
+            _tell_of_losses(state.workers)
+            yield Connection(client, state)
         return
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
@@ -85,8 +88,25 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
             say("starting")
             stack = start_stack(supervisor, configuration)
             state = wait_until_ready(supervisor, stack, say)
+        _tell_of_losses(state.workers)
         client = owned.enter_context(stack.connect())
         yield Connection(client, state, stack)
+
+
+def is_lossy(worker: WorkerState) -> bool:
+    """Whether the tokens of a target depend on what is computed beside them."""
+    return weights_of(worker) == LOSSY
+
+
+def weights_of(worker: WorkerState) -> str:
+    """The type of a target's weights, from its fingerprint; empty for a draft."""
+    return worker.fingerprint.split("/")[1] if worker.fingerprint else ""
+
+
+def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
+    """A worker that we started has said so where nobody reads it."""
+    if any(is_lossy(worker) for worker in workers):
+        note(f"{LOSSY} is not lossless: one scale for all rows of a pass makes a token depend on what is computed beside it")
 
 
 def find_coordinator(configuration: Configuration, address: str | None) -> Client:
@@ -107,8 +127,7 @@ def _names_models(configuration: Configuration) -> str:
 
 
 def _describe(role: str, worker: WorkerState, inflation: str) -> str:
-    weights = worker.fingerprint.split("/")[1] if worker.fingerprint else ""
-    details = ", ".join(filter(None, (weights, f"inflated to {inflation}" if inflation else "")))
+    details = ", ".join(filter(None, (weights_of(worker), f"inflated to {inflation}" if inflation else "")))
     return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
 
 

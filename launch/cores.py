@@ -36,12 +36,17 @@ def lay_out(topology: Topology, *, numa: str = "auto", threads: Threads = "auto"
     """Who gets which cores and whose memory.
 
     `numa`: auto, off (no node is told from another), or the nodes of the target as "0" or "0,2-3"; `threads`: how many cores the target was told to take,
-    from the first on, second hardware threads last; `target_bytes`: what its weights need, 0 if that is not known. `UserError` if there is no such node.
+    from the first on, second hardware threads last; `target_bytes`: what its weights need, 0 if that is not known. `UserError` if there is no such node or
+    not that many hardware threads.
     """
     own = target_nodes(topology, numa, target_bytes)
     other = _best([node for node in topology.computing if node not in own])[:1]
     most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
     cores = [core for node in own for core in node.cores][:most] if numa != "off" else sorted(core for node in own for core in node.cores)[:most]
+    if threads != "auto" and threads > len(_threads(cores)):
+        here = sorted(_threads(cores))
+        known = f"of the hardware threads that it may use ({format_numbers(here)})"
+        raise UserError(f"target.threads = {threads} is more than the number {known}, {len(here)}: ask for less, or write auto")
     elsewhere = [core for node in other for core in node.cores][: most - len(cores)]
     left_alone = cores if elsewhere else cores[: max(1, len(cores) - 1)]
     target = [core[0] for core in left_alone] if threads == "auto" else _threads(cores)[:threads]

@@ -61,17 +61,27 @@ def announced(address: str, *, keys: str = "") -> Iterator[None]:
 
 
 def profile_path() -> Path:
-    """The file that keeps what was measured on this machine: dovetail/profile.json in $XDG_CACHE_HOME, else in ~/.cache. It need not be there."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "dovetail" / "profile.json"
+    """The file that keeps what was measured on this machine: dovetail/profile.json in $XDG_CACHE_HOME, else in ~/.cache. It need not be there.
+
+    For a user without a home it begins with "~", and there is no place for it.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            base = Path("~/.cache")
+    return base / "dovetail" / "profile.json"
 
 
 def writable_profile_path() -> Path | None:
     """The profile file if it can be written, its folders made; None where it cannot, as in many containers: then all is measured anew each time."""
+    path = profile_path()
+    if not path.is_absolute():
+        return None
     try:
-        path = profile_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except OSError:
         return None
     return path if os.access(path.parent, os.W_OK) and (not path.exists() or os.access(path, os.R_OK | os.W_OK)) else None
 

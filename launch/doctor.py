@@ -242,8 +242,8 @@ def _environment(facts: Facts) -> Iterator[Check]:
     disturbing = [name for name in (*PINNING, *CAPS) if there.get(name)]
     disturbing += [name for name, value in SPINNING.items() if there.get(name, "").lower() == value]
     preloaded = [name for name in there.get("LD_PRELOAD", "").split(":") if "iomp" in name or "mkl" in name]
-    found = ", ".join(f"{name}={there[name]}" for name in disturbing) + (f" LD_PRELOAD={':'.join(preloaded)}" if preloaded else "")
-    names = " ".join([*disturbing, *(["LD_PRELOAD"] if preloaded else [])])
+    values = {**{name: there[name] for name in disturbing}, **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})}
+    found, names = ", ".join(f"{name}={value}" for name, value in values.items()), " ".join(values)
     advice = f"unset {names}: dovetail binds and counts threads itself, and what caps instructions or makes threads spin slows it down" if names else ""
     yield Check("environment", not names, found or "no variable that binds, caps or spins torch's threads", advice)
 

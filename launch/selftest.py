@@ -12,7 +12,7 @@ import click
 
 from dovetail.launch.comparison import Difference, first_difference
 from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
-from dovetail.launch.connection import Connection, connected
+from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.protocol.errors import DovetailError, UserError
@@ -32,7 +32,6 @@ SAMPLINGS = (
     Sampling(repetition_penalty=1.2, min_tokens=16),
     Sampling(temperature=1.0, presence_penalty=0.6, frequency_penalty=0.4, logit_bias=((0, -100.0), (5, 2.5))),
 )
-LOSSY = "int8-per-tensor"
 CHAIN = {"gamma": 4, "depth": 4, "width": 1}
 WIDE = {"gamma": 59, "depth": 8, "width": 10}
 
@@ -103,7 +102,7 @@ def command(context: click.Context, configuration: Configuration, connect: str |
 def refuse_lossy(workers: Iterable[WorkerState]) -> None:
     """`UserError` for a target whose tokens depend on what is computed beside them: no test could pass, or would mean anything if it did."""
     for worker in workers:
-        if worker.fingerprint and worker.fingerprint.split("/")[1] == LOSSY:
+        if is_lossy(worker):
             raise UserError(f"{LOSSY} weights are not lossless even against themselves, so there is nothing to test: use --weights int8, half or fp32")
 
 

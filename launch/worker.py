@@ -18,6 +18,7 @@ from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import writable_profile_path
 from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
 from dovetail.launch.terminal import note
+from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import DraftSettings, TargetSettings
@@ -42,7 +43,7 @@ def command(configuration: Configuration, role: Role, connect: str, cores: str |
     """Run one draft or target worker by hand, on any machine, until its coordinator ends.
 
     Without --cores a target is bound to its memory nodes (target.numa) if there are several or one is named; else nothing is bound, and it takes
-    target.threads threads (auto: one less than there are cores), a draft on the CPU one.
+    target.threads threads (auto: one less than there are cores); a draft on the CPU one, or where there are several nodes as many as one has cores.
     """
     if parent is not None:
         end_with(parent)
@@ -63,18 +64,21 @@ def place_of(role: Role, target: TargetSettings, cores: str | None, memory_nodes
         return Place(parse_cores(cores), parse_nodes(memory_nodes))
     if memory_nodes:
         raise UserError("--memory-nodes goes with --cores: name the cores too, or leave both out and set target.numa")
+    if role == "draft":  # what the settings say of the target may hold for another machine
+        return None
     place = lay_out_here(numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)).target
-    return place if role == "target" and (place.nodes or target.numa not in ("auto", "off")) else None
+    return place if place.nodes or target.numa not in ("auto", "off") else None
 
 
 def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int:
     """Threads for this worker: what the settings say, else one for each core that it is bound to, else what the layout of one machine would give it."""
     if role == "target" and target.threads != "auto":
+        if place is not None and target.threads > len(place.cores):
+            raise UserError(f"target.threads = {target.threads} is more than the cores {format_numbers(place.cores)} that it is bound to: leave it out")
         return target.threads
     if place is not None:
         return len(place.cores)
-    layout = lay_out_here(numa=target.numa)
-    return len(layout.target.cores if role == "target" else layout.draft.cores)
+    return len(lay_out_here(numa=target.numa).target.cores if role == "target" else lay_out_here().draft.cores)
 
 
 def embedded(settings: TargetSettings | DraftSettings, folder: Path) -> dict[str, str]:

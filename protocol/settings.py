@@ -123,7 +123,7 @@ def _pairs(value: Any) -> Any:
     else:
         return value
     try:
-        return tuple((int(token), float(bias)) for token, bias in halves)
+        return tuple((int(token), bias if isinstance(bias, bool) else float(bias)) for token, bias in halves)  # the types judge true and false
     except (TypeError, ValueError):
         raise ValueError("write token ids and biases, such as 17=-100,5=2.5 on a command line or { 17 = -100, 5 = 2.5 } in a file") from None
 
@@ -158,7 +158,7 @@ class Sampling(Frozen):
     top_k: Annotated[int, Field(ge=0, le=1 << 20)] = Field(0, description="keep the k likeliest tokens; 0: all")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="keep the likeliest tokens that together reach this probability")
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.0, description="keep tokens of at least this share of the likeliest one's probability")
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = Field(
         1.0, description="logits of tokens of prompt and reply are divided by it, negative ones multiplied; 1: off"
     )
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(0.0, description="taken off the logit of every token that the reply holds")

@@ -5,7 +5,7 @@ there is, not what it is good for.
 """
 
 import json
-import sys
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,4 +82,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    json.dump(take_inventory(), sys.stdout)
+    said = os.dup(1)
+    os.dup2(2, 1)  # what the libraries print (ONEDNN_VERBOSE and its like) is not for who reads this
+    with os.fdopen(said, "w", encoding="utf-8") as stdout:
+        json.dump(take_inventory(), stdout)

@@ -70,6 +70,8 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibr
         (("--target.numa", "7"), "there is no node 7"),
         (("--target.numa", "everywhere"), "target.numa"),
         (("--context", "100000"), "--context 100000"),
+        (("--seconds", "nan"), "no number of seconds"),
+        (("--seconds", "inf"), "--seconds"),
     ],
 )
 def test_a_mistake_is_one_line(calibrate: Calibrate, arguments: tuple[str, ...], words: str) -> None:
@@ -79,10 +81,16 @@ def test_a_mistake_is_one_line(calibrate: Calibrate, arguments: tuple[str, ...],
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_what_a_library_prints_is_not_taken_for_a_finding(calibrate: Calibrate, tmp_path: Path) -> None:
+    result = calibrate("--target", str(tiny_llama(tmp_path / "model")), "--backend", "library", "--json", ONEDNN_VERBOSE="1", MKL_VERBOSE="1")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["backends"]["backend"] == "library"
+
+
 def test_a_damaged_profile_file_is_told_by_name(calibrate: Calibrate, tmp_path: Path) -> None:
     path = tmp_path / "cache/dovetail/profile.json"
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    result = calibrate("--target", str(tiny_llama(tmp_path / "model")))
+    result = calibrate("--seconds", "3600")  # told before anything is measured
     assert result.returncode == 2
     assert f"the profile file {path} is damaged" in result.stderr

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.launch.cli import run
-from dovetail.launch.configure import SETTINGS, configure, read_file
+from dovetail.launch.configure import SETTINGS, configure, read_file, show
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import Settings
 
@@ -131,3 +131,15 @@ def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -
     shown = json.loads(capsys.readouterr().out)
     assert shown["draft"] == {"kind": "auto", "model": "some/folder", "weights": "auto", "device": "auto"}
     assert shown["origin"]["draft.model"] == "--draft.model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--draft", "ngram", "--draft.kind", "small"), "--draft ngram and --draft.kind small"),
+        (("--draft", "a", "--draft.model", "b"), "--draft a and --draft.model b"),
+    ],
+)
+def test_two_names_for_the_draft_are_refused(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        show.main(list(flags), standalone_mode=False)

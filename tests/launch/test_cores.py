@@ -47,7 +47,7 @@ def test_what_is_no_list_of_nodes_is_refused() -> None:
         ((0, 1), "auto", ((0,), (1,), (0, 1))),
         ((5,), "auto", ((5,), (5,), (5,))),
         ((0, 1, 2, 3), 2, ((0, 1), (3,), (0, 1, 2, 3))),
-        ((0, 1, 2, 3), 64, ((0, 1, 2, 3), (3,), (0, 1, 2, 3))),
+        ((0, 1, 2, 3), 4, ((0, 1, 2, 3), (3,), (0, 1, 2, 3))),
     ],
 )
 def test_on_one_node_the_target_gets_all_cores_but_the_last(cores: tuple[int, ...], threads: int | str, layout: tuple[tuple[int, ...], ...]) -> None:
@@ -66,6 +66,13 @@ def test_one_thread_runs_on_a_physical_core(tmp_path: Path) -> None:
 
 def test_more_threads_than_physical_cores_take_second_hardware_threads_last(tmp_path: Path) -> None:
     assert lay_out(machine(tmp_path, {0: FakeNode(twin_cores(0, 4, apart=4), 8)}), threads=6).target == Place((0, 1, 2, 3, 4, 5))
+
+
+def test_more_threads_than_there_are_hardware_threads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"target.threads = 9 is more than .* \(0-7\), 8"):
+        lay_out(machine(tmp_path, {0: FakeNode(twin_cores(0, 4, apart=4), 8)}), threads=9)
+    with pytest.raises(UserError, match=r"threads = 4 is more than .* \(0-1\), 2"):
+        lay_out(one_node(0, 1, 2, 3, quota=2.0), threads=4)
 
 
 def test_on_two_nodes_the_target_gets_one_whole_and_the_others_go_to_the_other(tmp_path: Path) -> None:

@@ -42,3 +42,16 @@ def test_where_the_profile_file_cannot_be_there_is_none(tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert writable_profile_path() is None
+
+
+def test_a_user_without_a_home_has_no_profile_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.chdir(tmp_path)
+    assert writable_profile_path() is None
+    assert str(profile_path()) == "~/.cache/dovetail/profile.json"
+    assert not list(tmp_path.iterdir())

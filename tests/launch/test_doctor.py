@@ -62,7 +62,7 @@ def test_every_finding_has_a_remedy() -> None:
         memory_bytes=GIB,
         files=256,
         shared_bytes=0,
-        environment={"OMP_PROC_BIND": "close"},
+        environment={"OMP_PROC_BIND": "close", "MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1"},
         profile_problem="cannot be written",
     )
     found = [c for c in examine(sick) if not c.ok]

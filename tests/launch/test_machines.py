@@ -1,6 +1,7 @@
 """The README's three machines, on loopback: every process with only the keys that it is told to bring, over tcp with CURVE."""
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dovetail.launch.topology import format_numbers
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
+CORES = [str(core) for core in sorted(os.sched_getaffinity(0))]
 ASK = ("Name five fruits.", "--max-tokens", "32", "--temperature", "1", "--seed", "5", "--json")
 
 
@@ -30,7 +32,9 @@ def test_three_machines_give_what_one_gives(start: Start, run: Run, stack: Stack
     coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(keys))
     assert coordinator.stdout is not None
     place = ("--connect", coordinator.stdout.readline().strip())
-    workers = [start("worker", "--role", role, *place, "--keys", machine(keys, role), "--cores", core) for role, core in (("target", "0"), ("draft", "1"))]
+    workers = [
+        start("worker", "--role", role, *place, "--keys", machine(keys, role), "--cores", core) for role, core in (("target", CORES[0]), ("draft", CORES[-1]))
+    ]
     client = machine(keys, "client")
     while len(json.loads(run("status", *place, "--keys", client, "--json").stdout)["workers"]) < 2:
         assert all(worker.poll() is None for worker in workers)
@@ -81,7 +85,7 @@ def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: R
     target = ("worker", "--role", "target", "--connect", "ipc:///tmp/nowhere")
     for arguments, words in (
         (("--memory-nodes", "0"), "--memory-nodes goes with --cores"),
-        (("--cores", "0", "--memory-nodes", "x"), "is no list of nodes"),
+        (("--cores", CORES[0], "--memory-nodes", "x"), "is no list of nodes"),
         (("--target.numa", "63"), "there is no node 63"),
     ):
         refused = run(*target, *arguments)

@@ -43,6 +43,12 @@ def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(run: Run) -> N
     assert "use --weights int8, half or fp32" in done.stderr
 
 
+def test_that_a_target_is_not_lossless_is_told_to_whoever_decodes_with_it(run: Run) -> None:
+    done = run("generate", "--weights", "int8-per-tensor", "--draft", "none", "--max-tokens", "1", "Hello")
+    assert done.returncode == 0, done.stderr
+    assert sum("int8-per-tensor is not lossless" in line for line in done.stderr.splitlines()) == 1
+
+
 def test_equal_tokens_do_not_differ() -> None:
     assert first_difference(finished([1, 2], [1.0, 1.0]), finished([1, 2], [1.0, 0.5])) is None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, linear, silu
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
@@ -47,6 +47,10 @@ PROOF_TOLERANCE = 1e-3
 """Largest accepted difference of a layer in fp32 to transformers', relative to what the layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
 DTYPES = {Kind.FP32: torch.float32, Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
 """What a matrix of each kind is packed from."""
+EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
+"""The kind that holds weights of a type as they are."""
+PIECE_WEIGHTS = 1 << 22
+"""So many weights are converted at a time: 16 MiB of fp32."""
 
 
 class UnsupportedError(Exception):
@@ -145,7 +149,7 @@ class Kernels:
         kind = (type(layer), (getattr(self._model.config, "layer_types", None) or {index: ""})[index], parts.attention.scaling)
         if kind not in self._proved:
             self._proved[kind] = self._prove(layer, index)
-        self._layers.append(DecoderLayer(self._plan(parts, index, self._proved[kind], self._kind)))
+        self._layers.append(DecoderLayer(self._plan(parts, index, self._proved[kind], self._kind, _pack_and_drop)))
         return nn.Identity()
 
     def finish(self, model: Any) -> None:
@@ -192,7 +196,7 @@ class Kernels:
         seen = LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)])
         return torch.equal(transformers_pass(self._model, tokens, positions, None, seen=seen), self._compute_directly(tokens, seen, None))
 
-    def _plan(self, parts: "_Parts", index: int, noted: Noted, kind: Kind) -> LayerPlan:
+    def _plan(self, parts: "_Parts", index: int, noted: Noted, kind: Kind, pack: "Pack") -> LayerPlan:
         norms, kinds, epsilons = {}, set(), set()
         for name, module in parts.norms.items():
             norm_kind, norms[name], epsilon = read_norm(module)
@@ -205,10 +209,10 @@ class Kernels:
             heads=noted.heads,
             kv_heads=noted.kv_heads,
             head_dim=noted.head_dim,
-            qkv=_pack(kind, parts.qkv),
-            output=_pack(kind, [parts.output]),
-            gate_up=_pack(kind, parts.gate_up),
-            down=_pack(kind, [parts.down]),
+            qkv=pack(kind, parts.qkv),
+            output=pack(kind, [parts.output]),
+            gate_up=pack(kind, parts.gate_up),
+            down=pack(kind, [parts.down]),
             **norms,
             rotary=self._rotary,
             norm_kind=kinds.pop(),
@@ -221,12 +225,14 @@ class Kernels:
 
     @torch.inference_mode()
     def _prove(self, layer: nn.Module, index: int) -> Noted:
-        """What the layer's attention is asked for, after transformers' layer and ours have given the same for random rows in fp32."""
-        own = layer if all(p.dtype == torch.float32 for p in layer.parameters()) else copy.deepcopy(layer).float()
+        """What the layer's attention is asked for, after transformers' layer and ours have given the same for random rows, with the weights as they are."""
+        parts = _Parts(layer)
+        types = {part.weight.dtype for part in (*parts.qkv, parts.output, *parts.gate_up, parts.down)}
+        exact = EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
         states = torch.randn(1, PROOF_ROWS, self._model.config.hidden_size, generator=torch.Generator().manual_seed(index))
         positions = torch.arange(PROOF_ROWS)
-        noted, expected = _run_transformers(self._model, own, index, states, positions)
-        plan = self._plan(_Parts(own), 0, noted, Kind.FP32)
+        noted, expected = _run_transformers(self._model, _widened(layer), index, states, positions)
+        plan = self._plan(parts, 0, noted, exact, _pack)
         cache = BlockedCache(layers=1, kv_heads=noted.kv_heads, head_dim=noted.head_dim, capacity=PROOF_ROWS)
         found = states[0].clone()
         DecoderLayer(plan).run(LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)]), found)
@@ -312,8 +318,42 @@ def _pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         bias = torch.cat([torch.zeros(part.out_features) if b is None else b.detach().float() for part, b in zip(linears, biases, strict=True)])
     matrix = PackedMatrix(kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias)
     for part, first in zip(linears, itertools.accumulate((part.out_features for part in linears), initial=0), strict=False):
-        matrix.pack(part.weight.detach().to(DTYPES[kind]).contiguous(), first)
+        piece = max(1, PIECE_WEIGHTS // part.in_features)
+        for number, rows in enumerate(part.weight.detach().split(piece)):
+            matrix.pack(rows.to(DTYPES[kind]).contiguous(), first + number * piece)
     return matrix
+
+
+Pack = Callable[[Kind, Sequence[nn.Linear]], PackedMatrix]
+
+
+def _pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """The same; the linears lose their weights, so that at no time a whole layer is there twice."""
+    matrix = _pack(kind, linears)
+    for part in linears:
+        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    return matrix
+
+
+class _Widened(nn.Module):
+    """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer than that takes."""
+
+    def __init__(self, part: nn.Linear) -> None:
+        super().__init__()
+        self._weight, self._bias = part.weight, part.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return linear(x, self._weight.float(), None if self._bias is None else self._bias.float())
+
+
+def _widened(layer: nn.Module) -> nn.Module:
+    """A layer that computes in fp32 with the numbers of this one, which it shares."""
+    own = copy.deepcopy(layer, {id(parameter): parameter for parameter in layer.parameters()})
+    for name, part in list(own.named_modules()):
+        if type(part) is nn.Linear:
+            own.set_submodule(name, _Widened(part))
+    return own
 
 
 def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:

@@ -166,6 +166,8 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
             why_not = f"the C++ kernels cannot compute this model: {error}"
     if wanted.backend == "kernels":
         raise CheckpointError(f"{checkpoint.source}: {why_not}; or use backend library")
+    if wanted.backend == "library" and wanted.weights == "int8":
+        raise CheckpointError(f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it out, or use weights fp32 or half")
     if wanted.weights == "int8":
         raise CheckpointError(f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32 or half")
     if wanted.weights == "bf16" and wanted.asked == "half":
@@ -192,7 +194,7 @@ def _assemble(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _
     plan = plan_inflation(model, wanted.inflate_bytes) if wanted.inflate_bytes else None
     if plan is not None:
         grow_skeleton(model, plan)
-    types = Types(LINEAR_TYPES[wanted.weights], None)
+    types = Types(None if plan is None else LINEAR_TYPES[wanted.weights], None)  # dead units get numbers of the type that is wanted
     back_end = _open_back_end(model, plan, wanted, kernels=kernels)
     name, layers = decoder_layers(model)
     for index, layer in enumerate(layers):

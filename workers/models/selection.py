@@ -63,7 +63,11 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
     key = profile_key(shapes, weights=weights)
     known = load_profile(profile).find(key) if profile is not None else Entry(key=key)
     wanted = sorted(set(shapes))
-    if not all(_is_usable(known.choice(*shape, rows), usable) for shape in wanted for rows in ROW_CLASSES):
+
+    def complete(entry: Entry) -> bool:
+        return all(_is_usable(entry.choice(*shape, rows), usable) for shape in wanted for rows in ROW_CLASSES)
+
+    if not complete(known):
         affordable = {name: c for name, c in usable.items() if c.copies == 1 or _fits_twice(shapes)}
         refused |= {name: "the weights do not fit into memory twice" for name in usable if name not in affordable}
         second_layouts = sum(4 * n * k for n, k in shapes) <= LARGEST_COPIED_BYTES
@@ -72,7 +76,12 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
             for shape in wanted
             for rows, chosen, seconds in _measure(shape, affordable, BUDGET_S / len(wanted), second_layouts=second_layouts)
         ]
-        known = known.with_linears(found) if profile is None else update_profile(profile, key, lambda entry: entry.with_linears(found))
+        # of two workers that measure at the same time the first one's choices hold: they are part of the fingerprint
+        known = (
+            known.with_linears(found)
+            if profile is None
+            else update_profile(profile, key, lambda entry: entry if complete(entry) else entry.with_linears(found))
+        )
     return Selection(tuple(c for shape in wanted for rows in ROW_CLASSES if (c := known.choice(*shape, rows))), usable)
 
 
