@@ -5,7 +5,7 @@ Bandwidth is that of reading memory in order; arithmetic that of independent sum
 
 import time
 from collections.abc import Callable
-from ctypes import c_double, c_int, c_int64, c_void_p
+from ctypes import CDLL, c_double, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache, partial
 
@@ -25,14 +25,14 @@ class Arithmetic(IntEnum):
 
 
 @cache
-def _probes() -> None:
-    declare(library(), {"dt_probe_arithmetic": (c_double, (c_int, c_int64)), "dt_probe_read": (None, (c_void_p, c_int64))})
+def _declared(loaded: CDLL) -> CDLL:
+    declare(loaded, {"dt_probe_arithmetic": (c_double, (c_int, c_int64)), "dt_probe_read": (None, (c_void_p, c_int64))})
+    return loaded
 
 
 def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
     """10^9 operations a second of all threads together, the best of several tries; None where the instruction set in use has no such arithmetic."""
-    _probes()
-    probe = library().dt_probe_arithmetic
+    probe = _declared(library()).dt_probe_arithmetic
     if not probe(arithmetic, 1):
         return None
     rounds = 1 << 10
@@ -44,11 +44,10 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
 
 def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
     """10^9 bytes a second that all threads together read from memory, the best of several tries."""
-    _probes()
     memory, start = fresh_memory(read_bytes)
     for page in range(0, read_bytes, PAGE):
         memory[page] = b"\1"
-    read = library().dt_probe_read
+    read = _declared(library()).dt_probe_read
     once = _least(partial(read, start, read_bytes), 1)
     return read_bytes / _least(partial(read, start, read_bytes), max(3, int(budget_s / once))) / 1e9
 

@@ -318,9 +318,9 @@ def _pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         bias = torch.cat([torch.zeros(part.out_features) if b is None else b.detach().float() for part, b in zip(linears, biases, strict=True)])
     matrix = PackedMatrix(kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias)
     for part, first in zip(linears, itertools.accumulate((part.out_features for part in linears), initial=0), strict=False):
-        piece = max(1, PIECE_WEIGHTS // part.in_features)
-        for number, rows in enumerate(part.weight.detach().split(piece)):
-            matrix.pack(rows.to(DTYPES[kind]).contiguous(), first + number * piece)
+        weight, piece = part.weight.detach(), max(1, PIECE_WEIGHTS // part.in_features)
+        for start in range(0, part.out_features, piece):
+            matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), first + start)
     return matrix
 
 
