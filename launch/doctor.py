@@ -40,7 +40,7 @@ PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Bind the main thread to one core when torch is imported, and every thread that is started later inherits that."""
 CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
 SPINNING = {"OMP_WAIT_POLICY": "active", "KMP_BLOCKTIME": "infinite"}
-LOST = "int8 weights, and that a token has the same bytes in every pass and on every processor"
+LOST = "int8 weights, half weights of BF16 checkpoints, about half the speed, and that a token has the same bytes in every pass and on every processor"
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,13 @@ def _kernels(facts: Facts) -> Iterator[Check]:
     missing, failures = facts.inventory["kernels_missing"], facts.inventory["kernels_failures"]
     if missing:
         install = "" if facts.compiler else "install a C++ compiler (apt-get install g++), then "
-        remedy = f"{install}build them: python -m dovetail.workers.kernels.build, or install dovetail again"
+        remedy = f"{install}build them: {sys.executable} -m dovetail.workers.kernels.build, or install dovetail again"
         yield Check("kernels", False, f"{missing.partition(';')[0]}; lost: {LOST}", remedy)
         return
     yield Check("kernels", True, f"built for {', '.join(facts.inventory['isas'])}")
-    advice = f"set target.backend = library, which loses {LOST}; build the kernels anew (python -m dovetail.workers.kernels.build) with another compiler"
+    advice = (
+        f"set target.backend = library, which loses {LOST}; build the kernels anew ({sys.executable} -m dovetail.workers.kernels.build) with another compiler"
+    )
     found = "; ".join(failures) or "every kind of weights, on every instruction set, has the right product and the same bytes"
     yield Check("kernels' self-test", not failures, found, advice if failures else "")
 

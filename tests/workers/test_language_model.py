@@ -123,7 +123,7 @@ def test_half_weights_of_fp16_work_without_the_kernels(tmp_path: Path, without_k
 
 
 def test_int8_without_the_kernels_is_refused_with_the_remedy(llama_folder: Path, without_kernels: None) -> None:
-    with pytest.raises(CheckpointError, match=r"int8 weights need the C\+\+ kernels, and .*not built.*python -m dovetail.workers.kernels.build"):
+    with pytest.raises(CheckpointError, match=r"int8 weights need the C\+\+ kernels, and .*not built.*-m dovetail.workers.kernels.build"):
         load_language_model(str(llama_folder), weights="int8", device="cpu")
 
 
@@ -168,7 +168,8 @@ def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(llama_
 @pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
 @needs_kernels
 def test_a_configuration_alone_makes_a_model_of_random_weights_and_as_many_layers_as_asked_for(tmp_path: Path, weights: str) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_gemma2(tmp_path / "whole") / "config.json").read_bytes())
+    stored = torch.bfloat16 if weights == "half" else torch.float32
+    (tmp_path / "config.json").write_bytes((tiny_gemma2(tmp_path / "whole", dtype=stored) / "config.json").read_bytes())
     logits = []
     for layers in (None, 1, 7):
         model = random_language_model(tmp_path, weights=weights, layers=layers)
@@ -178,3 +179,14 @@ def test_a_configuration_alone_makes_a_model_of_random_weights_and_as_many_layer
         logits.append(model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)]))
     assert all(torch.isfinite(found).all() for found in logits)
     assert not torch.equal(logits[0], logits[1])
+
+
+def test_half_weights_of_a_configuration_are_those_that_it_names(tmp_path: Path) -> None:
+    for stored, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes((tiny_gemma2(tmp_path / f"{name}-whole", dtype=stored) / "config.json").read_bytes())
+        if kernels.available() or name == "fp16":
+            assert random_language_model(folder, weights="half").weights == name
+    with pytest.raises(CheckpointError, match="half weights need a checkpoint of 16-bit weights"):
+        random_language_model(tiny_gemma2(tmp_path / "wide"), weights="half")

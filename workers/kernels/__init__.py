@@ -5,6 +5,7 @@ needs no torch; arrays are torch tensors on the CPU or numpy arrays. Nothing hap
 """
 
 import mmap
+import sys
 import sysconfig
 from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_int, c_int32, c_int64, c_void_p, memmove
@@ -20,6 +21,8 @@ Array = Any
 
 LIBRARY = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
 """Where pip puts the extension for this interpreter, and `build` too."""
+BUILD = f"{sys.executable} -m dovetail.workers.kernels.build"
+"""The command that builds them for this interpreter."""
 ALIGNMENT = 64
 """Bytes of a cache line and of the widest register."""
 
@@ -84,12 +87,12 @@ def declare(library: CDLL, functions: dict[str, tuple[Any, Sequence[Any]]]) -> N
 def load() -> CDLL | str:
     """The library, or why there is none."""
     if not LIBRARY.exists():
-        return "the C++ kernels are not built; with a C++ compiler: python -m dovetail.workers.kernels.build"
+        return f"the C++ kernels are not built; with a C++ compiler: {BUILD}"
     try:
         library = CDLL(str(LIBRARY))
         declare(library, FUNCTIONS)
     except (OSError, AttributeError) as error:
-        return f"the C++ kernels cannot be loaded ({error}); build them anew: python -m dovetail.workers.kernels.build"
+        return f"the C++ kernels cannot be loaded ({error}); build them anew: {BUILD}"
     return library
 
 

@@ -423,7 +423,5 @@ def reason_against(kind: Kind) -> str:
     y, expected = matrix.linear(x), x @ weight.float().t()
     difference = float((y - expected).abs().max() / expected.abs().max())
     if not difference <= (3e-2 if kind is Kind.INT8 else 1e-5):
-        return (
-            f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} weights; build them anew: python -m dovetail.workers.kernels.build"
-        )
+        return f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} weights; build them anew: {kernels.BUILD}"
     return ""

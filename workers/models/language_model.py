@@ -21,7 +21,7 @@ from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models import fused
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, reason
+from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, read_json, reason
 from dovetail.workers.models.fused import Kernels, UnsupportedError
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
 from dovetail.workers.models.library import Library
@@ -127,7 +127,7 @@ def random_language_model(
     """A model of random weights from a config.json alone, for measurements before a download; `layers`: so many in place of the configured number."""
     _check_names(weights, backend)
     folder = Path(config_folder)
-    wanted = _Wanted(weights, "fp16" if weights in ("half", "stored") else weights, backend, 0, profile)
+    wanted = _Wanted(weights, _configured_type(weights, folder), backend, 0, profile)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
     return _on_cpu(lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]), checkpoint, "random", wanted)
@@ -156,6 +156,20 @@ def _type_of(weights: str, checkpoint: Checkpoint) -> str:
     )
 
 
+def _configured_type(weights: str, folder: Path) -> str:
+    """The same for a config.json alone, by the type that it names for the checkpoint's matrices; 16 bits where it names none."""
+    if weights not in ("half", "stored"):
+        return weights
+    file = folder if folder.is_file() else folder / "config.json"
+    content = read_json(file)
+    name = {"bfloat16": "bf16", "float16": "fp16", "None": "fp16"}.get(str(content.get("dtype") or content.get("torch_dtype")))
+    if name is not None:
+        return name
+    if weights == "stored":
+        return "fp32"
+    raise CheckpointError(f"{file}: half weights need a checkpoint of 16-bit weights, and this one's are not (dtype); use weights fp32")
+
+
 def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: _Wanted) -> LanguageModel:
     """Kernels where that is wanted and can be; else the library."""
     why_not = _against_kernels(wanted)
@@ -167,9 +181,9 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
     if wanted.backend == "kernels":
         raise CheckpointError(f"{checkpoint.source}: {why_not}; or use backend library")
     if wanted.backend == "library" and wanted.weights == "int8":
-        raise CheckpointError(f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it out, or use weights fp32 or half")
+        raise CheckpointError(f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it out, or use weights fp32")
     if wanted.weights == "int8":
-        raise CheckpointError(f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32 or half")
+        raise CheckpointError(f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32")
     if wanted.weights == "bf16" and wanted.asked == "half":
         raise CheckpointError(f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; or use weights fp32 or bf16")
     if wanted.backend == "auto":
