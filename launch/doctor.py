@@ -40,7 +40,7 @@ PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Bind the main thread to one core when torch is imported, and every thread that is started later inherits that."""
 CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
 SPINNING = {"OMP_WAIT_POLICY": "active", "KMP_BLOCKTIME": "infinite"}
-LOST = "int8 weights, half weights of BF16 checkpoints, about half the speed, and that a token has the same bytes in every pass and on every processor"
+LOST = "int8 weights, half weights of BF16 checkpoints, a third of the speed, and that a token has the same bytes in every pass and on every processor"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dovetail.workers.models.segment import slots_in_place
+
 
 class KVCache:
     """One tensor [layers, 2, kv_heads, capacity, head_dim] and the number of its rows that are committed."""
@@ -32,9 +34,7 @@ class KVCache:
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
-        if any(not self.length <= slot < self.capacity for slot in slots) or not 0 <= committed <= len(slots):
-            raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {self.length} of {self.capacity} are committed already")
-        in_place = next((i for i, slot in enumerate(slots) if slot != self.length + i), len(slots))
+        in_place = slots_in_place(self, slots, committed)
         if in_place < len(slots):
             moved = torch.tensor(slots[in_place:], device=self.rows.device)
             self.rows[:, :, :, self.length + in_place : self.length + len(slots)] = self.rows.index_select(3, moved)

@@ -38,7 +38,7 @@ from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.library import transformers_pass
-from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.segment import Segment, slots_in_place
 
 VERSION = "dovetail-1"
 """Of the functions that the kernels compute, down to the last bit; part of the fingerprint."""
@@ -67,9 +67,7 @@ class BlockedCache:
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
-        if any(not self.length <= slot < self.capacity for slot in slots) or not 0 <= committed <= len(slots):
-            raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {self.length} of {self.capacity} are committed already")
-        in_place = next((i for i, slot in enumerate(slots) if slot != self.length + i), len(slots))
+        in_place = slots_in_place(self, slots, committed)
         if in_place < len(slots):
             source = torch.tensor(slots[in_place:])
             target = torch.arange(self.length + in_place, self.length + len(slots))

@@ -23,6 +23,13 @@ class Cache(Protocol):
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
 
 
+def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
+    """How many of the first of `slots` lie where `Cache.keep` would move them; ValueError where they cannot be kept."""
+    if any(not cache.length <= slot < cache.capacity for slot in slots) or not 0 <= committed <= len(slots):
+        raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {cache.length} of {cache.capacity} are committed already")
+    return next((i for i, slot in enumerate(slots) if slot != cache.length + i), len(slots))
+
+
 @dataclass(frozen=True)
 class Paths:
     """What the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i] : offsets[i + 1]], its ancestors by depth and itself last."""
