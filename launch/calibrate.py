@@ -20,15 +20,16 @@ from dovetail.launch.binding import Place, bind
 from dovetail.launch.chart import Curve, check_chart, draw
 from dovetail.launch.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.cli import run
-from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import profile_path, writable_profile_path
+from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.outputs import check_output
 from dovetail.launch.preflight import check_draft, check_inflation, estimated_bytes, free_memory_bytes, memory_bytes
 from dovetail.launch.supervise import Supervisor
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
-from dovetail.launch.worker import THREAD_VARIABLES, embedded
+from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
 from dovetail.protocol.profile import Calibration, ProfileKey, load_profile, update_profile
 
@@ -212,10 +213,10 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
     found: object
     try:
         if role == "draft":
-            found = calibrate_draft(draft.model_copy(update=embedded(draft, DEMO_FOLDER / "draft")), threads=threads, seconds=seconds / 4)
+            found = calibrate_draft(with_draft(draft), threads=threads, seconds=seconds / 4)
         else:
             found = calibrate(
-                target.model_copy(update=embedded(target, DEMO_FOLDER / "target")),
+                with_target(target),
                 threads=threads,
                 memory_bytes=free_memory_bytes(),
                 profile=None if isa else writable_profile_path(),

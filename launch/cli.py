@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
     "calibrate": ("dovetail.launch.calibrate", "Measure what a pass of the target costs here, beside what it could."),
     "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
+    "features": ("dovetail.launch.features", "Store what draft heads are trained on."),
     "train": ("dovetail.launch.train", "Train models."),
     "keygen": ("dovetail.launch.keygen", "Make, rotate and revoke the keys that tcp needs."),
     "config": ("dovetail.launch.configure", "Show the settings in force."),

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings
+from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings, misfit
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
@@ -227,9 +227,12 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> Configu
         section, key = name.split(".")
         tree.setdefault(section, {})[key] = value
     try:
-        return Configuration(Settings.model_validate(tree), origins)
+        settings = Settings.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(_explain(error, values, origins)) from None
+    if (text := misfit(settings.sampling, settings.tree, settings.draft.kind)) is not None:
+        raise SettingsError(text)
+    return Configuration(settings, origins)
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -315,7 +318,7 @@ def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[
         text = f"{setting.field.description}  [default: {'empty' if setting.default in ('', ()) else setting.default}]"
         options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), multiple=setting.is_table, cls=SettingsOption, help=text))
         if name == "draft.model":
-            text = "the draft by its kind (ngram looks up what was said before) or its model; none decodes with the target alone"
+            text = "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or its model; none decodes with the target alone"
             options.append(click.option("--draft", "draft_short", metavar="MODEL|KIND|none", cls=SettingsOption, help=text))
     return options
 

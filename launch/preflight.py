@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from dovetail.launch.embedded import with_draft
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import Settings, TargetSettings, byte_count
 
@@ -29,11 +30,11 @@ def check_draft(settings: Settings) -> None:
     """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
     if settings.draft.kind == "ngram" and settings.draft.model:
         raise SettingsError(f"draft.kind = 'ngram' has no model, and draft.model names {settings.draft.model!r}: leave one of the two out")
-    check_model("draft", settings.draft.model)
+    check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
 
 
-def check_model(role: str, source: str) -> None:
-    """`CheckpointError` if `source` is a path (not the id of a hub, nor empty) and no folder of a model."""
+def check_model(role: str, source: str, *, pickled: bool = False) -> None:
+    """`CheckpointError` if `source` is a path (not the id of a hub, nor empty) and no folder of a model, whose weights may be `pickled` ones."""
     path = Path(source).expanduser() if source else None
     if path is None or not (source.startswith(("/", ".", "~")) or path.exists()):
         return
@@ -42,8 +43,9 @@ def check_model(role: str, source: str) -> None:
         raise CheckpointError(f"the {role} model {source} {'is no folder' if path.exists() else 'is not there'}: {remedy}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
-    if not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights of another kind (*.bin) first")
+    if not any(path.glob("*.safetensors")) and not (pickled and any(path.glob("*.bin"))):
+        allowed = ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
+        raise CheckpointError(f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights of another kind (*.bin) first{allowed}")
 
 
 def check_inflation(size: str, memory: int) -> None:

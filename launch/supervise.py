@@ -197,7 +197,7 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator")
     for role, place in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:
         where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
-        arguments = ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *configuration.arguments(role)]
+        arguments = ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *_worker_arguments(configuration, role)]
         supervisor.start(f"{prefix}{role} worker", arguments)
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
@@ -221,6 +221,12 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
             note(f"loading {' and '.join(missing)}")
             supervisor.check()
             time.sleep(POLL_S)
+
+
+def _worker_arguments(configuration: Configuration, role: str) -> list[str]:
+    """The settings of a worker; a draft that is a head reads the target's embedding."""
+    target = configuration.settings.target.model
+    return configuration.arguments(role) + ([f"--target.model={target}"] if role == "draft" and target else [])
 
 
 def _check_pair(configuration: Configuration) -> None:

@@ -1,37 +1,41 @@
-"""`dovetail train`: train a small model on token files, or distil a draft from a target.
+"""`dovetail train`: train draft heads; train a small model on text, or distil a draft from a target.
 
 It knows options and progress bars, not how training works. What needs torch is imported when a training begins, so that help does not
 wait for it.
 """
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from dovetail.launch.heads import head_commands
+from dovetail.launch.training import show_progress
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from dovetail.workers.training import small
+    from dovetail.workers.training import run, small
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-PLAIN_LINE_EVERY_S = 15.0
 RATE_OF_A_NEW_MODEL = 3e-3  # random weights bear a higher peak rate than trained ones
+ANSWER_TOKENS = 224
 
 
 @click.group(name="train")
 def command() -> None:
-    """Train models."""
+    """Train draft heads and small models."""
+
+
+for head_command in head_commands():
+    command.add_command(head_command)
 
 
 @command.command(name="small")
-@click.option("--text", "texts", multiple=True, type=FILE, help="A token file to learn from; may be given more than once.")
+@click.option("--text", "texts", multiple=True, type=FILE, help="Chats as JSON lines, or a token file, to learn from; may be given more than once.")
 @click.option("--target", type=FOLDER, help="Distil a draft for this model.")
-@click.option("--prompts", type=FILE, help="Prompts (JSON lines) that the target answers first; the draft learns from the answers.")
+@click.option("--prompts", type=FILE, help="Chats (JSON lines) that the target answers itself first; the draft learns from its answers.")
 @click.option("--init", type=FOLDER, help="Begin with the weights of this model instead of random ones.")
 @click.option("--tokenizer", type=FOLDER, help="The folder of the tokenizer of a new model that has neither --init nor --target.")
 @click.option(
@@ -71,7 +75,7 @@ def small_command(
     max_parameters: int | None,
     compiled: bool,
 ) -> None:
-    """Train a small model on token files, or distil a draft from a target.
+    """Train a small model on chats or token files, or distil a draft from a target.
 
     \b
     dovetail train small --text tokens.bin --init MODEL --out NEW
@@ -107,10 +111,12 @@ def train_small(
     shape: dict[str, int] | None = None,
     max_parameters: int | None = None,
     compiled: bool = False,
-) -> "small.Outcome":
+) -> "run.Outcome":
     """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`), and write the folder `out`."""
     _check_sources(texts, target, prompts, init, tokenizer)
     from dovetail.workers.training import small
+    from dovetail.workers.training.corpus import open_reader
+    from dovetail.workers.training.regenerate import Writing, regenerate_files
 
     with small.quiet_loading():
         wanted = small.Shape(**(shape or {}))
@@ -120,14 +126,14 @@ def train_small(
         rate = small.Settings.rate if init is not None else RATE_OF_A_NEW_MODEL
         settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled, rate=rate)
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _progress() as show:
+        with show_progress() as show:
             if target is None:
                 return small.train_folder(texts, out, settings, init=init, shape=wanted, tokenizer=tokenizer, progress=show)
             files = list(texts)
             if prompts is not None:
-                written = out.with_name(out.name + ".outputs.bin")
-                if not written.is_file():
-                    small.write_outputs(target, small.read_prompts(prompts), written, small.Writing(seed=seed), progress=show)
+                written = out.with_name(out.name + ".answers.jsonl")
+                renderer = open_reader(str(target)).renderer
+                regenerate_files([prompts], str(target), renderer, written, Writing(new_tokens=ANSWER_TOKENS, seed=seed), progress=show)
                 files.append(written)
             return small.distil_folder(target, files, out, wanted, settings, init=init, progress=show)
 
@@ -150,49 +156,3 @@ def _check_shape(shape: "small.Shape", vocabulary: int, limit: int | None) -> No
         raise UserError(f"--hidden {shape.hidden} / --heads {shape.heads} must be even: positions turn pairs of numbers")
     if limit is not None and shape.parameters(vocabulary) > limit:
         raise UserError(f"this shape has {shape.parameters(vocabulary):,} parameters, more than --max-parameters {limit:,}")
-
-
-@contextlib.contextmanager
-def _progress() -> "Iterator[Callable[[small.Progress], None]]":
-    """A bar on a terminal; elsewhere a plain line now and then."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _plain_lines()
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(at: "small.Progress") -> None:
-            if at.stage not in tasks:
-                tasks[at.stage] = bars.add_task(at.stage, total=1.0, note="")
-            bars.update(tasks[at.stage], completed=at.done, note=_note(at))
-
-        yield show
-
-
-def _plain_lines() -> "Callable[[small.Progress], None]":
-    last = -PLAIN_LINE_EVERY_S
-
-    def show(at: "small.Progress") -> None:
-        nonlocal last
-        if at.done >= 1 or time.monotonic() - last >= PLAIN_LINE_EVERY_S:
-            last = time.monotonic()
-            click.echo(f"{at.stage} {at.done:.0%}: {_note(at)}", err=True)
-
-    return show
-
-
-def _note(at: "small.Progress") -> str:
-    loss = "" if at.loss != at.loss else f", loss {at.loss:.3f}"
-    return f"{at.tokens:,} tokens{loss}"

@@ -13,15 +13,16 @@ import click
 
 from dovetail.launch.binding import Binding, Place, bind
 from dovetail.launch.child import end_when_told, end_with
-from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import writable_profile_path
+from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
 from dovetail.launch.terminal import note
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.settings import DraftSettings, TargetSettings
+from dovetail.protocol.settings import TargetSettings
 
 if TYPE_CHECKING:
     from dovetail.workers.loop import Worker
@@ -44,6 +45,8 @@ def command(configuration: Configuration, role: Role, connect: str, cores: str |
 
     Without --cores a target is bound to its memory nodes (target.numa) if there are several or one is named; else nothing is bound, and it takes
     target.threads threads (auto: one less than there are cores); a draft on the CPU one, or where there are several nodes as many as one has cores.
+
+    A draft that is a head of its target's takes the target's embedding from target.model on this machine.
     """
     if parent is not None:
         end_with(parent)
@@ -81,11 +84,6 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
     return len(lay_out_here(numa=target.numa).target.cores if role == "target" else lay_out_here().draft.cores)
 
 
-def embedded(settings: TargetSettings | DraftSettings, folder: Path) -> dict[str, str]:
-    """What to change in the settings so that an empty model is the embedded one."""
-    return {} if settings.model else {"model": str(folder)}
-
-
 def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int, binding: str, say: Callable[[str], None]) -> None:
     """Connect first: a wrong address or key is told at once, not after a model has been loaded."""
     keys = configuration.settings.coordinator.keys
@@ -103,9 +101,8 @@ def _serve(configuration: Configuration, role: Role, connect: str, name: str, th
 
 def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], Worker]":
     """How the worker of this role is opened: (name, threads) -> worker."""
+    target = with_target(configuration.settings.target)
     if role == "target":
-        target = configuration.settings.target
-        target = target.model_copy(update=embedded(target, DEMO_FOLDER / "target"))
         profile = writable_profile_path()
         from dovetail.workers.target import open_target_worker
 
@@ -113,8 +110,7 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     draft = configuration.settings.draft
     if draft.kind == "none":
         raise UserError("draft.kind = 'none' is no worker: leave the draft worker out to decode with the target alone")
-    if draft.kind != "ngram":
-        draft = draft.model_copy(update=embedded(draft, DEMO_FOLDER / "draft"))
+    draft = with_draft(draft)
     from dovetail.workers.draft import open_draft_worker
 
-    return lambda name, threads: open_draft_worker(draft, name=name, threads=threads)
+    return lambda name, threads: open_draft_worker(draft, name=name, threads=threads, target=target.model)

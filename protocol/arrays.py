@@ -3,6 +3,7 @@
 Knows neither torch nor numpy: both read `data` through the buffer protocol.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Annotated, Literal
 
@@ -27,3 +28,14 @@ class Array(Frozen):
         if len(self.data) != expected:
             raise ValueError(f"an array of {self.dtype} {self.shape} has {expected} bytes, not {len(self.data)}")
         return self
+
+    def rows(self, start: int, stop: int) -> "Array":
+        """Rows start..stop-1 of the first dimension, which has them."""
+        size = prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+        return Array(dtype=self.dtype, shape=(stop - start, *self.shape[1:]), data=self.data[start * size : stop * size])
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    """Arrays of one type whose rows are alike, one below the other."""
+    rows = sum(array.shape[0] for array in arrays)
+    return Array(dtype=arrays[0].dtype, shape=(rows, *arrays[0].shape[1:]), data=b"".join(array.data for array in arrays))

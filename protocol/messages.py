@@ -10,13 +10,13 @@ Knows the shape of what is said, not who says it over which wire (`links.py`) no
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 1)
+VERSION = (1, 2)
 
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
@@ -26,6 +26,11 @@ MAX_TEXT = 4 << 20
 MAX_TURNS = 1024
 MAX_STOPS = 16
 MAX_ENDS = 64
+MAX_LAYERS = 1 << 12
+MAX_TAPS = 8
+MAX_WIDTH = 1 << 16
+MAX_ROW = 1 << 17
+"""Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array that may travel."""
 
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -101,6 +106,41 @@ class VocabularyFacts(Frozen):
     """The chat template (Jinja), empty if there is none."""
 
 
+class States(Frozen):
+    """The hidden states that a target has and a draft may read."""
+
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    """Decoder layers of the checkpoint; those of an inflation are not among them."""
+    checkpoint: Label = ""
+    """SHA-256 of the checkpoint without inflation, which leaves these states as they are."""
+
+
+class Reads(Frozen):
+    """What a draft reads of its target: for each token that is committed a row of features."""
+
+    taps: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, fail_fast=True)] = ()
+    """None: the last hidden state, after the final norm. Else the residual streams that enter these decoder layers, side by side in this order."""
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+    """Of the target's hidden state."""
+    dtype: Literal["float16", "bfloat16"]
+    vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Rows of the target's embedding."""
+    trained_for: Label = ""
+    """The `States.checkpoint` of the target that the draft was trained for, if it is known."""
+
+    @property
+    def row(self) -> int:
+        """Numbers of a row."""
+        return self.width * max(1, len(self.taps))
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Reads":
+        if self.row > MAX_ROW:
+            raise ValueError(f"a row of {self.row} features is beyond the limit of {MAX_ROW}")
+        return self
+
+
 class Hello(Message):
     """A process introduces itself; the answer is Welcome or Failed."""
 
@@ -120,7 +160,11 @@ class Hello(Message):
     limits: Limits | None = None
     vocabulary: VocabularyFacts | None = None
     tokenizer: Array | None = None
-    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model knows no other tokens than it is sent."""
+    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model, or with a head of its target's, knows its target's."""
+    states: States | None = None
+    """Of a target: what a draft may read of it."""
+    reads: Reads | None = None
+    """Of a draft: what it reads of its target."""
 
 
 class Welcome(Message):
@@ -172,6 +216,40 @@ class Open(AboutSession):
     """Ids that end the reply; what `Sampling.min_tokens` holds back."""
     sampling: Sampling
     tree: TreeSettings
+    features: Reads | None = None
+    """What the session's draft reads: the target is to send it of every token that it commits."""
+
+
+class Prefilled(AboutSession):
+    """The target has read a part of the prompt, which the draft reads features of; the parts come in order, and all of them before Opened."""
+
+    ARRAYS = ("features",)
+    type: Literal["prefilled"] = "prefilled"
+    round: Literal[0] = 0
+    start: Count
+    """Position of the first row."""
+    features: Array
+    """[n, row] in the type that was asked for."""
+
+
+class Feed(AboutSession):
+    """What the target's Prefilled brought, for the draft: after Open, in the order of positions."""
+
+    ARRAYS = ("features",)
+    type: Literal["feed"] = "feed"
+    round: Literal[0] = 0
+    start: Count
+    features: Array
+
+
+class Fed(AboutSession):
+    """The draft has read the features of a Feed."""
+
+    type: Literal["fed"] = "fed"
+    round: Literal[0] = 0
+    start: Count
+    """Of the Feed."""
+    spans: SpanFields = ()
 
 
 class Opened(AboutSession):
@@ -187,6 +265,7 @@ class Opened(AboutSession):
 class Draft(AboutSession):
     """The verdict on the last proposal and the order for the next: `accepted` are node indices of the last Drafted, `bonus` follows them."""
 
+    ARRAYS = ("features",)
     type: Literal["draft"] = "draft"
     prefix: Count
     """Committed length including `accepted` and `bonus`."""
@@ -197,11 +276,14 @@ class Draft(AboutSession):
     max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
     deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
     """Growth stops at the first level that ends after it; none: no deadline."""
+    features: Array | None = None
+    """[1 + accepted, row] for a draft that reads its target: of the last root and the accepted nodes. None in round 1, before which the prompt was fed."""
 
 
 class Drafted(AboutSession):
     """A proposal: nodes best first, a parent before its children, so that every prefix of the list is a tree."""
 
+    ARRAYS = ("candidates", "probabilities")
     type: Literal["drafted"] = "drafted"
     tokens: NodeTokens
     parents: NodeParents
@@ -212,6 +294,11 @@ class Drafted(AboutSession):
     hit: bool
     """Whether the root lay in the tree that was there already."""
     spans: SpanFields = ()
+    candidates: Array | None = None
+    """int32 [1 + nodes, K], where acceptance is "rejection": the tokens among which the children of the root (row 0) and of node i (row i + 1) were drawn,
+    without replacement and siblings in the order of their nodes."""
+    probabilities: Array | None = None
+    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind the last candidate, are 0."""
 
     @property
     def tree(self) -> TokenTree:
@@ -234,8 +321,13 @@ class VerifyItem(Frozen):
 class Verify(Message):
     """Score the trees of several sessions in one pass over the weights, and commit."""
 
+    ARRAYS = ("candidates", "probabilities")
     type: Literal["verify"] = "verify"
     items: Annotated[tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
+    candidates: Array | None = None
+    """int32 [sum of 1 + nodes, K]: those of the items' Drafted, one below the other; none of the items has any, or all have as many."""
+    probabilities: Array | None = None
+    """float32, the same shape."""
 
 
 class VerifiedItem(Frozen):
@@ -250,9 +342,14 @@ class VerifiedItem(Frozen):
 
 
 class Verified(Message):
+    """Verdicts of one pass; those whose features differ in type or width come in messages of their own."""
+
+    ARRAYS = ("features",)
     type: Literal["verified"] = "verified"
     items: Annotated[tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
     spans: SpanFields = ()
+    features: Array | None = None
+    """[sum of 1 + accepted, row], where they were asked for: of each item's root and accepted nodes, one below the other."""
 
 
 class Close(Message):
@@ -430,7 +527,7 @@ class Reported(Message):
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
 
 
-Command = Welcome | Open | Draft | Verify | Close | Probe | Drain | Failed
-Event = Hello | Opened | Drafted | Verified | Closed | Probed | Failed
+Command = Welcome | Open | Feed | Draft | Verify | Close | Probe | Drain | Failed
+Event = Hello | Prefilled | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
 Request = Hello | Submit | Cancel | Status | Stop
 Reply = Welcome | Emitted | Finished | Reported | Failed

@@ -52,8 +52,12 @@ def counter_hash(key: bytes, position: int, token: int) -> int:
     return mix((position_word(key, position) + (token + 1) * GOLDEN) & MASK)
 
 
+def uniform(key: bytes, position: int, token: int) -> float:
+    """u of the module's formula, within (0, 1)."""
+    return ((counter_hash(key, position, token) >> 12) + 0.5) / 2.0**52
+
+
 def gumbel(key: bytes, position: int, token: int) -> float:
     """The noise of one token at one position, a float32 value."""
-    uniform = ((counter_hash(key, position, token) >> 12) + 0.5) / 2.0**52
-    noise: float = struct.unpack("<f", struct.pack("<f", -math.log(-math.log1p(-uniform))))[0]
+    noise: float = struct.unpack("<f", struct.pack("<f", -math.log(-math.log1p(-uniform(key, position, token)))))[0]
     return noise

@@ -13,13 +13,17 @@ from annotated_types import MaxLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_serializer, field_validator
 
 POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
-BUILT_POLICIES = ("dynamic",)
+BUILT_POLICIES = ("static", "dynamic", "budget", "beam")
+LOOKUP_POLICIES = ("dynamic", "budget")
+"""What a draft without a model can do."""
 DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
-BUILT_DRAFT_KINDS = ("auto", "small", "ngram", "none")
+BUILT_DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "none")
+HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
+"""The draft kinds that are heads: they read features of one target and are trained for it."""
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BUILT_TARGET_WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
-BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16")
+BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
 MAX_BIASES = 1024
@@ -80,11 +84,17 @@ class DraftSettings(Frozen):
     """The model that proposes."""
 
     kind: str = Field(
-        "auto", description="auto (recognised from the folder), small (a smaller model), ngram (looks up what was said before) or none (the target alone)"
+        "auto",
+        description="auto (recognised from the folder), small (a smaller model), a head of the target's (eagle, eagle3, dovetail, jakiro), "
+        "ngram (looks up what was said before) or none (the target alone)",
     )
     model: str = Field("", description="id, id@revision or folder; empty: the embedded one of that kind")
-    weights: str = Field("auto", description="fp32, fp16 or bf16; auto: as the checkpoint has them on a CPU, fp16 on a GPU")
+    weights: str = Field("auto", description="fp32, fp16, bf16, int8 or int4; auto: as the checkpoint has them on a CPU, fp16 on a GPU")
     device: str = Field("auto", description="auto (the first GPU if there is one, else the CPU), cpu or cuda:N")
+    contrast: bool | Literal["auto"] = Field(
+        "auto", description="whether a head's contrast output (jakiro) guesses the last level without a pass of its own; auto: where the head has one"
+    )
+    pickled: bool = Field(False, description="read the weights of a head from a *.bin where it has no *.safetensors; only numbers are loaded, never code")
 
     @field_validator("kind")
     @classmethod
@@ -94,13 +104,17 @@ class DraftSettings(Frozen):
     @field_validator("weights")
     @classmethod
     def _weights(cls, value: str) -> str:
-        return built(value, ("int8", "int4", "int3", "int2", *BUILT_DRAFT_WEIGHTS), BUILT_DRAFT_WEIGHTS, "type of draft weights")
+        return built(value, ("int3", "int2", *BUILT_DRAFT_WEIGHTS), BUILT_DRAFT_WEIGHTS, "type of draft weights")
 
 
 class TreeSettings(Frozen):
     """The shape of the token tree of a round; gamma 0 decodes with the target alone."""
 
-    policy: str = Field("dynamic", description="how the tree is shaped: dynamic (expand and rerank, EAGLE-2)")
+    policy: str = Field(
+        "dynamic",
+        description="how the tree is shaped: dynamic (expand and rerank, EAGLE-2), static (a fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to "
+        "gamma, SpecExec) or beam (the best of every level, SubSpec: gamma = width x depth)",
+    )
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(15, description="drafted nodes verified in a round, root not counted")
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(8, description="levels below the root")
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(10, description="nodes expanded a level, and children considered a node")
@@ -165,6 +179,16 @@ class Sampling(Frozen):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(0.0, description="taken off a token's logit for each time that the reply holds it")
     logit_bias: LogitBias = Field((), description="added to the logits of tokens: TOKEN=BIAS,..., with biases from -100 to 100")
     min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = Field(0, description="before so many tokens no token that ends the reply is chosen")
+    acceptance: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="above temperature 0: coupled (draft and target share their noise) or rejection (the papers' speculative sampling, of trees of a static "
+        "shape; exact in law, but the tokens depend on the draft)",
+    )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether what is drafted is drawn at random and accepted with probability p/q; at temperature 0 both rules are the greedy one."""
+        return self.acceptance == "rejection" and self.temperature > 0.0
 
     @property
     def looks_back(self) -> bool:
@@ -198,6 +222,17 @@ class Settings(Frozen):
     tree: TreeSettings = TreeSettings()
     sampling: SamplingSettings = SamplingSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
+
+
+def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:
+    """Why these settings, and a draft of that kind, do not go together, in one line; None if they do."""
+    if sampling.acceptance == "rejection" and tree.policy != "static":
+        return f"sampling.acceptance 'rejection' needs a shape that no drawn token changes: set tree.policy to 'static', not {tree.policy!r}"
+    if sampling.acceptance == "rejection" and kind == "ngram":
+        return "sampling.acceptance 'rejection' needs a draft that draws from probabilities: choose another draft.kind than 'ngram', or 'coupled'"
+    if kind == "ngram" and tree.policy not in LOOKUP_POLICIES:
+        return f"a draft of kind 'ngram' grows its tree best first: set tree.policy to {' or '.join(map(repr, LOOKUP_POLICIES))}, not {tree.policy!r}"
+    return None
 
 
 def byte_count(text: str) -> int:

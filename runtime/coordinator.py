@@ -6,6 +6,7 @@ and nothing here touches a tensor or a model file. A peer that breaks the protoc
 what is done elsewhere or later, are handed in: `loop.py` runs it for real.
 """
 
+import itertools
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
 from dovetail.protocol.links import Hub
@@ -25,11 +27,14 @@ from dovetail.protocol.messages import (
     Emitted,
     Event,
     Failed,
+    Fed,
+    Feed,
     Finished,
     Hello,
     Message,
     Open,
     Opened,
+    Prefilled,
     Probe,
     Probed,
     Reported,
@@ -45,6 +50,7 @@ from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.outbox import EMIT_EVERY_NS
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
+from dovetail.runtime.scheduler import Owed
 from dovetail.runtime.session import Action, Ask, Emit, Finish, Request, Session, State
 
 log = logging.getLogger("dovetail.coordinator")
@@ -166,7 +172,9 @@ class Coordinator:
             if admitted.plays("target"):
                 for misfit, reason in self.registry.misfits(admitted):
                     self._refuse(misfit.peer, reason)
-                    self._worker_lost(misfit, "does not share the vocabulary of the target")
+                    self._worker_lost(misfit, "does not fit the target")
+            for warning in self.registry.warnings(admitted):
+                log.warning("%s", warning)
             self._lost_draft &= not admitted.plays("draft")
             self._probe(admitted)
 
@@ -187,6 +195,10 @@ class Coordinator:
                 self._verified(worker, event, now_ns, size)
             case Opened():
                 self._opened(worker, event, now_ns, size)
+            case Prefilled():
+                self._prefilled(worker, event, size)
+            case Fed():
+                self._fed(worker, event, now_ns, size)
             case Probed():
                 self._probed(worker, event, now_ns)
             case Failed():
@@ -198,10 +210,10 @@ class Coordinator:
         self._dispatch(worker)
 
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
-        live = self._answer(worker, event.session, event.round, "target", "draft")
+        live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         if worker is not live.target:
             live.keep(worker, event.spans)
-            live.draft_opened(now_ns)
+            live.draft_read(now_ns)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
             self._fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
@@ -209,43 +221,66 @@ class Coordinator:
         live.answered(worker, now_ns, size, event.spans)
         self._perform(live, live.session.opened(event, now_ns))
 
+    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
+        """Features of a part of a prompt; the answer to Open is still owed."""
+        live = self._live.get(event.session)
+        if live is None or live.target is not worker:
+            raise StaleError(f"session {event.session} reads nothing of {worker.name}")
+        actions = self._sensible(live, worker, lambda: live.session.prefilled(event))
+        live.passed_on(size)
+        self._perform(live, actions)
+
+    def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
+        live.keep(worker, event.spans)
+        live.passed_on(size)
+        live.draft_read(now_ns)
+
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
-        live = self._answer(worker, event.session, event.round, "draft")
+        live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
         live.answered(worker, now_ns, size, event.spans)
+        self._perform(live, self._sensible(live, worker, lambda: live.session.drafted(event)))
+
+    def _sensible(self, live: Live, worker: Worker, handle: Callable[[], list[Action]]) -> list[Action]:
+        """What follows from a message that drafting needs; from one that makes no sense that the session goes on without its draft."""
         try:
-            actions = live.session.drafted(event)
+            return handle()
         except StaleError:
             raise
         except ProtocolError as error:
-            log.warning("a proposal of %s is none (%s): session %d goes on without it", worker.name, error, event.session)
-            self._refused += 1
-            self._drop_draft(live)
-            return
-        self._perform(live, actions)
+            self._go_on_alone(live, worker, error)
+            return []
+
+    def _go_on_alone(self, live: Live, worker: Worker, why: object) -> None:
+        log.warning("%s sent what cannot be (%s): session %d goes on without a draft", worker.name, why, live.session.number)
+        self._refused += 1
+        self._drop_draft(live)
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle every verdict of a pass; those that are stale are dropped one by one."""
-        for item in event.items:
+        for item, features in zip(event.items, _shares(event), strict=True):
             try:
-                live = self._answer(worker, item.session, item.round, "target")
+                live = self._answer(worker, item.session, Owed(Verified, item.round), "target")
                 live.answered(worker, now_ns, size // len(event.items), event.spans)
-                self._perform(live, live.session.verified(item))
+                if not live.session.readable(features, len(item.accepted)):
+                    self._go_on_alone(live, worker, f"features {features and features.shape} with a path of {len(item.accepted)}")
+                self._perform(live, live.session.verified(item, features))
             except StaleError:
                 self._stale += 1
             except ProtocolError as error:
                 self._refused += 1
                 self._fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
 
-    def _answer(self, worker: Worker, session: int, round_: int, *roles: Literal["draft", "target"]) -> Live:
+    def _answer(self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]) -> Live:
         """The session that waits for this answer of this worker in one of these roles; `StaleError` if none does, and then it waits on."""
         live = self._live.get(session)
         meant = [live.target if role == "target" else live.draft for role in roles] if live else []
         if live and worker in (live.target, live.draft) and worker not in meant:
             raise StaleError(f"{worker.name} spoke out of its role")
-        owed = worker.turns.answered(session, round_)
+        owed = worker.turns.answered(session, answer)
         worker.stuck &= not owed
         if not owed or live is None or worker not in meant:
-            raise StaleError(f"nobody waits for round {round_} of session {session} from {worker.name}")
+            raise StaleError(f"nobody waits for round {answer.round} of session {session} from {worker.name}")
         return live
 
     def _worker_failed(self, worker: Worker, event: Failed) -> None:
@@ -255,7 +290,7 @@ class Coordinator:
             return
         live = self._live.get(event.session)
         owed = worker.turns.owed.get(event.session)
-        if owed is None or event.round not in (None, owed):
+        if owed is None or event.round not in (None, owed.round):
             raise StaleError(f"{worker.name} failed in something that was not asked of it")
         worker.turns.answered(event.session, owed)
         if live is None:
@@ -342,6 +377,7 @@ class Coordinator:
             detokenizer=target.text.detokenizer(),
             speculating=draft is not None,
             accounts=Accounts(now_ns),
+            reads=draft.hello.reads if draft is not None else None,
         )
         return Live(session, client, submit.request, target, draft, now_ns, submit.trace)
 
@@ -394,7 +430,9 @@ class Coordinator:
         now_ns = self._now()
         for number in sessions:
             live = self._live.get(number)
-            if live is not None and live.awaited() is worker and _awaits(live.session, message):
+            if live is not None and isinstance(message, Feed):
+                live.passed_on(size)
+            elif live is not None and live.awaited() is worker and _awaits(live.session, message):
                 live.left(now_ns, size // len(sessions))
 
     def _emit(self, live: Live, emit: Emit) -> None:
@@ -586,3 +624,12 @@ def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Fai
 def _awaits(session: Session, message: Message) -> bool:
     """Whether this is the command that the session waits for, and not the draft worker's Open beside it."""
     return not isinstance(message, Open) or session.state is State.OPENING
+
+
+def _shares(event: Verified) -> list[Array | None]:
+    """Each item's rows of the features of a pass; where these are not as many as they should be, none."""
+    stops = [*itertools.accumulate(1 + len(item.accepted) for item in event.items)]
+    features = event.features
+    if features is None or features.shape[:1] != (stops[-1],):
+        return [None] * len(event.items)
+    return [features.rows(start, stop) for start, stop in itertools.pairwise([0, *stops])]

@@ -57,7 +57,11 @@ class Live:
         self._spend("queue" if self.queued else ACCOUNT_OF[self.session.state], now_ns)
         self.queued = self.sent = False
 
-    def draft_opened(self, now_ns: int) -> None:
+    def passed_on(self, size: int) -> None:
+        """Features have come from the target, or gone to the draft."""
+        self.session.accounts.bytes += size
+
+    def draft_read(self, now_ns: int) -> None:
         """What a session waits until its draft has read the prompt belongs to the prefill."""
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)

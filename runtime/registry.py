@@ -1,7 +1,7 @@
 """Who is here: the workers and clients that said Hello, and on what terms a newcomer is let in.
 
-Checks what only the coordinator can: protocol versions, that a key may play the role, that a draft with a vocabulary shares that of its target. Knows no
-sockets; a refusal is a `RequestError` whose code and text go back to the peer.
+Checks what only the coordinator can: protocol versions, that a key may play the role, that a draft with a vocabulary shares that of its target, that a
+draft which reads hidden states of its target finds them there. Knows no sockets; a refusal is a `RequestError` whose code and text go back to the peer.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, Role, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
 from dovetail.runtime.outbox import Outbox
@@ -37,7 +37,7 @@ class Worker:
     hello: Hello
     limits: Limits
     language: Language | None
-    """None: a draft without a model, which proposes no other tokens than it was sent. A target has one."""
+    """None: a draft that has no vocabulary of its own, such as a head of its target's, or none at all. A target has one."""
     turns: Turns
     registered_ns: int
     clock: ClockOffset = field(default_factory=ClockOffset)
@@ -51,6 +51,11 @@ class Worker:
     @property
     def name(self) -> str:
         return self.hello.name
+
+    @property
+    def model(self) -> str:
+        """What it computes with, in words."""
+        return self.hello.model or self.hello.name
 
     @property
     def facts(self) -> VocabularyFacts:
@@ -123,21 +128,25 @@ class Registry:
             self.clients[peer] = ClientPeer(peer, hello)
             return self.clients[peer]
         worker = self._worker(peer, hello, now_ns)
-        if worker.plays("draft"):
-            self._check_vocabulary(worker)
+        for target in self._others(worker, "target"):
+            _check_fit(worker, target)
         self.workers[peer] = worker
         return worker
 
     def misfits(self, target: Worker) -> list[tuple[Worker, RequestError]]:
-        """The draft workers that came before this target and do not share its vocabulary."""
+        """The draft workers that came before this target and do not fit it."""
         misfits = []
-        for worker in self.workers.values():
-            if worker.plays("draft"):
-                try:
-                    self._compare(worker, target)
-                except RequestError as refusal:
-                    misfits.append((worker, refusal))
+        for worker in self._others(target, "draft"):
+            try:
+                _check_fit(worker, target)
+            except RequestError as refusal:
+                misfits.append((worker, refusal))
         return misfits
+
+    def warnings(self, worker: Worker) -> list[str]:
+        """What is to be said of this worker together with those that were there: heads that were trained for another checkpoint work, but guess badly."""
+        pairs = [(worker, target) for target in self._others(worker, "target")] + [(draft, worker) for draft in self._others(worker, "draft")]
+        return [_other_checkpoint(draft, target) for draft, target in pairs if _is_stranger(draft, target)]
 
     def pick(self, role: str) -> Worker | None:
         """The worker of a role that holds the fewest sessions and is not stuck."""
@@ -152,20 +161,43 @@ class Registry:
             raise RequestError("protocol", f"the target worker {hello.name} introduced itself without a fingerprint")
         return Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns)
 
-    def _check_vocabulary(self, draft: Worker) -> None:
-        for worker in self.workers.values():
-            if worker.plays("target"):
-                self._compare(draft, worker)
+    def _others(self, worker: Worker, role: Role) -> list[Worker]:
+        """The workers of a role whose partner this one is."""
+        partner = "draft" if role == "target" else "target"
+        return [other for other in self.workers.values() if other.plays(role) and worker.plays(partner)]
 
-    def _compare(self, draft: Worker, target: Worker) -> None:
-        if draft.language is None or target.language is None or draft.language.vocabulary == target.language.vocabulary:
-            return
+
+def _check_fit(draft: Worker, target: Worker) -> None:
+    """Passes a draft that can guess for this target; else `RequestError` names what differs."""
+    if draft.language is not None and target.language is not None and draft.language.vocabulary != target.language.vocabulary:
         named = "; ".join(vocabulary_differences(target.language.vocabulary, draft.language.vocabulary))
         raise RequestError(
             "vocabulary",
-            f"the draft {draft.hello.model or draft.name} does not share the vocabulary of the target {target.hello.model or target.name}: {named}. "
-            "Choose a draft of the same model family.",
+            f"the draft {draft.model} does not share the vocabulary of the target {target.model}: {named}. Choose a draft of the same model family.",
         )
+    reads, states = draft.hello.reads, target.hello.states
+    if reads is None:
+        return
+    if states is None or (reads.width, reads.vocabulary_size) != (states.width, target.facts.size) or max(reads.taps, default=0) >= states.layers:
+        before = f" before layers {', '.join(map(str, reads.taps))}" if reads.taps else ""
+        wanted = f"hidden states of width {reads.width}{before} and a vocabulary of {reads.vocabulary_size}"
+        has = "shows none" if states is None else f"has width {states.width}, {states.layers} layers and a vocabulary of {target.facts.size}"
+        text = f"the draft head {draft.model} reads {wanted}; the target {target.model} {has}. Choose a head that was made for this target."
+        raise RequestError("settings", text)
+
+
+def _is_stranger(draft: Worker, target: Worker) -> bool:
+    reads, states = draft.hello.reads, target.hello.states
+    return reads is not None and states is not None and bool(reads.trained_for and states.checkpoint) and reads.trained_for != states.checkpoint
+
+
+def _other_checkpoint(draft: Worker, target: Worker) -> str:
+    assert draft.hello.reads is not None
+    assert target.hello.states is not None
+    return (
+        f"the draft head {draft.model} was trained for the checkpoint {draft.hello.reads.trained_for[:16]}, the target {target.model} is "
+        f"{target.hello.states.checkpoint[:16]}: the output is the same, but fewer of its guesses may be right"
+    )
 
 
 def _language(hello: Hello) -> Language | None:

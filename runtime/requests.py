@@ -5,6 +5,7 @@ import secrets
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.noise import session_key
+from dovetail.protocol.settings import misfit
 from dovetail.runtime.registry import Worker
 from dovetail.runtime.session import Request
 from dovetail.runtime.text import TextCodec
@@ -40,6 +41,8 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
     sampling = submit.sampling
     if (bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)) is not None:
         raise RequestError("settings", f"token id {bad} of logit_bias is beyond the target's vocabulary of {target.facts.size}")
+    if (why := misfit(sampling, submit.tree)) is not None:
+        raise RequestError("settings", why)
     if sampling.min_tokens > submit.max_tokens:
         raise RequestError("settings", f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the reply can never reach it")
 

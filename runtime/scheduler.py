@@ -9,7 +9,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dovetail.protocol.messages import MAX_SESSIONS, Draft, Open, Verify, VerifyItem
+from dovetail.protocol.arrays import stack
+from dovetail.protocol.messages import MAX_SESSIONS, Draft, Drafted, Fed, Feed, Open, Opened, Verified, Verify
+
+Command = Open | Feed | Draft | Verify
+"""A Verify of one item each: they are put together here."""
+
+
+@dataclass(frozen=True)
+class Owed:
+    """The answer that a worker owes to a command."""
+
+    type: type[Opened | Fed | Drafted | Verified]
+    round: int
+    start: int = 0
+    """Of a Feed, of which there are several in a round."""
 
 
 @dataclass
@@ -17,16 +31,16 @@ class Turns:
     """The commands that wait for one worker, and the answers it owes."""
 
     epoch: int
-    waiting: deque[tuple[int, Open | Draft | VerifyItem]] = field(default_factory=deque)
-    owed: dict[int, int] = field(default_factory=dict)
-    """Session -> round of the answers that are under way."""
+    waiting: deque[tuple[int, Command]] = field(default_factory=deque)
+    owed: dict[int, Owed] = field(default_factory=dict)
+    """By session: the answers that are under way."""
 
-    def ask(self, session: int, command: Open | Draft | VerifyItem) -> None:
+    def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
 
-    def answered(self, session: int, round_: int) -> bool:
-        """Whether the worker owed this session the answer of this round; it does no more."""
-        if self.owed.get(session) != round_:
+    def answered(self, session: int, answer: Owed) -> bool:
+        """Whether the worker owed this session this answer; it does no more."""
+        if self.owed.get(session) != answer:
             return False
         del self.owed[session]
         return True
@@ -35,17 +49,38 @@ class Turns:
         """The session ended: drop what waits for it. What is under way comes back and is dropped as stale."""
         self.waiting = deque(entry for entry in self.waiting if entry[0] != session)
 
-    def next(self) -> tuple[Open | Draft | Verify, Sequence[int]] | None:
+    def next(self) -> tuple[Command, Sequence[int]] | None:
         """The message to send now and the sessions it is about; nothing while the worker owes an answer."""
         if self.owed or not self.waiting:
             return None
         session, command = self.waiting[0]
-        if not isinstance(command, VerifyItem):
+        if not isinstance(command, Verify):
             self.waiting.popleft()
-            self.owed[session] = command.round
+            self.owed[session] = _answer(command)
             return command, (session,)
-        ready = [(s, c) for s, c in self.waiting if isinstance(c, VerifyItem)][:MAX_SESSIONS]
-        sessions = tuple(s for s, _ in ready)
-        self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], VerifyItem) and entry[0] in sessions))
-        self.owed.update((s, c.round) for s, c in ready)
-        return Verify(epoch=self.epoch, items=tuple(c for _, c in ready)), sessions
+        ready = {s: c for s, c in self.waiting if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
+        ready = dict([*ready.items()][:MAX_SESSIONS])
+        self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], Verify) and entry[0] in ready))
+        self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
+        return self._together([*ready.values()]), tuple(ready)
+
+    def _together(self, commands: Sequence[Verify]) -> Verify:
+        if len(commands) == 1:
+            return commands[0]
+        return Verify(
+            epoch=self.epoch,
+            items=tuple(item for command in commands for item in command.items),
+            candidates=stack([c.candidates for c in commands if c.candidates]) if commands[0].candidates else None,
+            probabilities=stack([c.probabilities for c in commands if c.probabilities]) if commands[0].probabilities else None,
+        )
+
+
+def _answer(command: Open | Feed | Draft) -> Owed:
+    if isinstance(command, Feed):
+        return Owed(Fed, command.round, command.start)
+    return Owed(Opened if isinstance(command, Open) else Drafted, command.round)
+
+
+def _candidates(command: Verify) -> int:
+    """How many tokens each child was drawn from, 0 where none was drawn: the arrays of a message have one width."""
+    return command.candidates.shape[1] if command.candidates else 0

@@ -2,7 +2,8 @@
 
 The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt from it. A round asks the draft worker for a tree,
 the target worker for its verdict, commits the accepted tokens and the bonus one by one - an end token, a stop string or the length limit cuts inside an
-accepted path, so the output does not depend on how many tokens a round brought - and begins the next round.
+accepted path, so the output does not depend on how many tokens a round brought - and begins the next round. What a draft reads of its target is handed
+on as it comes, the prompt's features by Feed and a verdict's with the next Draft; nothing looks into it, and nothing of it stays here.
 
 Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for which role it is, the scheduler decides when it leaves.
 """
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
-from dovetail.protocol.messages import Close, Draft, Drafted, FinishReason, Open, Opened, Result, VerifiedItem, VerifyItem
+from dovetail.protocol.messages import Close, Draft, Drafted, Feed, FinishReason, Open, Opened, Prefilled, Reads, Result, VerifiedItem, Verify, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.metrics import Accounts
@@ -26,7 +28,7 @@ class Ask:
     """Something for the draft or the target worker of this session to do."""
 
     role: str
-    command: Open | Draft | VerifyItem | Close
+    command: Open | Feed | Draft | Verify | Close
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Session:
     detokenizer: Detokenizer
     speculating: bool
     accounts: Accounts
+    reads: Reads | None = None
+    """What the draft reads of its target."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -87,6 +91,9 @@ class Session:
     text: str = ""
     _tree: TokenTree = NO_TREE
     _accepted: tuple[int, ...] = ()
+    _fed: int = 0
+    _features: Array | None = None
+    """Of the last verdict, until the next Draft takes them."""
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
@@ -108,8 +115,21 @@ class Session:
             end=self.request.end,
             sampling=_sampling(self.request.sampling),
             tree=self.request.tree,
+            features=self.reads if self.speculating else None,
         )
         return [Ask("target", command), *([Ask("draft", command)] if self.speculating else [])]
+
+    def prefilled(self, event: Prefilled) -> list[Action]:
+        """The target has read a part of the prompt: its features go on to the draft."""
+        if self.state is not State.OPENING or event.start < self._fed:
+            raise StaleError(f"session {self.number} did not wait for features of position {event.start}")
+        if not self.speculating:
+            return []
+        rows = (*event.features.shape, 0)[0]
+        if event.start != self._fed or not self._fits(event.features, rows) or self._fed + rows > len(self.request.prompt):
+            raise ProtocolError(f"features {event.features.dtype} {event.features.shape} from position {event.start} on are not those that the draft reads")
+        self._fed += rows
+        return [Ask("draft", Feed(epoch=self.epoch, session=self.number, start=event.start, features=event.features))]
 
     def opened(self, event: Opened, now_ns: int) -> list[Action]:
         """The target has read the prompt and chosen the first token."""
@@ -126,17 +146,24 @@ class Session:
         if len(tree) > self.request.tree.gamma:
             raise TreeError(f"a proposal of {len(tree)} nodes where at most {self.request.tree.gamma} were asked for")
         tree.check(self.request.vocabulary_size)
+        drawn = event if self.request.sampling.rejects and tree else None
+        if drawn is not None:
+            _check_drawn(drawn)
         self.accounts.proposal(event.grown, event.hit)
-        return self._verify(tree)
+        return self._verify(tree, drawn)
 
-    def verified(self, item: VerifiedItem) -> list[Action]:
-        """The target's verdict: commit the accepted path and the bonus."""
+    def readable(self, features: Array | None, accepted: int) -> bool:
+        """Whether features that came with a verdict, or that none came, are what the draft needs to go on."""
+        return not self.speculating or self._fits(features, 1 + accepted)
+
+    def verified(self, item: VerifiedItem, features: Array | None = None) -> list[Action]:
+        """The target's verdict: commit the accepted path and the bonus. `features`: `readable` ones."""
         if self.state is not State.VERIFYING or item.round != self.round:
             raise StaleError(f"session {self.number} did not wait for a verdict of round {item.round}")
         tokens = [*(self._tree.tokens[node] for node in item.accepted), item.bonus] if self._tree.is_path(item.accepted) else []
         if not tokens or len(item.margins) != len(tokens) or item.bonus >= self.request.vocabulary_size:
             raise ProtocolError(f"the verdict of round {item.round} fits no path of the tree that was sent")
-        self._accepted = item.accepted
+        self._accepted, self._features = item.accepted, features if self.speculating else None
         before, drafted = len(self.tokens), len(self._tree)
         actions = self._commit(tokens, item.margins, drafted=len(item.accepted))
         self.accounts.verdict(drafted, min(len(item.accepted), len(self.tokens) - before))
@@ -144,7 +171,7 @@ class Session:
 
     def draft_lost(self) -> list[Action]:
         """Go on with the target alone; the round in which the draft worker was lost is verified without a tree."""
-        self.speculating = False
+        self.speculating, self._features = False, None
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def cancel(self) -> list[Action]:
@@ -168,6 +195,11 @@ class Session:
             fingerprint=fingerprint,
             **self.accounts.figures(now_ns, len(self.tokens)),
         )
+
+    def _fits(self, features: Array | None, rows: int) -> bool:
+        if self.reads is None:
+            return features is None
+        return features is not None and (features.dtype, features.shape) == (self.reads.dtype, (rows, self.reads.row))
 
     # -- within a round ------------------------------------------------------------------------------------------------------------------------
 
@@ -199,6 +231,7 @@ class Session:
         self.round += 1
         room = self.request.max_tokens - len(self.tokens)
         tree = self.request.tree
+        features, self._features = self._features, None
         if not (self.speculating and tree.gamma and room > 1):
             return self._verify(NO_TREE)
         self.state = State.DRAFTING
@@ -212,12 +245,17 @@ class Session:
             max_nodes=tree.gamma,
             max_depth=min(tree.depth, room - 1),
             max_width=tree.width,
+            features=features,
         )
         return [Ask("draft", order)]
 
-    def _verify(self, tree: TokenTree) -> list[Action]:
+    def _verify(self, tree: TokenTree, drawn: Drafted | None = None) -> list[Action]:
+        """`drawn`: the proposal, where the target needs to know what its nodes were drawn from."""
         self.state, self._tree = State.VERIFYING, tree
-        return [Ask("target", VerifyItem(session=self.number, round=self.round, prefix=self.length, tokens=tree.tokens, parents=tree.parents))]
+        item = VerifyItem(session=self.number, round=self.round, prefix=self.length, tokens=tree.tokens, parents=tree.parents)
+        if drawn is None:
+            return [Ask("target", Verify(epoch=self.epoch, items=(item,)))]
+        return [Ask("target", Verify(epoch=self.epoch, items=(item,), candidates=drawn.candidates, probabilities=drawn.probabilities))]
 
     def _finish(self, reason: FinishReason, begin: int | None = None, drafted: int = 0, shown: str = "") -> list[Action]:
         """Show what was held back - not where a stop string was found - and end."""
@@ -230,6 +268,15 @@ class Session:
         new = tuple(self.tokens[begin:])
         emitted = [Emit(new, min(drafted, len(new)), shown)] if new or shown else []
         return [*emitted, Finish(reason), *self.abandon()]
+
+
+def _check_drawn(event: Drafted) -> None:
+    """Passes a proposal that says for each node from what its children were drawn."""
+    candidates, probabilities = event.candidates, event.probabilities
+    if candidates is None or probabilities is None or (candidates.dtype, probabilities.dtype) != ("int32", "float32"):
+        raise ProtocolError("a proposal without the probabilities that it was drawn from")
+    if candidates.shape != probabilities.shape or len(candidates.shape) != 2 or candidates.shape[0] != 1 + len(event.tokens) or not candidates.shape[1]:
+        raise ProtocolError(f"a proposal of {len(event.tokens)} nodes with candidates {candidates.shape} and probabilities {probabilities.shape}")
 
 
 def _sampling(sampling: Sampling) -> Sampling:

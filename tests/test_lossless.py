@@ -6,14 +6,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.embedded import head_folder
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.messages import Finished
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.workers import kernels
+from support.heads import Variant, write_head
 from support.losslessness import difference
+from support.models import tiny_llama
 
 PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
 TREES = {
@@ -197,6 +201,105 @@ def test_a_draft_that_looks_up_what_was_said_changes_nothing(client: Client) -> 
                 for tree in (TREES["6/5/10"], TREES["64/12/8"]):
                     wrong = difference(complete(looking_up, turns, seed=4, tree=tree, **options), alone.result.token_ids)  # type: ignore[arg-type]
                     assert wrong is None, f"{options}, {turns}: {wrong}"
+
+
+HEADS = {
+    "eagle": {"fc_bias": True},
+    "eagle3": {"draft_vocabulary": 1000, "taps": (2, 4, 5)},
+    "dovetail": {"blocks": 2},
+    "jakiro": {},
+    "jakiro*": {"contrast": False, "experts": 3},
+}
+
+
+def demo_head(folder: Path, kind: str) -> Path:
+    """A head with random weights for the embedded target."""
+    shape = {"hidden": 256, "target_width": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 256, "dtype": torch.float16}
+    sizes = {"vocabulary": 4096, "draft_vocabulary": 4096, "config": {"max_position_embeddings": 512}}
+    return write_head(folder, Variant(kind, **{**shape, **sizes, **HEADS[kind]}))  # type: ignore[arg-type]
+
+
+def check_head(client: Client, flags: dict[str, str], prompts: Sequence[Sequence[str]], *, trees: Sequence[str] = ("6/5/10",), tokens: int = 24) -> Finished:
+    """With this draft every prompt gives what the target alone gives; the last reply."""
+    with running({"draft.device": "cpu", **flags}) as drafted:
+        for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, **PENALTIES["all"]}):
+            for turns in prompts:
+                alone = complete(client, turns, seed=4, tokens=tokens, **options)  # type: ignore[arg-type]
+                for name in trees:
+                    finished = complete(drafted, turns, seed=4, tree=TREES[name], tokens=tokens, **options)  # type: ignore[arg-type]
+                    assert finished.result.drafted_tokens > 0
+                    wrong = difference(finished, alone.result.token_ids)
+                    assert wrong is None, f"{flags}, tree {name}, {options}, {turns}: {wrong}"
+        assert (drafted.status().stale, drafted.status().reasons) == (0, ())
+    return finished
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_with_any_weights_changes_nothing(client: Client, kind: str, tmp_path: Path) -> None:
+    check_head(client, {"draft.model": str(demo_head(tmp_path, kind))}, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HEAD_KINDS if head_folder(kind).is_dir()])
+def test_an_embedded_head_changes_nothing_and_saves_target_passes(client: Client, kind: str) -> None:
+    result = check_head(client, {"draft.kind": kind}, PROMPTS[:3], trees=("15/8/10",), tokens=TOKENS).result
+    assert result.accepted_tokens > 0.5 * result.rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp32", "int8", "int4"])
+def test_a_head_changes_nothing_whatever_its_type_of_weights(client: Client, weights: str, tmp_path: Path) -> None:
+    check_head(client, {"draft.model": str(demo_head(tmp_path, "dovetail")), "draft.weights": weights}, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("policy", ["static", "beam", "budget"])
+def test_a_head_changes_nothing_whatever_the_tree_policy(client: Client, policy: str, tmp_path: Path) -> None:
+    with running({"draft.device": "cpu", "draft.model": str(demo_head(tmp_path, "jakiro"))}) as drafted:
+        tree = TreeSettings(policy=policy, gamma=12, depth=4, width=4)
+        for temperature in (0.0, 1.0):
+            alone = complete(client, PROMPTS[1], seed=2, tokens=24, temperature=temperature)
+            wrong = difference(complete(drafted, PROMPTS[1], seed=2, tokens=24, tree=tree, temperature=temperature), alone.result.token_ids)
+            assert wrong is None, wrong
+
+
+def test_interleaved_requests_with_a_head_and_an_inflated_target_give_what_each_gives_alone(client: Client, tmp_path: Path) -> None:
+    """The taps of an inflated target are those of its own layers, and every session's features are its own."""
+    alone = [complete(client, turns, temperature=1.0, seed=5, tokens=24).result.token_ids for turns in PROMPTS[:5]]
+    with running({"draft.device": "cpu", "draft.model": str(demo_head(tmp_path, "eagle3")), "target.inflate": "96MiB"}) as drafted:
+        requests = {
+            drafted.submit(turns=turns, sampling=Sampling(temperature=1.0), max_tokens=24, seed=5, tree=TREES["6/5/10"]): i
+            for i, turns in enumerate(PROMPTS[:5])
+        }
+        while requests:
+            reply = drafted.receive(60)
+            assert reply is not None
+            if isinstance(reply, Finished):
+                wrong = difference(reply, alone[requests.pop(reply.request)])
+                assert wrong is None, wrong
+
+
+def test_a_head_of_another_target_takes_the_embedding_of_that_target(tmp_path: Path) -> None:
+    target, head = tiny_llama(tmp_path / "target", layers=7), write_head(tmp_path / "head", "eagle3", taps=(2, 3, 4))
+    with running({"target.model": str(target), "draft.model": str(head), "draft.device": "cpu"}) as tiny:
+        sampling, prompt = Sampling(temperature=1.0), (2, 3, 5, 7, 11)
+        alone, drafted = (
+            tiny.complete(tiny.submit(tokens=prompt, sampling=sampling, max_tokens=40, seed=1, tree=TREES["15/8/10"], speculate=speculate))
+            for speculate in (False, True)
+        )
+        assert drafted.result.drafted_tokens > 0
+        wrong = difference(drafted, alone.result.token_ids)
+        assert wrong is None, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HEADS)
+def test_all_shipped_prompts_with_a_head_of_every_kind(client: Client, kind: str, tmp_path: Path) -> None:
+    check_head(client, {"draft.model": str(demo_head(tmp_path, kind))}, PROMPTS, trees=("2/2/1", "15/8/10", "64/12/8"), tokens=96)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_on_the_gpu_changes_nothing(client: Client, kind: str, tmp_path: Path) -> None:
+    check_head(client, {"draft.model": str(demo_head(tmp_path, kind)), "draft.device": "cuda:0"}, PROMPTS[:2])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The draft worker: commands of the coordinator become calls of the engine, and what it proposes becomes events.
 
 Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and nothing of links; the engine is `drafter.py` with a small
-model, or `lookup.py` without one, and then torch is never imported.
+model, `head_drafter.py` with a head of its target's, or `lookup.py` without a model, and then torch is never imported.
 """
 
 import os
@@ -14,7 +14,24 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError, SettingsError, StaleError
-from dovetail.protocol.messages import MAX_SPANS, MAX_TOKENS, Close, Closed, Command, Draft, Drafted, Event, Hello, Limits, Open, Opened, VocabularyFacts
+from dovetail.protocol.messages import (
+    MAX_SPANS,
+    MAX_TOKENS,
+    Close,
+    Closed,
+    Command,
+    Draft,
+    Drafted,
+    Event,
+    Fed,
+    Feed,
+    Hello,
+    Limits,
+    Open,
+    Opened,
+    Reads,
+    VocabularyFacts,
+)
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
@@ -38,10 +55,11 @@ class EngineSession(Protocol):
 
 
 SessionT = TypeVar("SessionT", bound=EngineSession)
+ReadT = TypeVar("ReadT", bound=EngineSession, contravariant=True)
 
 
 class Engine(Protocol[SessionT]):
-    """What proposes: `Drafter` or `Lookup`. Sessions are opened, drafted for, and dropped."""
+    """What proposes: `Drafter`, `HeadDrafter` or `Lookup`. Sessions are opened, drafted for, and dropped."""
 
     def check_tokens(self, tokens: Sequence[int], /) -> None:
         """`RequestError` if one of `tokens` cannot be read."""
@@ -56,6 +74,21 @@ class Engine(Protocol[SessionT]):
 
     def prepare(self, session: SessionT, /) -> bool:
         """Do a bit of work ahead of need; False: there is none."""
+
+
+class Reader(Protocol[ReadT]):
+    """What an engine that reads features of its target does beside `Engine`."""
+
+    reads: Reads
+
+    def feed(self, session: ReadT, start: int, features: Array, /) -> None:
+        """Read the features of the prompt's positions from `start` on; `StaleError` if that was done, `RequestError` if they do not follow what was."""
+
+    def check_features(self, session: ReadT, accepted: int, features: Array | None, /) -> None:
+        """`RequestError` unless with `features` those of the log and of the `accepted` nodes are there."""
+
+    def take_features(self, session: ReadT, features: Array, /) -> None:
+        """Those that came with a verdict; what is drafted next goes on from them."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +116,9 @@ class _Held(Generic[SessionT]):
 class DraftWorker(Generic[SessionT]):
     """Open, Draft and Close of any number of sessions, one command at a time."""
 
-    def __init__(self, engine: Engine[SessionT], identity: Identity, spans: Spans) -> None:
-        """`spans` are those in which the engine measures itself."""
-        self._engine, self._identity, self._spans = engine, identity, spans
+    def __init__(self, engine: Engine[SessionT], identity: Identity, spans: Spans, *, reader: Reader[SessionT] | None = None) -> None:
+        """`spans` are those in which the engine measures itself; `reader`: the engine, if it reads features."""
+        self._engine, self._reader, self._identity, self._spans = engine, reader, identity, spans
         self._held: dict[int, _Held[SessionT]] = {}
         self._epoch = 0
         self.stale = 0
@@ -110,6 +143,7 @@ class DraftWorker(Generic[SessionT]):
             limits=Limits(context=identity.context, sessions=MAX_OPEN),
             vocabulary=identity.vocabulary,
             tokenizer=None if tokenizer is None else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
+            reads=None if self._reader is None else self._reader.reads,
         )
 
     def handle(self, command: Command) -> Sequence[Event]:
@@ -118,6 +152,8 @@ class DraftWorker(Generic[SessionT]):
             match command:
                 case Open():
                     return [self._open(command)]
+                case Feed():
+                    return [self._feed(command)]
                 case Draft():
                     return [self._draft(command)]
                 case Close():
@@ -158,6 +194,19 @@ class DraftWorker(Generic[SessionT]):
         self._held[number] = _Held(session)
         return Opened(epoch=self._epoch, session=number, spans=self._spans.take(MAX_SPANS))
 
+    def _feed(self, command: Feed) -> Fed:
+        held = find_session(self._held, command.session)
+        if self._reader is None:
+            raise RequestError("role", "this draft reads no features of its target")
+        try:
+            self._reader.feed(held.session, command.start, command.features)
+        except (RequestError, StaleError):
+            raise
+        except BaseException:  # some of the rows may be there
+            del self._held[command.session]
+            raise
+        return Fed(epoch=self._epoch, session=command.session, start=command.start, spans=self._spans.take(MAX_SPANS))
+
     def _draft(self, command: Draft) -> Drafted:
         start = time.monotonic_ns()
         held = find_session(self._held, command.session)
@@ -166,6 +215,8 @@ class DraftWorker(Generic[SessionT]):
         shape = Shape(command.max_nodes, command.max_depth, command.max_width)
         try:
             with self._spans.measure("draft"):
+                if self._reader is not None and command.features is not None:
+                    self._reader.take_features(held.session, command.features)
                 proposal = self._engine.draft(held.session, command.accepted, command.bonus, shape, deadline_ns)
         except BaseException:  # the log may have moved and the cache not: what cannot be trusted is forgotten
             del self._held[command.session]
@@ -179,6 +230,10 @@ class DraftWorker(Generic[SessionT]):
         if not held.proposed.is_path(command.accepted):
             raise RequestError("prefix", f"session {command.session}: nodes {command.accepted} are no path of the proposal of round {held.round}")
         self._engine.check_tokens([command.bonus])
+        if self._reader is not None:
+            self._reader.check_features(held.session, len(command.accepted), command.features)
+        elif command.features is not None:
+            raise RequestError("protocol", f"session {command.session}: features came, and this draft reads none")
 
     def _drafted(self, command: Draft, proposal: Proposal) -> Drafted:
         return Drafted(
@@ -190,23 +245,40 @@ class DraftWorker(Generic[SessionT]):
             scores=proposal.scores,
             grown=proposal.grown,
             hit=proposal.hit,
+            candidates=proposal.candidates,
+            probabilities=proposal.probabilities,
             spans=self._spans.take(MAX_SPANS),
         )
 
 
-def open_draft_worker(settings: DraftSettings, *, name: str, threads: int) -> DraftWorker[Any]:
-    """The draft worker of `settings`: a lookup, or a smaller causal language model from the folder or hub id `settings.model`."""
+def open_draft_worker(settings: DraftSettings, *, name: str, threads: int, target: str) -> DraftWorker[Any]:
+    """The draft worker of `settings`: a lookup, or the model in the folder or hub id `settings.model`: a smaller one, or a head of the model `target`."""
     if settings.kind == "none":
         raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' or 'ngram'")
     if settings.kind == "ngram":
         return DraftWorker(Lookup(), Identity(name, "ngram", "cpu", 1, MAX_TOKENS), Spans())
     if not settings.model:
-        raise SettingsError("draft.model is empty: name the folder or the hub id of a smaller model of the target's family, or choose draft.kind 'ngram'")
-    return _open_small(settings, name, threads)
+        raise SettingsError(
+            "draft.model is empty: name the folder or the hub id of a smaller model of the target's family or of a head for it, or choose draft.kind 'ngram'"
+        )
+    from dovetail.workers.models.heads import classify  # torch comes in here
+
+    kind = classify(settings.model, allow_bin=settings.pickled)
+    if settings.kind not in ("auto", told := _KIND_NAMES.get(kind, kind)):
+        raise SettingsError(f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: leave draft.kind out, or name another folder")
+    return _open_small(settings, name, threads) if kind is None else _open_head(settings, name, threads, target)
+
+
+_KIND_NAMES = {None: "small", "jakiro*": "jakiro"}
+"""What `classify` calls otherwise than the settings."""
+
+
+def _in_words(kind: str | None) -> str:
+    return "an ordinary language model (kind 'small')" if kind == "small" else f"a head of kind {kind!r}"
 
 
 def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker[Any]:
-    from dovetail.workers.devices import first_device, open_device  # torch comes in here
+    from dovetail.workers.devices import first_device, open_device
     from dovetail.workers.drafter import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
@@ -216,3 +288,17 @@ def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker
     checkpoint, spans = model.checkpoint, Spans()
     identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer)
     return DraftWorker(Drafter(model, spans), identity, spans)
+
+
+def _open_head(settings: DraftSettings, name: str, threads: int, target: str) -> DraftWorker[Any]:
+    from dovetail.workers.devices import first_device, open_device
+    from dovetail.workers.head_drafter import HeadDrafter
+    from dovetail.workers.models.heads import open_head
+
+    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    head = open_head(settings.model, target=target, weights=settings.weights, device=device.name, allow_bin=settings.pickled)
+    if settings.contrast is True and not head.spec.contrast:
+        raise SettingsError(f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no contrast output: leave draft.contrast out")
+    spans = Spans()
+    engine = HeadDrafter(head, spans, contrast=head.spec.contrast and settings.contrast is not False, capture=device.capture)
+    return DraftWorker(engine, Identity(name, settings.model, device.name, threads, MAX_TOKENS), spans, reader=engine)

@@ -8,8 +8,10 @@ it has proposed itself: what repeats is continued.
 
 The logarithms of the votes are this draft's logits, relative to the unseen's 0, and the processors that look back are applied to them. Temperature and
 truncation are not: what is looked up was written under these already. Nor is the noise: these probabilities are too coarse to gain by it (measured at
-temperature 1: acceptance unchanged, the scores two to three times too high). Nothing here can change the output, only how fast it comes. Knows no model, no
-device and no vocabulary; imports no torch.
+temperature 1: acceptance unchanged, the scores two to three times too high). Nothing here can change the output, only how fast it comes.
+
+The tree is grown best first; since no pass is to be saved this is what the policies `dynamic` and `budget` (without its decay) both come to, and the others
+are refused. So is acceptance by rejection: nothing is drawn here. Knows no model, no device and no vocabulary; imports no torch.
 """
 
 import heapq
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import Sampling, TreeSettings, misfit
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import Proposal, Shape
@@ -110,6 +112,8 @@ class Lookup:
         self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
     ) -> LookupSession:
         """A session with the prompt indexed; `RequestError` if it has a token at or beyond `vocabulary_size`, which could be proposed. No use for `key`."""
+        if (text := misfit(sampling, tree, "ngram")) is not None:
+            raise RequestError("settings", text)
         if (largest := max(prompt)) >= vocabulary_size:
             raise RequestError("vocabulary", f"the prompt has token {largest}, beyond the target's vocabulary of {vocabulary_size}")
         log = list(prompt)

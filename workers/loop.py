@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import psutil
@@ -17,7 +17,7 @@ import psutil
 from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import Close, Command, Draft, Drain, Event, Failed, Hello, Open, Probe, Probed, Verify, Welcome
+from dovetail.protocol.messages import Close, Command, Draft, Drain, Event, Failed, Feed, Hello, Open, Probe, Probed, Verify, Welcome
 from dovetail.workers.failures import as_request_error
 
 EPOCH_BITS = 62
@@ -37,8 +37,8 @@ class Worker(Protocol):
     def hello(self, epoch: int) -> Hello:
         """The introduction; `epoch` is this worker's own and goes into every event."""
 
-    def handle(self, command: Command) -> Sequence[Event]:
-        """Do a command and answer it, with several events if parts of it failed, with none if it was stale."""
+    def handle(self, command: Command) -> Iterable[Event]:
+        """Do a command and answer it: with several events if it has parts, each sent as it comes; with none if it was stale."""
 
     def idle(self) -> bool:
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
@@ -121,14 +121,15 @@ class _Loop:
             return None
         return command
 
-    def _do(self, command: Command) -> Sequence[Event]:
+    def _do(self, command: Command) -> Iterator[Event]:
         if isinstance(command, Probe):
-            return [self._probed(command)]
+            yield self._probed(command)
+            return
         start = time.monotonic_ns()
         try:
-            return self._worker.handle(command)
+            yield from self._worker.handle(command)
         except Exception as error:  # one command's failure must not end the other sessions
-            return failures(command, self._epoch, as_request_error(error))
+            yield from failures(command, self._epoch, as_request_error(error))
         finally:
             self._busy_ns += time.monotonic_ns() - start
 
@@ -150,7 +151,7 @@ def failures(command: Command, epoch: int, error: RequestError) -> list[Event]:
     match command:
         case Verify():
             subjects = [(item.session, item.round) for item in command.items]
-        case Open() | Draft():
+        case Open() | Feed() | Draft():
             subjects = [(command.session, command.round)]
         case Close():
             subjects = [(command.session, None)]

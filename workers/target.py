@@ -6,11 +6,13 @@ Knows which command is stale, wrong or next; how tokens are computed is the veri
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.protocol.arrays import Array
+import torch
+
+from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
 from dovetail.protocol.errors import RequestError, SettingsError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -24,17 +26,20 @@ from dovetail.protocol.messages import (
     Limits,
     Open,
     Opened,
+    Prefilled,
+    States,
     Verified,
-    VerifiedItem,
     Verify,
     VerifyItem,
 )
 from dovetail.protocol.settings import MAX_GAMMA, TargetSettings, byte_count
-from dovetail.protocol.spans import Spans
+from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.devices import open_device
 from dovetail.workers.failures import as_request_error
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.verifier import MAX_SESSIONS, Verifier
+from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.verifier import MAX_SESSIONS, First, Part, Verdict, Verifier
+from dovetail.workers.wire import to_array, to_tensor
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,10 @@ class TargetWorker:
             limits=Limits(context=self._model.context, nodes=MAX_GAMMA, sessions=MAX_SESSIONS),
             vocabulary=checkpoint.vocabulary,
             tokenizer=Array(dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer),
+            states=States(width=self._model.hidden_size, layers=self._model.layers, checkpoint=checkpoint.digest),
         )
 
-    def handle(self, command: Command) -> Sequence[Event]:
+    def handle(self, command: Command) -> Iterable[Event]:
         match command:
             case Open():
                 return self._open(command)
@@ -126,11 +132,12 @@ class TargetWorker:
     def idle(self) -> bool:
         return self._verifier.prepare_noise()
 
-    def _open(self, command: Open) -> Sequence[Event]:
+    def _open(self, command: Open) -> Iterator[Event]:
+        """A part of the prompt leaves as soon as it has been read: its features are held by nobody while the next is computed."""
         if command.session in self._verifier:
             self.stale += 1
-            return []
-        bonus, margin = self._verifier.open(
+            return
+        opening = self._verifier.open(
             command.session,
             key=command.key,
             prompt=command.prompt,
@@ -138,16 +145,24 @@ class TargetWorker:
             sampling=command.sampling,
             tree=command.tree,
             end=command.end,
+            reads=command.features,
         )
-        return [Opened(epoch=self._epoch, session=command.session, bonus=bonus, margin=margin, spans=self._spans.take(MAX_SPANS))]
+        for step in opening:
+            yield self._opening(command.session, step)
+
+    def _opening(self, session: int, step: Part | First) -> Event:
+        if isinstance(step, Part):
+            return Prefilled(epoch=self._epoch, session=session, start=step.start, features=to_array(step.features))
+        return Opened(epoch=self._epoch, session=session, bonus=step.token, margin=step.margin, spans=self._spans.take(MAX_SPANS))
 
     def _verify(self, command: Verify) -> Sequence[Event]:
         """An item that cannot be done is answered for itself and hurts none of the others."""
         items: list[VerifyItem] = []
         failed: list[Event] = []
+        drawn = _drawn(command)
         for item in command.items:
             try:
-                self._verifier.check(item)
+                self._verifier.check(item, drawn.get(item.session))
                 if any(other.session == item.session for other in items):
                     raise StaleError(f"session {item.session} stands twice in a command")
             except StaleError:
@@ -156,18 +171,56 @@ class TargetWorker:
                 failed.append(self._failed(item, error))
             else:
                 items.append(item)
-        verdicts = self._verdicts(items) if items else []
-        verified = tuple(verdict for verdict in verdicts if isinstance(verdict, VerifiedItem))
+        verdicts = self._verdicts(items, drawn) if items else []
         failed += [self._failed(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if isinstance(verdict, RequestError)]
-        if not verified:
-            return failed
-        return [Verified(epoch=self._epoch, items=verified, spans=self._spans.take(MAX_SPANS)), *failed]
+        spans = self._spans.take(MAX_SPANS)
+        groups = _alike([verdict for verdict in verdicts if isinstance(verdict, Verdict)])
+        return [*(self._verified(group, spans) for group in groups), *failed]
 
-    def _verdicts(self, items: Sequence[VerifyItem]) -> Sequence[VerifiedItem | RequestError]:
+    def _verified(self, verdicts: Sequence[Verdict], spans: Sequence[Span]) -> Verified:
+        """One message of verdicts whose features, if they have any, stand below each other; `spans`: of the pass."""
+        features = [verdict.features for verdict in verdicts if verdict.features is not None]
+        return Verified(
+            epoch=self._epoch,
+            items=tuple(verdict.item for verdict in verdicts),
+            spans=tuple(spans),
+            features=to_array(torch.cat(features)) if features else None,
+        )
+
+    def _verdicts(self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn]) -> Sequence[Verdict | RequestError]:
         try:
-            return self._verifier.verify(items)
+            return self._verifier.verify(items, drawn)
         except Exception as error:  # the pass itself: what else the command names, stale or refused, has nothing to do with it
             return [as_request_error(error)] * len(items)
 
     def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
         return Failed(epoch=self._epoch, session=item.session, round=item.round, code=error.code, text=str(error))  # type: ignore[arg-type]
+
+
+def _drawn(command: Verify) -> dict[int, Drawn]:
+    """Of what the trees of a command were drawn, by session; none of them was where there is nothing to be read."""
+    if command.candidates is None or command.probabilities is None:
+        return {}
+    candidates, probabilities = to_tensor(command.candidates), to_tensor(command.probabilities)
+    rows = [1 + len(item.tokens) for item in command.items]
+    numbers = (candidates.dtype, probabilities.dtype) == (torch.int32, torch.float32)
+    if not numbers or candidates.dim() != 2 or candidates.shape != probabilities.shape or len(candidates) != sum(rows):
+        return {}  # then no tree that has to be drawn passes its check
+    parts = zip(command.items, torch.split(candidates, rows), torch.split(probabilities, rows), strict=True)
+    return {item.session: Drawn(ids, law) for item, ids, law in parts}
+
+
+def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
+    """The verdicts of a pass by what their drafts read, no more features in a group than an array may have."""
+    for reads in dict.fromkeys(verdict.reads for verdict in verdicts):
+        group: list[Verdict] = []
+        held = 0
+        for verdict in verdicts:
+            if verdict.reads == reads:
+                size = 0 if verdict.features is None else verdict.features.nbytes
+                if group and held + size > MAX_ARRAY_BYTES:
+                    yield group
+                    group, held = [], 0
+                group.append(verdict)
+                held += size
+        yield group

@@ -5,31 +5,75 @@ session's committed rows, every row sees the committed ones, the root and its ow
 committed. The next root, the bonus, has no row yet. Every session is checked before the pass and committed after it, so that a pass that fails changes
 nothing; after it, each session is judged and committed for itself, and one whose commit fails half-way is forgotten.
 
+A session whose draft reads its target gets features of every committed row, as they are computed: of the prompt part by part, of a tree those of the root
+and the accepted nodes.
+
 Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and nothing of links.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError, TreeError
-from dovetail.protocol.messages import VerifiedItem, VerifyItem
+from dovetail.protocol.messages import Reads, VerifiedItem, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.protocol.tree import TokenTree
+from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.failures import as_request_error
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.states import LAST
 from dovetail.workers.rounds import check_round, find_session
 from dovetail.workers.speculation.acceptance import walk
 from dovetail.workers.speculation.noise import NoiseCache
+from dovetail.workers.speculation.rejection import Choices, Drawn, judge
 from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
+from dovetail.workers.wire import narrowed
 
 PREFILL_ROWS = 256
 """Rows of a prefill pass: enough to be bound by arithmetic, few enough that activations stay small."""
 MAX_SESSIONS = 64
+UNDRAWN: Mapping[int, Drawn] = {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a prompt has been read."""
+
+    start: int
+    features: Tensor
+    """[n, row] of positions start, start + 1, ... in the type that was asked for."""
+
+
+@dataclass(frozen=True)
+class First:
+    """A prompt has been read, and its session is open: the first token of the reply."""
+
+    token: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a pass says of a session."""
+
+    item: VerifiedItem
+    reads: Reads | None
+    features: Tensor | None
+    """[1 + accepted, row] of the root and the accepted nodes, if the session's draft reads them."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a pass computed for one session: row 0 is the root's, row i + 1 node i's."""
+
+    logits: Tensor
+    """[M, V]."""
+    states: Mapping[int, Tensor]
+    """[M, hidden] of every place that one of the sessions reads."""
 
 
 @dataclass
@@ -40,11 +84,25 @@ class _Session:
     capacity: int
     sampling: Sampling
     tree: TreeSettings
+    key: bytes
     noise: NoiseCache | None
-    """None: greedy."""
+    """None: greedy, or nothing is coupled."""
     looking_back: LookingBack | None
     """None: no processor looks back."""
+    reads: Reads | None
+    """What the session's draft reads of this target."""
     round: int = 0
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Where the states are that the draft reads."""
+        return () if self.reads is None else self.reads.taps or (LAST,)
+
+    def features(self, states: Mapping[int, Tensor], rows: Sequence[int] | slice) -> Tensor | None:
+        """Those of some rows of a pass."""
+        if self.reads is None:
+            return None
+        return narrowed(torch.cat([states[place][rows] for place in self.places], dim=1), self.reads.dtype).cpu()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append what has been committed."""
@@ -68,23 +126,36 @@ class Verifier:
         return session in self._sessions
 
     def open(
-        self, number: int, *, key: bytes, prompt: Sequence[int], capacity: int, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
-    ) -> tuple[int, float]:
-        """Prefill the prompt of a new session that may grow to `capacity` tokens; its first token and that one's margin. `end`: ids that end the reply."""
+        self,
+        number: int,
+        *,
+        key: bytes,
+        prompt: Sequence[int],
+        capacity: int,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        reads: Reads | None = None,
+    ) -> Iterator[Part | First]:
+        """Prefill the prompt of a new session that may grow to `capacity` tokens: its parts, if there are `reads`, as they are done, and the first token.
+
+        `end`: ids that end the reply.
+        """
         self._check_room(prompt, capacity)
         self._check_biases(sampling)
+        self._check_reads(reads)
         with self._spans.measure("prefill"):
-            noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if sampling.temperature > 0.0 else None
+            coupled = sampling.temperature > 0.0 and not sampling.rejects
+            noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
             back = LookingBack(sampling, prompt, end, self._model.vocabulary_size, self._model.device) if sampling.looks_back else None
-            session = _Session(list(prompt), self._model.new_cache(capacity + tree.gamma), capacity, sampling, tree, noise, back)
-            logits = self._prefill(session)
-            choices = _choices(session, logits, TokenTree())
-            bonus, margin = choices[0], choices.margin(0)
+            session = _Session(list(prompt), self._model.new_cache(capacity + tree.gamma), capacity, sampling, tree, key, noise, back, reads)
+            logits = yield from self._prefill(session)
+            _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
         session.extend([bonus])
         self._sessions[number] = session
-        return bonus, margin
+        yield First(bonus, margin)
 
-    def check(self, item: VerifyItem) -> None:
+    def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
         session = find_session(self._sessions, item.session)
         check_round(item.session, last=session.round, round=item.round, length=len(session.log), prefix=item.prefix)
@@ -94,16 +165,21 @@ class Verifier:
             raise RequestError("capacity", f"session {item.session}: {len(session.log)} tokens, where it was opened for at most {session.capacity}")
         try:
             item.tree.check(self._model.vocabulary_size)
+            if session.sampling.rejects and len(item.tokens):
+                (drawn or Drawn.nothing()).check(item.tree, self._model.vocabulary_size)
         except TreeError as error:
             raise RequestError("protocol", f"session {item.session}: {error}") from None
 
-    def verify(self, items: Sequence[VerifyItem]) -> list[VerifiedItem | RequestError]:
-        """One pass for checked items of different sessions; for each in turn the verdict, committed, or why there is none. If it raises, nothing changed."""
+    def verify(self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn] = UNDRAWN) -> list[Verdict | RequestError]:
+        """One pass for checked items of different sessions; for each in turn the verdict, committed, or why there is none. If it raises, nothing changed.
+
+        `drawn`: by session, from what the trees of those were drawn that accept by rejection.
+        """
         with self._spans.measure("verify"):
-            logits = self._forward(items)
-            verdicts = [self._judge(item, rows) for item, rows in zip(items, logits, strict=True)]
+            passed = self._forward(items)
+            verdicts = [self._judge(item, rows, drawn.get(item.session)) for item, rows in zip(items, passed, strict=True)]
         with self._spans.measure("commit"):
-            return [self._commit(item, verdict) if isinstance(verdict, VerifiedItem) else verdict for item, verdict in zip(items, verdicts, strict=True)]
+            return [self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict for item, verdict in zip(items, verdicts, strict=True)]
 
     def close(self, number: int) -> None:
         """Forget a session; unknown ones are forgotten already."""
@@ -129,19 +205,28 @@ class Verifier:
         if (largest := max((token for token, _ in sampling.logit_bias), default=0)) >= size:
             raise RequestError("vocabulary", f"logit_bias names token {largest}, beyond the vocabulary of {size}")
 
-    def _prefill(self, session: _Session) -> Tensor:
-        """Compute and commit the rows of the prompt, some at a time; the logits [1, V] after its last token."""
+    def _check_reads(self, reads: Reads | None) -> None:
+        own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
+        if reads is not None and ((reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]):
+            text = f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers {reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
+            raise RequestError("settings", f"features of {text} and {own[2]} layers were asked for: use a draft that was made for this target")
+
+    def _prefill(self, session: _Session) -> Generator[Part, None, Tensor]:
+        """Compute and commit the rows of the prompt, some at a time; returns the logits [1, V] after its last token."""
         logits = torch.empty(0)
         for start in range(0, len(session.log), PREFILL_ROWS):
             chunk = torch.tensor(session.log[start : start + PREFILL_ROWS])
             count = len(chunk)
             segment = Segment(session.cache, start, count)
-            logits = self._model.forward(chunk, torch.arange(start, start + count), [segment], rows=torch.tensor([count - 1]))
+            positions, last = torch.arange(start, start + count), torch.tensor([count - 1])
+            logits, states = self._model.forward_with_states(chunk, positions, [segment], wanted=session.places, rows=last)
             session.cache.keep(range(start, start + count), count)
+            if (features := session.features(states, slice(None))) is not None:
+                yield Part(start, features)
         return logits
 
-    def _forward(self, items: Sequence[VerifyItem]) -> tuple[Tensor, ...]:
-        """The logits [M, V] of each item: row 0 follows the root, row i + 1 node i."""
+    def _forward(self, items: Sequence[VerifyItem]) -> list[_Rows]:
+        """What one pass computes for each item."""
         tokens: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
@@ -152,22 +237,25 @@ class Verifier:
             # what lies beyond the context is cut from the reply, but its rows are computed, and a model need have no position for them
             positions += (min(root + depth, self._model.context - 1) for depth in (0, *tree.depths))
             segments.append(Segment(session.cache, root, len(tree) + 1, tree_paths(tree, root) if tree else None))
-        logits = self._model.forward(torch.tensor(tokens), torch.tensor(positions), segments)
-        return torch.split(logits, [segment.count for segment in segments])
+        wanted = {place for item in items for place in self._sessions[item.session].places}
+        logits, states = self._model.forward_with_states(torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted)
+        counts = [segment.count for segment in segments]
+        parts = {place: torch.split(kept, counts) for place, kept in states.items()}
+        return [_Rows(rows, {place: parts[place][index] for place in wanted}) for index, rows in enumerate(torch.split(logits, counts))]
 
-    def _judge(self, item: VerifyItem, logits: Tensor) -> VerifiedItem | RequestError:
+    def _judge(self, item: VerifyItem, rows: _Rows, drawn: Drawn | None) -> Verdict | RequestError:
         session, tree = self._sessions[item.session], item.tree
         try:
-            choices = _choices(session, logits, tree)
-            accepted, bonus = walk(tree, choices)
-            margins = tuple(choices.margin(node + 1) for node in (-1, *accepted))
+            accepted, bonus, margins = _outcome(session, rows.logits, tree, drawn or Drawn.nothing())
+            features = session.features(rows.states, [0, *(node + 1 for node in accepted)])
         except Exception as error:  # the other sessions of the pass have their verdicts
             return as_request_error(error)
-        return VerifiedItem(session=item.session, round=item.round, accepted=accepted, bonus=bonus, margins=margins)
+        verdict = VerifiedItem(session=item.session, round=item.round, accepted=accepted, bonus=bonus, margins=margins)
+        return Verdict(verdict, session.reads, features)
 
-    def _commit(self, item: VerifyItem, verdict: VerifiedItem) -> VerifiedItem | RequestError:
+    def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
         try:
-            self._append(self._sessions[item.session], item.tree, verdict)
+            self._append(self._sessions[item.session], item.tree, verdict.item)
         except Exception as error:  # its log may have moved and its cache not
             self.close(item.session)
             return as_request_error(error)
@@ -224,20 +312,32 @@ class _Processed:
     def _choose(self, row: int) -> tuple[int, float]:
         if row not in self._chosen:
             session = self._session
-            path = [self._tree.tokens[node] for node in self._tree.path(row - 1)]
-            logits = self._logits[row : row + 1]
-            if session.looking_back is not None:
-                logits = session.looking_back.process(logits, [path])
+            path = self._tree.path(row - 1)
             noise = session.noise.row(len(session.log) + len(path)).unsqueeze(0) if session.noise is not None else None
-            ids, margins = choose(process_logits(logits, session.sampling), noise)
+            ids, margins = choose(_process(session, self._logits, self._tree, row), noise)
             self._chosen[row] = int(ids[0]), float(margins[0])
             _check_number(self._chosen[row][1])
         return self._chosen[row]
 
 
-def _choices(session: _Session, logits: Tensor, tree: TokenTree) -> _Greedy | _Processed:
-    """The target's choices after the rows of `logits` [M, V]: the end of the session's log, then each node of `tree`."""
-    return _Greedy(logits) if session.noise is None and session.looking_back is None else _Processed(session, logits, tree)
+def _process(session: _Session, logits: Tensor, tree: TokenTree, row: int) -> Tensor:
+    """[1, V]: a row of `logits` [M, V] as the session's processors leave it."""
+    if session.looking_back is None:
+        return process_logits(logits[row : row + 1], session.sampling)
+    path = [tree.tokens[node] for node in tree.path(row - 1)]
+    return process_logits(session.looking_back.process(logits[row : row + 1], [path]), session.sampling)
+
+
+def _outcome(session: _Session, logits: Tensor, tree: TokenTree, drawn: Drawn) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
+    """The accepted nodes, the bonus and the margins of these tokens, by the logits [M, V] after the end of the session's log and after each node of `tree`."""
+    if session.sampling.rejects:
+        outcome = judge(tree, drawn, lambda row: _process(session, logits, tree, row)[0], Choices(session.key, len(session.log)))
+        _check_number(outcome[2][-1])
+        return outcome
+    greedy = session.noise is None and session.looking_back is None
+    choices = _Greedy(logits) if greedy else _Processed(session, logits, tree)
+    accepted, bonus = walk(tree, choices)
+    return accepted, bonus, tuple(choices.margin(node + 1) for node in (ROOT, *accepted))
 
 
 def _check_number(margin: float) -> None:

@@ -6,11 +6,15 @@ Every command takes the cores that it may use (taskset counts), pins itself and 
 import click
 
 from benchmarks.accuracy import accuracy
+from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
+from benchmarks.levels import levels
 from benchmarks.limit import limit
 from benchmarks.loading import loading
+from benchmarks.papers import papers
 from benchmarks.rest import rest
 from benchmarks.sameness import bytes_command
+from benchmarks.training import training
 
 
 @click.group()
@@ -22,5 +26,5 @@ def main() -> None:
     """
 
 
-for command in (transformers, llama, limit, rest, bytes_command, accuracy, loading):
+for command in (transformers, llama, limit, rest, bytes_command, accuracy, loading, coupling, levels, papers, training):
     main.add_command(command)

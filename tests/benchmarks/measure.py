@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
 INTERVAL = (0.025, 0.975)
 LEEWAY = 0.02
 """A bound holds when the interval reaches it and the median misses it by no more than this."""
+
+
+NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class Estimate:
         """Whether this is at most `most`."""
         return self.low <= most and self.median <= most + LEEWAY
 
+    def reaches(self, least: float) -> bool:
+        """Whether this is at least `least`."""
+        return self.high >= least and self.median >= least - LEEWAY
+
     def as_json(self) -> dict[str, float]:
         return {"median": self.median, "low": self.low, "high": self.high}
 
@@ -44,6 +52,21 @@ def estimate(samples: Sequence[float], *, seed: int = 0) -> Estimate:
 def ratio(left: Sequence[float], right: Sequence[float]) -> Estimate:
     """How many times the left side takes of the right one's, pair by pair."""
     return estimate([a / b for a, b in zip(left, right, strict=True)])
+
+
+def ratio_of_sums(left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]], *, seed: int = 0) -> Estimate:
+    """How many times the left side's rate is the right one's, where a rate is the sum of first numbers over the sum of second ones; pairs of prompts."""
+    sides = np.asarray([left, right], dtype=float)
+    drawn = np.random.default_rng(seed).integers(0, sides.shape[1], (RESAMPLES, sides.shape[1]))
+    low, high = np.quantile(_ratios(sides[:, drawn].sum(axis=2)), INTERVAL)
+    return Estimate(float(_ratios(sides.sum(axis=1, keepdims=True))[0]), float(low), float(high))
+
+
+def _ratios(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """sums [side, sample, number] -> [sample]; where the right side's rate is nothing, the ratio is very large instead of infinite."""
+    left, right = sums[..., 0] / np.maximum(sums[..., 1], NOTHING)
+    ratios: NDArray[np.float64] = left / np.maximum(right, NOTHING)
+    return ratios
 
 
 def take_turns(sides: Sequence[Callable[[], float]], number: int) -> tuple[float, ...]:

@@ -29,12 +29,18 @@ class Numbers(click.ParamType):
 
     name = "N,N,..."
 
+    def __init__(self, count: int | None = None) -> None:
+        """`count`: how many there have to be."""
+        self._count = count
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         parts = [part for part in value.split(",") if part]
         if not all(part.isdigit() and int(part) > 0 for part in parts):
             self.fail(f"{value!r} is no list of positive integers such as 1,4,16", param, ctx)
+        if self._count not in (None, len(parts)):
+            self.fail(f"{value!r} has {len(parts)} numbers, and {self._count} are needed", param, ctx)
         return tuple(int(part) for part in parts)
 
 

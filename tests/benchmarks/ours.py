@@ -41,7 +41,7 @@ def prepare(folder: Path, weights: str, backend: str, context: int, threads: int
     def prefill(rows: int) -> Mapping[str, Any]:
         verifier = Verifier(model, Spans())
         prompt = token_row(rows, vocabulary)
-        return timed(lambda: verifier.open(1, key=bytes(32), prompt=prompt, capacity=rows + 1, sampling=Sampling(temperature=0.0), tree=TreeSettings()))
+        return timed(lambda: [*verifier.open(1, key=bytes(32), prompt=prompt, capacity=rows + 1, sampling=Sampling(temperature=0.0), tree=TreeSettings())])
 
     def linears(rows: int) -> Mapping[str, Any]:
         inputs = {matrix.k: torch.randn(rows, matrix.k) for matrix in packed_matrices(model)}

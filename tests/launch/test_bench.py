@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.bench import Cell, Method, PromptSet, Run, Task, loop_begins, read_method, speedup
+from dovetail.launch.bench import Cell, Method, PromptSet, Run, Task, against_peers, best_of_peers, loop_begins, medians, read_method, speedup
 from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.transport import measure_overhead
@@ -69,11 +69,25 @@ def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_tempera
     assert [(row["method"], row["temperature"]) for row in report["rows"]] == [(m, t) for t in (0.0, 1.0) for m in ("none", "small,tree.gamma=4")]
     assert {row["prompts"] for row in report["rows"]} == {"few"}
     alone, drafted = report["rows"][:2]
+    assert [told["ratio"] for told in report["passes"] if told["method"] == "none"] == [1.0, 1.0]
     assert (alone["speedup"], alone["gamma"], alone["draft_share"], drafted["gamma"]) == (1.0, 0, 0.0, 4)
     assert drafted["peak_rss_mb"] > alone["peak_rss_mb"] > 100
     assert alone["verified_tokens"] == alone["calls"]
     assert [told["shortened"] for told in report["prompts"]] == [1, 1]
     assert all(difference["near_tie"] for difference in report["differences"])
+
+
+def test_transformers_assisted_generation_is_a_method_that_takes_its_turns(run: RunCommand, tmp_path: Path) -> None:
+    prompts = tmp_path / "few.jsonl"
+    prompts.write_text(json.dumps({"id": "a", "turns": ["Hello."]}) + "\n")
+    done = run("bench", "--prompts", str(prompts), "--method", "assisted", "--max-tokens", "10", "--draft.device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [row["method"] for row in report["rows"]] == ["none", "assisted"]
+    assert report["rows"][1]["weights"] == "fp32"
+    assert report["differences"] == []
+    assert sum(peer["best"] for peer in report["peers"]) == 1
+    assert [(a["method"], a["peer"]) for a in report["against"]] == [("none", "assisted")]
 
 
 def test_the_transport_is_measured_around_a_real_coordinator() -> None:
@@ -93,6 +107,10 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
     assert read_method(base(), str(tmp_path)).configuration.settings.draft.model == str(tmp_path)
     looking_up = read_method(base().over("--draft", {"draft.model": "x"}), "ngram").configuration.settings.draft
     assert (looking_up.kind, looking_up.model) == ("ngram", "")
+    head = read_method(base().over("--draft", {"draft.model": "x"}), "eagle3").configuration.settings.draft
+    assert (head.kind, head.model) == ("eagle3", "")
+    folder = read_method(base().over("--draft", {"draft.kind": "dovetail"}), str(tmp_path)).configuration.settings.draft
+    assert (folder.kind, folder.model) == ("auto", str(tmp_path))
     tree = read_method(base(), f"{file},tree.gamma=9").configuration.settings.tree
     assert (tree.gamma, tree.depth) == (9, 2)
 
@@ -126,6 +144,22 @@ def test_speedup_is_the_ratio_of_time_per_token_and_lies_in_its_interval() -> No
 
 def test_tokens_that_differ_in_number_are_compared_by_time_per_token() -> None:
     assert speedup(cell([1.0], [5]), cell([2.0], [10]), seed=0) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_of_a_peer_the_number_of_threads_that_is_the_fastest_is_reported_and_compared() -> None:
+    alone, slow, fast = cell([4.0], [10]), cell([4.0], [10]), cell([2.0], [10])
+    slow.method, fast.method = Method("peer", base(), threads=2), Method("peer", base(), threads=1)
+    slow.prompts = fast.prompts = alone.prompts
+    best = best_of_peers([alone, slow, fast])
+    assert [c.method.label for c in best] == ["none", "peer with 1 thread"]
+    against = against_peers(best, seed=0)
+    assert [(a["method"], a["peer"], a["ratio"]) for a in against] == [("none", "peer", pytest.approx(0.5))]
+
+
+def test_the_median_set_of_prompts_is_told_where_there_are_several() -> None:
+    rows = [{"method": "m", "temperature": 0.0, "speedup": ratio} for ratio in (1.0, 2.5, 2.0)]
+    assert medians(rows) == [{"method": "m", "temperature": 0.0, "sets": 3, "speedup": 2.0}]
+    assert medians(rows[:1]) == []
 
 
 def test_without_a_decoded_token_there_is_no_speedup() -> None:

@@ -78,6 +78,8 @@ def test_version_names_the_program(run: Run) -> None:
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
         (("generate", "hello", "--policy", "goodput"), "not built yet"),
+        (("generate", "hello", "--sampling.acceptance", "rejection"), "set tree.policy to 'static', not 'dynamic'"),
+        (("generate", "hello", "--draft", "ngram", "--policy", "beam"), "set tree.policy to 'dynamic' or 'budget', not 'beam'"),
         (("generate", "hello", "--target", "/no/such/model"), "--draft"),
         (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
         (("generate", "hello", "--connect", "http://host"), "http://host"),

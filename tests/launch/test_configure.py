@@ -52,7 +52,7 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         ({"tree.gamma": "9999"}, {}, ("9999", "1023")),
         ({"sampling.top_p": "0"}, {}, ("a number above 0.0 to 1.0",)),
         ({"target.threads": "few"}, {}, ("whole number from 1 to 1024 or 'auto'",)),
-        ({"draft.kind": "eagle"}, {}, ("draft.kind", "not built yet", "'small'")),
+        ({"draft.kind": "substitute"}, {}, ("draft.kind", "not built yet", "'small'")),
         ({"draft.kind": "smal"}, {}, ("there is no draft kind 'smal'",)),
         ({"sampling.logit_bias": "5"}, {}, ("sampling.logit_bias = '5'", "--sampling.logit_bias", "17=-100,5=2.5")),
         ({"sampling.logit_bias": "5=1,5=2"}, {}, ("token 5 has two biases",)),
@@ -129,7 +129,7 @@ def test_config_show_prints_a_file_that_gives_the_same_settings(tmp_path: Path, 
 def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "show", "--json", "--origin", "--draft", "some/folder", "--target", "t"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["draft"] == {"kind": "auto", "model": "some/folder", "weights": "auto", "device": "auto"}
+    assert shown["draft"] == {"kind": "auto", "model": "some/folder", "weights": "auto", "device": "auto", "contrast": "auto", "pickled": False}
     assert shown["origin"]["draft.model"] == "--draft.model"
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dovetail.launch import embedded
 from dovetail.launch.configure import configure
 from dovetail.launch.outputs import check_output
 from dovetail.launch.preflight import check_draft, check_inflation, check_model, estimated_bytes, free_memory_bytes, memory_bytes
 from dovetail.launch.supervise import Supervisor, start_stack
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
-from dovetail.protocol.settings import TargetSettings
+from dovetail.protocol.settings import DraftSettings, TargetSettings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -51,6 +52,29 @@ def test_a_relative_path_that_exists_is_looked_at(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"^the draft model models has no config\.json"):
         check_draft(configure(flags={"draft.model": "models"}, environment={}).settings)
+
+
+def test_pickled_weights_are_for_heads_and_only_where_they_are_allowed(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "head", "config.json", "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors.*if it is a head allow them with --draft\.pickled true"):
+        check_draft(configure(flags={"draft.model": folder}, environment={}).settings)
+    check_draft(configure(flags={"draft.model": folder, "draft.pickled": "true"}, environment={}).settings)
+
+
+def test_an_embedded_head_is_taken_where_there_is_one_and_else_it_is_said_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "DEMO_FOLDER", tmp_path)
+    settings = configure(flags={"draft.kind": "eagle3"}, environment={}).settings
+    with pytest.raises(
+        UserError, match=r"^draft\.kind = 'eagle3': no head .* make one with `dovetail train eagle3 --out FOLDER`, and name it: --draft FOLDER$"
+    ):
+        check_draft(settings)
+    (tmp_path / "heads").mkdir()
+    folder = model_folder(tmp_path / "heads" / "eagle3", "config.json", "model.safetensors")
+    check_draft(settings)
+    assert embedded.with_draft(settings.draft).model == folder
+    assert embedded.with_draft(DraftSettings()).model == str(tmp_path / "draft")
+    for kept in (DraftSettings(kind="ngram"), DraftSettings(model="x", kind="eagle3")):
+        assert embedded.with_draft(kept) == kept
 
 
 def test_an_inflation_beyond_the_memory_is_refused_and_names_both_sizes() -> None:

@@ -64,6 +64,16 @@ def test_the_bytes_of_an_array_travel_in_a_frame_of_their_own() -> None:
     assert "data" not in msgpack.unpackb(body)["tokenizer"]
 
 
+def test_two_arrays_travel_in_the_order_of_their_names_and_one_may_be_missing() -> None:
+    drafted = REPRESENTATIVE["drafted"]
+    assert encode(drafted)[1:] == [drafted.candidates.data, drafted.probabilities.data]
+    lone = drafted.model_copy(update={"candidates": None})
+    body, raw = encode(lone)
+    assert EVENT.decode([body, raw]) == lone
+    for frames in ([body], [body, raw, raw], encode(drafted)[:2]):
+        assert refused_or_decoded(EVENT, frames) is None
+
+
 def test_a_message_of_the_largest_tuples_fits() -> None:
     finished = REPRESENTATIVE["finished"]
     many = 400_000

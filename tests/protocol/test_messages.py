@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.protocol import codec, messages
+from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.codec import Dialect
 from dovetail.protocol.messages import Drafted, Hello, Message, Open, Submit, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -21,6 +22,7 @@ DIALECTS: dict[str, tuple[Dialect[Any], tuple[type[Message], ...]]] = {
     "reply": (codec.REPLY, get_args(messages.Reply)),
 }
 REPRESENTATIVE = golden.representative()
+READS = REPRESENTATIVE["hello"].reads.model_dump()
 CASES = [(dialect, name) for dialect, (_, members) in DIALECTS.items() for name, message in REPRESENTATIVE.items() if type(message) in members]
 
 
@@ -89,6 +91,15 @@ def test_a_message_cannot_be_changed() -> None:
         ("hello", {"roles": ()}),
         ("hello", {"roles": ("coordinator",)}),
         ("hello", {"version": (1,)}),
+        ("hello", {"reads": {**READS, "taps": (0,) * (messages.MAX_TAPS + 1)}}),
+        ("hello", {"reads": {**READS, "taps": (messages.MAX_LAYERS,)}}),
+        ("hello", {"reads": {**READS, "taps": (-1,)}}),
+        ("hello", {"reads": {**READS, "taps": (0, 1, 2), "width": messages.MAX_WIDTH}}),
+        ("hello", {"reads": {**READS, "dtype": "float32"}}),
+        ("hello", {"states": {"width": 0, "layers": 1}}),
+        ("feed", {"features": None}),
+        ("feed", {"round": 1}),
+        ("prefilled", {"start": -1}),
         ("submit", {"max_tokens": 0}),
         ("submit", {"stop": ("",)}),
     ],
@@ -97,6 +108,13 @@ def test_a_value_out_of_bounds_is_refused(name: str, change: dict[str, Any]) -> 
     message = REPRESENTATIVE[name]
     with pytest.raises(ValidationError):
         type(message).model_validate({**message.model_dump(), **change})
+
+
+def test_the_longest_row_of_features_travels_in_parts_of_a_prompt_and_of_a_path() -> None:
+    """256 rows of a prompt are read at a time, and a path has at most 128 nodes."""
+    longest = messages.Reads(taps=(0, 1), width=messages.MAX_WIDTH, dtype="float16", vocabulary_size=1)
+    assert longest.row == messages.MAX_ROW
+    assert 256 * 2 * longest.row <= MAX_ARRAY_BYTES <= codec.MAX_FRAME_BYTES
 
 
 def test_a_hello_without_a_model_needs_no_more_than_a_name() -> None:

@@ -1,6 +1,6 @@
 """The settings: defaults that hold, and refusals that name what they refuse."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.protocol import settings
-from dovetail.protocol.settings import DraftSettings, Sampling, Settings, TargetSettings, TreeSettings, byte_count
+from dovetail.protocol.settings import DraftSettings, Sampling, Settings, TargetSettings, TreeSettings, byte_count, misfit
 
 
 def test_the_defaults_are_valid_settings() -> None:
@@ -23,21 +23,21 @@ def test_an_unknown_key_is_an_error(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("policy", [p for p in settings.POLICIES if p not in settings.BUILT_POLICIES])
 def test_a_policy_that_is_not_built_is_refused_by_name(policy: str) -> None:
-    with pytest.raises(ValidationError, match=f"the tree policy '{policy}' is not built yet; choose 'dynamic'"):
+    with pytest.raises(ValidationError, match=f"the tree policy '{policy}' is not built yet; choose 'static' or 'dynamic' or 'budget' or 'beam'"):
         TreeSettings(policy=policy)
 
 
 def test_a_misspelt_policy_is_told_from_one_that_is_not_built() -> None:
-    with pytest.raises(ValidationError, match="there is no tree policy 'dynamc'; choose 'dynamic'"):
+    with pytest.raises(ValidationError, match="there is no tree policy 'dynamc'; choose 'static' or 'dynamic'"):
         TreeSettings(policy="dynamc")
 
 
 @pytest.mark.parametrize(
     ("model", "field", "value", "complaint"),
     [
-        (DraftSettings, "kind", "eagle3", "draft kind 'eagle3' is not built yet"),
+        (DraftSettings, "kind", "substitute", "draft kind 'substitute' is not built yet"),
         (DraftSettings, "kind", "eagle4", "there is no draft kind 'eagle4'"),
-        (DraftSettings, "weights", "int4", "type of draft weights 'int4' is not built yet"),
+        (DraftSettings, "weights", "int3", "type of draft weights 'int3' is not built yet"),
         (TargetSettings, "weights", "int7", "there is no type of target weights 'int7'"),
         (TargetSettings, "numa", "everywhere", "write auto, off, a memory node such as 0"),
         (TargetSettings, "numa", -1, "greater than or equal to 0"),
@@ -59,6 +59,7 @@ def test_a_misspelt_policy_is_told_from_one_that_is_not_built() -> None:
         (Sampling, "presence_penalty", 2.1, "less than or equal to 2"),
         (Sampling, "frequency_penalty", -2.1, "greater than or equal to -2"),
         (Sampling, "min_tokens", -1, "greater than or equal to 0"),
+        (Sampling, "acceptance", "typical", "'coupled' or 'rejection'"),
         (Sampling, "logit_bias", ((5, 100.5),), "less than or equal to 100"),
         (Sampling, "logit_bias", ((-1, 1.0),), "greater than or equal to 0"),
         (Sampling, "logit_bias", ((5, 1.0), (5, 2.0)), "token 5 has two biases"),
@@ -80,6 +81,33 @@ def test_biases_are_equal_however_they_are_written(value: object) -> None:
     assert sampling == Sampling(logit_bias=((5, -2.5), (17, 3.0)))
     assert len({sampling, Sampling(logit_bias=((5, -2.5), (17, 3.0)))}) == 1
     assert sampling.model_dump(mode="json")["logit_bias"] == {"5": -2.5, "17": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "policy", "kind", "complaint"),
+    [
+        ("coupled", "dynamic", "auto", None),
+        ("coupled", "static", "eagle", None),
+        ("coupled", "budget", "ngram", None),
+        ("rejection", "static", "small", None),
+        ("rejection", "dynamic", "small", "set tree.policy to 'static', not 'dynamic'"),
+        ("rejection", "beam", "none", "set tree.policy to 'static', not 'beam'"),
+        ("rejection", "static", "ngram", "choose another draft.kind than 'ngram', or 'coupled'"),
+        ("coupled", "static", "ngram", "set tree.policy to 'dynamic' or 'budget', not 'static'"),
+        ("coupled", "beam", "ngram", "set tree.policy to 'dynamic' or 'budget', not 'beam'"),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_one_line(acceptance: Literal["coupled", "rejection"], policy: str, kind: str, complaint: str | None) -> None:
+    for temperature in (0.0, 1.0):
+        text = misfit(Sampling(acceptance=acceptance, temperature=temperature), TreeSettings(policy=policy), kind)
+        assert (text is None) == (complaint is None)
+        assert complaint is None or (complaint in str(text) and "\n" not in str(text))
+
+
+def test_at_temperature_0_nothing_is_rejected_at_random() -> None:
+    assert not Sampling(acceptance="rejection").rejects
+    assert Sampling(acceptance="rejection", temperature=0.1).rejects
+    assert not Sampling(temperature=0.1).rejects
 
 
 def test_settings_cannot_be_changed() -> None:

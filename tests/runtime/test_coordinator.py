@@ -8,18 +8,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
-from dovetail.protocol.messages import Drafted, Emitted, Failed, Finished, Hello, Probe, Reported, Submit, Verified, VerifiedItem, Welcome
+from dovetail.protocol.messages import (
+    Command,
+    Draft,
+    Drafted,
+    Emitted,
+    Event,
+    Failed,
+    Feed,
+    Finished,
+    Hello,
+    Prefilled,
+    Probe,
+    Reads,
+    Reported,
+    Submit,
+    Verified,
+    VerifiedItem,
+    Verify,
+    Welcome,
+)
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime import coordinator
 from dovetail.runtime.client import Client
 from dovetail.runtime.coordinator import MAX_STRIKES, STUCK_NS, Coordinator
 from dovetail.runtime.registry import MAX_WORKERS
 from dovetail.runtime.session import Session
-from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
+from support.scripted import END, READS, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
 
 PROMPT = (5, 6, 7)
 
@@ -27,13 +47,15 @@ PROMPT = (5, 6, 7)
 class House:
     """A coordinator with its workers and one client, all in this thread."""
 
-    def __init__(self, *, draft: bool = True, target: bool = True, repeat: int = 1) -> None:
+    def __init__(self, *, draft: bool = True, target: bool = True, repeat: int = 1, reads: Reads | None = None) -> None:
+        """`reads`: the draft is a head of the target's, and reads these features."""
         self.hub: MemoryHub = memory_links()
         self.later_ns = 0
         self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns)
         self.workers: list[ScriptedWorker] = []
         self.target = self.add(ScriptedTarget, "target", repeat) if target else None
-        self.draft = self.add(ScriptedDraft, "draft", repeat) if draft else None
+        head = {} if reads is None else {"reads": reads, "vocabulary": None}
+        self.draft = self.add(ScriptedDraft, "draft", repeat, **head) if draft else None
         self.client = self.connect()
 
     def add(self, kind: type[ScriptedWorker], role: str, repeat: int = 1, user: PeerKey | None = None, **changes: object) -> ScriptedWorker:
@@ -141,11 +163,11 @@ def test_duplicate_events_change_nothing_and_are_counted() -> None:
     assert house.report().stale > 0
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
-def test_no_schedule_of_late_and_duplicate_events_changes_a_token(seed: int) -> None:
+@given(seed=st.integers(0, 2**32), reads=st.sampled_from([None, READS]))
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_of_late_and_duplicate_events_changes_a_token(seed: int, reads: Reads | None) -> None:
     rng = random.Random(seed)
-    house = House()
+    house = House(reads=reads)
     prompts = {house.submit((i, 9), max_tokens=30): (i, 9) for i in range(1, 5)}
     said: list[tuple[ScriptedWorker, list[bytes]]] = []
     for worker in house.workers:
@@ -451,7 +473,7 @@ def test_absurd_counts_are_refused_before_they_are_summed() -> None:
 def test_our_own_fault_ends_the_sessions_that_it_concerns_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
 
-    def fail(self: Session, item: VerifiedItem) -> None:
+    def fail(self: Session, item: VerifiedItem, features: Array | None) -> None:
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
@@ -597,3 +619,194 @@ def test_welcome_carries_the_epoch_of_the_coordinator() -> None:
     assert house.target.coordinator_epoch == house.coordinator.epoch
     assert isinstance(house.client.coordinator_epoch, int)
     assert Hello.model_fields["type"].default == "hello"
+
+
+# -- drafts that read their target --------------------------------------------------------------------------------------------------------------
+
+LONG = (5, 6, 7, 8, 9, 10, 11)
+"""Read in several parts."""
+LAST_ONLY = READS.model_copy(update={"taps": (), "dtype": "float16"})
+
+
+@pytest.mark.parametrize("reads", [READS, LAST_ONLY], ids=["taps", "last"])
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_a_head_gets_the_features_of_every_committed_token_once_and_in_order(reads: Reads, repeat: int) -> None:
+    """The scripted draft checks every row that it gets."""
+    house = House(reads=reads, repeat=repeat)
+    result = house.complete(prompt=LONG).result
+    assert list(result.token_ids) == continuation(LONG, 60)
+    assert result.accepted_tokens > 0
+    assert house.report().reasons == ()
+    assert house.draft is not None
+    fed = [c for c in house.draft.seen if isinstance(c, Feed)]
+    assert [(c.start, c.features.shape) for c in fed] == [(start, (min(2, 7 - start), reads.row)) for start in (0, 2, 4, 6)]
+    if repeat > 1:
+        assert house.report().stale > 0
+
+
+def test_sessions_with_a_head_and_without_share_a_target() -> None:
+    house = House(reads=READS)
+    prompts = {house.submit((*LONG, i), speculate=bool(i % 3)): (*LONG, i) for i in range(1, 20)}
+    finished = [r for r in house.replies() if isinstance(r, Finished)]
+    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 60) for request, prompt in prompts.items()}
+    assert all(r.result.accepted_tokens > 0 for r in finished if r.request % 3 and r.result.rounds > 4)
+
+
+def test_features_count_in_the_bytes_of_a_round() -> None:
+    plain, read = (House(reads=reads).complete(prompt=LONG).result for reads in (None, READS))
+    assert read.rounds == plain.rounds
+    rows = len(LONG) + len(read.token_ids) - 1 - read.rounds  # those of the last round are not sent on
+    least, row = 2 * rows, 2 * READS.row
+    assert read.rounds * (read.bytes_per_round - plain.bytes_per_round) > least * row
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 4}, "hidden states of width 4 before layers 2, 5 and a vocabulary of 97; the target scripted-target has width 3, 8 layers"),
+        ({"taps": (2, 8)}, "before layers 2, 8 and"),
+        ({"vocabulary_size": 98}, "a vocabulary of 98; the target scripted-target has width 3, 8 layers and a vocabulary of 97"),
+    ],
+)
+def test_a_head_that_does_not_fit_its_target_is_refused_with_both_shapes_whoever_comes_first(change: dict[str, object], words: str) -> None:
+    reads = READS.model_copy(update=change)
+    first, second = House(draft=False), House(draft=False, target=False)
+    after = first.add(ScriptedDraft, "draft", reads=reads, vocabulary=None)
+    before = second.add(ScriptedDraft, "draft", reads=reads, vocabulary=None)
+    second.add(ScriptedTarget, "target")
+    for house, head in ((first, after), (second, before)):
+        assert head.failures[0].code == "settings"
+        assert words in head.failures[0].text
+        assert "\n" not in head.failures[0].text
+        assert [w.roles for w in house.report().workers] == [("target",)]
+
+
+def test_a_head_that_was_trained_for_another_checkpoint_works_under_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    house = House(reads=READS.model_copy(update={"trained_for": "d" * 64}))
+    assert [r.getMessage() for r in caplog.records if "was trained for the checkpoint dddddddddddddddd, the target" in r.getMessage()]
+    assert list(house.complete(prompt=LONG).result.token_ids) == continuation(LONG, 60)
+    caplog.clear()
+    House(reads=READS)
+    House(reads=READS.model_copy(update={"trained_for": ""}))
+    assert not caplog.records
+
+
+def test_features_for_a_head_that_is_lost_are_not_waited_for() -> None:
+    house = House(reads=READS)
+    request = house.submit(LONG)
+    house.coordinator.pump()
+    assert house.draft is not None
+    house.workers.remove(house.draft)
+    house.draft.link.close()
+    assert list(house.client.complete(request).result.token_ids) == continuation(LONG, 60)
+
+
+class Forgetful(ScriptedDraft):
+    """Cannot read what it is fed."""
+
+    def work(self, command: Command) -> list[Event]:
+        if isinstance(command, Feed):
+            return [Failed(epoch=self.epoch, session=command.session, round=0, code="memory", text="no memory")]
+        return super().work(command)
+
+
+def test_a_head_that_cannot_read_is_done_without() -> None:
+    house = House(draft=False)
+    house.add(Forgetful, "draft", reads=READS, vocabulary=None)
+    result = house.complete(prompt=LONG).result
+    assert list(result.token_ids) == continuation(LONG, 60)
+    assert result.drafted_tokens == 0
+
+
+class Careless(ScriptedTarget):
+    """Sends features that are not as asked for."""
+
+    spoiled: type[Prefilled | Verified] = Prefilled
+    change: object = None
+
+    def work(self, command: Command) -> list[Event]:
+        return [self.spoil(event) if isinstance(event, self.spoiled) else event for event in super().work(command)]
+
+    def spoil(self, event: Event) -> Event:
+        return event.model_copy(update=self.change) if isinstance(self.change, dict) else event
+
+
+def _features(dtype: str, shape: tuple[int, ...], size: int) -> dict[str, object]:
+    return {"features": Array.model_validate({"dtype": dtype, "shape": shape, "data": bytes(size)})}
+
+
+MISFITS = {
+    "width": _features("bfloat16", (1, 5), 10),
+    "type": _features("float16", (2, 6), 24),
+    "shape": _features("bfloat16", (), 2),
+    "rows": _features("bfloat16", (400, 6), 4800),
+}
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "change"),
+    [*((kind, change) for kind in (Prefilled, Verified) for change in MISFITS.values()), (Prefilled, {"start": 1}), (Verified, {"features": None})],
+)
+def test_features_that_are_not_as_asked_for_cost_a_session_its_draft_and_nothing_else(spoiled: type[Prefilled | Verified], change: dict[str, object]) -> None:
+    house = House(draft=False, target=False)
+    target = house.add(Careless, "target")
+    assert isinstance(target, Careless)
+    target.spoiled, target.change = spoiled, change
+    house.add(ScriptedDraft, "draft", reads=READS, vocabulary=None)
+    assert list(house.complete(prompt=LONG).result.token_ids) == continuation(LONG, 60)
+    assert house.report().refused == 1
+
+
+# -- drafts whose guesses are drawn at random ---------------------------------------------------------------------------------------------------
+
+REJECTION = Sampling(temperature=1.0, acceptance="rejection")
+STATIC = TreeSettings(policy="static", gamma=6, depth=3, width=2)
+
+
+class Drawing(ScriptedDraft):
+    """Says what its nodes were drawn from, or forgets to."""
+
+    width: int | None = 4
+
+    def propose(self, command: Draft, log: list[int]) -> Drafted:
+        drafted = super().propose(command, log)
+        if self.width is None:
+            return drafted
+        size = (1 + len(drafted.tokens)) * self.width
+        shape = (1 + len(drafted.tokens), self.width)
+        candidates = Array(dtype="int32", shape=shape, data=bytes([command.round]) * 4 * size)
+        return drafted.model_copy(update={"candidates": candidates, "probabilities": Array(dtype="float32", shape=shape, data=bytes(4 * size))})
+
+
+def test_what_nodes_were_drawn_from_reaches_the_target_in_sessions_that_reject() -> None:
+    house = House(draft=False)
+    house.add(Drawing, "draft")
+    result = house.complete(sampling=REJECTION, tree=STATIC).result
+    assert list(result.token_ids) == continuation(PROMPT, 60)
+    assert house.target is not None
+    verified = [c for c in house.target.seen if isinstance(c, Verify)]
+    for command in verified:
+        (item,) = command.items
+        if item.tokens:
+            assert command.candidates is not None
+            assert command.candidates.data == bytes([item.round]) * 4 * 4 * (1 + len(item.tokens))
+            assert command.probabilities is not None
+    assert any(command.candidates for command in verified)
+    house.target.seen.clear()
+    house.complete(sampling=Sampling(temperature=1.0), tree=STATIC)
+    assert all(c.candidates is None for c in house.target.seen if isinstance(c, Verify))
+
+
+def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_none_where_the_session_rejects() -> None:
+    house = House()
+    result = house.complete(sampling=REJECTION, tree=STATIC).result
+    assert list(result.token_ids) == continuation(PROMPT, 60)
+    assert (result.drafted_tokens, house.report().refused) == (0, 1)
+
+
+def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
+    house = House()
+    house.submit(sampling=REJECTION, tree=TreeSettings(policy="dynamic"))
+    failed = next(r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "settings"
+    assert "set tree.policy to 'static'" in failed.text

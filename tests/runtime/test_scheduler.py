@@ -1,15 +1,30 @@
-"""Turns on a worker: one command at a time, verdicts together, answers matched by round."""
+"""Turns on a worker: one command at a time, verdicts together, answers matched by what they answer."""
 
-from dovetail.protocol.messages import Draft, Verify, VerifyItem
-from dovetail.runtime.scheduler import Turns
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.messages import Draft, Drafted, Fed, Feed, Verified, Verify, VerifyItem
+from dovetail.runtime.scheduler import Owed, Turns
 
 
-def item(session: int, round_: int = 1) -> VerifyItem:
-    return VerifyItem(session=session, round=round_, prefix=3, tokens=(), parents=())
+def item(session: int, nodes: int = 0) -> VerifyItem:
+    return VerifyItem(session=session, round=1, prefix=3, tokens=tuple(range(nodes)), parents=(-1,) * nodes)
+
+
+def verify(*sessions: int) -> Verify:
+    return Verify(epoch=1, items=tuple(item(session) for session in sessions))
+
+
+def drawn(session: int, nodes: int, width: int) -> Verify:
+    """The order to verify a tree whose nodes were drawn from `width` candidates each, which say the session's number."""
+    rows = Array(dtype="int32", shape=(1 + nodes, width), data=session.to_bytes(4, "little") * (1 + nodes) * width)
+    return Verify(epoch=1, items=(item(session, nodes),), candidates=rows, probabilities=rows.model_copy(update={"dtype": "float32"}))
 
 
 def order(session: int, round_: int = 1) -> Draft:
     return Draft(epoch=1, session=session, round=round_, prefix=3, accepted=(), bonus=1, max_nodes=4, max_depth=2, max_width=2)
+
+
+def feed(session: int, start: int) -> Feed:
+    return Feed(epoch=1, session=session, start=start, features=Array(dtype="float16", shape=(1, 1), data=b"ab"))
 
 
 def test_a_worker_gets_nothing_while_it_owes_an_answer() -> None:
@@ -18,36 +33,68 @@ def test_a_worker_gets_nothing_while_it_owes_an_answer() -> None:
     turns.ask(2, order(2))
     assert turns.next() == (order(1), (1,))
     assert turns.next() is None
-    assert turns.answered(1, 1)
+    assert turns.answered(1, Owed(Drafted, 1))
     assert turns.next() == (order(2), (2,))
 
 
 def test_everything_that_waits_for_a_verdict_goes_out_together() -> None:
-    turns = Turns(epoch=9)
-    turns.ask(1, item(1))
-    assert turns.next() == (Verify(epoch=9, items=(item(1),)), (1,))
-    turns.ask(2, item(2))
-    turns.ask(3, item(3))
-    assert turns.answered(1, 1)
-    assert turns.next() == (Verify(epoch=9, items=(item(2), item(3))), (2, 3))
-    assert turns.answered(3, 1)
+    turns = Turns(epoch=1)
+    turns.ask(1, verify(1))
+    assert turns.next() == (verify(1), (1,))
+    turns.ask(2, verify(2))
+    turns.ask(3, verify(3))
+    assert turns.answered(1, Owed(Verified, 1))
+    assert turns.next() == (verify(2, 3), (2, 3))
+    assert turns.answered(3, Owed(Verified, 1))
     assert turns.next() is None
-    assert turns.answered(2, 1)
+    assert turns.answered(2, Owed(Verified, 1))
 
 
-def test_only_the_answer_of_the_round_that_was_asked_counts_and_only_once() -> None:
+def test_drawn_trees_go_out_with_others_drawn_from_as_many_candidates() -> None:
+    turns = Turns(epoch=1)
+    for command in (drawn(1, 2, 4), verify(2), drawn(3, 0, 4), drawn(4, 1, 5), verify(5)):
+        turns.ask(command.items[0].session, command)
+    sent = []
+    while (turn := turns.next()) is not None:
+        sent.append(turn)
+        for session in turn[1]:
+            assert turns.answered(session, Owed(Verified, 1))
+    assert [sessions for _, sessions in sent] == [(1, 3), (2, 5), (4,)]
+    together, plain, alone = (command for command, _ in sent)
+    assert isinstance(together, Verify)
+    assert together.items == (item(1, 2), item(3))
+    assert together.candidates == Array(dtype="int32", shape=(4, 4), data=b"\1\0\0\0" * 12 + b"\3\0\0\0" * 4)
+    assert together.probabilities is not None
+    assert (together.probabilities.dtype, together.probabilities.data) == ("float32", together.candidates.data)
+    assert plain == verify(2, 5)
+    assert alone == drawn(4, 1, 5)
+
+
+def test_only_the_answer_that_was_asked_for_counts_and_only_once() -> None:
     turns = Turns(epoch=1)
     turns.ask(1, order(1, 5))
     turns.next()
-    assert not turns.answered(1, 4)
-    assert not turns.answered(2, 5)
-    assert turns.answered(1, 5)
-    assert not turns.answered(1, 5)
+    assert not turns.answered(1, Owed(Drafted, 4))
+    assert not turns.answered(1, Owed(Verified, 5))
+    assert not turns.answered(2, Owed(Drafted, 5))
+    assert turns.answered(1, Owed(Drafted, 5))
+    assert not turns.answered(1, Owed(Drafted, 5))
+
+
+def test_parts_of_a_prompt_are_fed_one_by_one() -> None:
+    turns = Turns(epoch=1)
+    for start in (0, 1):
+        turns.ask(1, feed(1, start))
+    assert turns.next() == (feed(1, 0), (1,))
+    assert turns.answered(1, Owed(Fed, 0, 0))
+    assert turns.next() == (feed(1, 1), (1,))
+    assert not turns.answered(1, Owed(Fed, 0, 0))
+    assert turns.answered(1, Owed(Fed, 0, 1))
 
 
 def test_what_waits_for_a_session_that_ended_is_dropped() -> None:
     turns = Turns(epoch=1)
-    turns.ask(1, item(1))
-    turns.ask(2, item(2))
+    turns.ask(1, verify(1))
+    turns.ask(2, verify(2))
     turns.forget(1)
-    assert turns.next() == (Verify(epoch=1, items=(item(2),)), (2,))
+    assert turns.next() == (verify(2), (2,))

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
-from dovetail.protocol.messages import Close, Draft, Drafted, Open, Opened, VerifiedItem, VerifyItem
+from dovetail.protocol.messages import Close, Draft, Drafted, Open, Opened, VerifiedItem, Verify, VerifyItem
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.session import Ask, Emit, Finish, Request, Session, State
@@ -69,7 +69,7 @@ def test_a_round_is_draft_then_verify_then_commit() -> None:
     assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (1, 3, (), 3)
     (ask,) = drafted(session, (4, 5, 6), (-1, 0, -1))
     assert isinstance(ask, Ask)
-    assert ask.command == VerifyItem(session=1, round=1, prefix=3, tokens=(4, 5, 6), parents=(-1, 0, -1))
+    assert ask.command == Verify(epoch=5, items=(VerifyItem(session=1, round=1, prefix=3, tokens=(4, 5, 6), parents=(-1, 0, -1)),))
     emit, ask = verdict(session, (0, 1), 7)
     assert emit == Emit((4, 5, 7), 2, " w4 w5 w7")
     assert isinstance(ask, Ask)
@@ -83,8 +83,8 @@ def test_the_last_token_is_not_drafted_for() -> None:
     session.begin()
     _, ask = opened(session)
     assert isinstance(ask, Ask)
-    assert isinstance(ask.command, VerifyItem)
-    assert ask.command.tokens == ()
+    assert isinstance(ask.command, Verify)
+    assert ask.command.items[0].tokens == ()
 
 
 def test_a_proposal_never_reaches_beyond_the_length_limit() -> None:
@@ -176,7 +176,7 @@ def test_when_the_draft_is_lost_the_round_is_verified_without_a_tree() -> None:
     opened(session)
     (ask,) = session.draft_lost()
     assert isinstance(ask, Ask)
-    assert isinstance(ask.command, VerifyItem)
+    assert isinstance(ask.command, Verify)
     _, ask = verdict(session, (), 4)
     assert isinstance(ask, Ask)
     assert ask.role == "target"

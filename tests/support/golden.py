@@ -45,6 +45,7 @@ def representative() -> dict[str, Any]:
         frequency_penalty=-0.25,
         logit_bias=((11, -100.0), (9707, 2.5)),
         min_tokens=4,
+        acceptance="rejection",
     )
     tree = settings.TreeSettings(gamma=6, depth=5, width=10, sharpening=0.5)
     spans = (("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000))
@@ -53,6 +54,10 @@ def representative() -> dict[str, Any]:
         digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     tokenizer = array(dtype="uint8", shape=(2,), data=b"{}")
+    reads = m.Reads(taps=(2, 18, 33), width=4, dtype="bfloat16", vocabulary_size=151936, trained_for="1e" * 32)
+    features = array(dtype="bfloat16", shape=(1, 12), data=bytes(range(24)))
+    candidates = array(dtype="int32", shape=(4, 2), data=bytes(range(32)))
+    probabilities = array(dtype="float32", shape=(4, 2), data=bytes(range(32, 64)))
     result = m.Result(
         text="Hello, wörld 世界",
         token_ids=(9707, 11, 1879),
@@ -115,6 +120,8 @@ def representative() -> dict[str, Any]:
             limits=m.Limits(context=4096, nodes=1024, sessions=8),
             vocabulary=vocabulary,
             tokenizer=tokenizer,
+            states=m.States(width=4, layers=36, checkpoint="2d" * 32),
+            reads=reads,
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
@@ -129,14 +136,50 @@ def representative() -> dict[str, Any]:
             end=(151643, 151645),
             sampling=sampling,
             tree=tree,
+            features=reads,
         ),
+        "prefilled": m.Prefilled(epoch=2, session=3, start=2, features=features),
+        "feed": m.Feed(epoch=1, session=3, start=2, features=features),
+        "fed": m.Fed(epoch=3, session=3, start=2, spans=spans),
         "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, spans=spans),
-        "draft": m.Draft(epoch=1, session=3, round=2, prefix=18, accepted=(0, 2), bonus=1879, max_nodes=6, max_depth=5, max_width=10, deadline_ms=12.5),
-        "drafted": m.Drafted(
-            epoch=3, session=3, round=2, tokens=(11, 13, 1879), parents=(-1, -1, 0), scores=(-0.25, -1.5, -2.0), grown=40, hit=True, spans=spans
+        "draft": m.Draft(
+            epoch=1,
+            session=3,
+            round=2,
+            prefix=18,
+            accepted=(0, 2),
+            bonus=1879,
+            max_nodes=6,
+            max_depth=5,
+            max_width=10,
+            deadline_ms=12.5,
+            features=array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72))),
         ),
-        "verify": m.Verify(epoch=1, items=(m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0)),)),
-        "verified": m.Verified(epoch=2, items=(m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0)),), spans=spans),
+        "drafted": m.Drafted(
+            epoch=3,
+            session=3,
+            round=2,
+            tokens=(11, 13, 1879),
+            parents=(-1, -1, 0),
+            scores=(-0.25, -1.5, -2.0),
+            grown=40,
+            hit=True,
+            spans=spans,
+            candidates=candidates,
+            probabilities=probabilities,
+        ),
+        "verify": m.Verify(
+            epoch=1,
+            items=(m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0)),),
+            candidates=candidates,
+            probabilities=probabilities,
+        ),
+        "verified": m.Verified(
+            epoch=2,
+            items=(m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0)),),
+            spans=spans,
+            features=array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72))),
+        ),
         "close": m.Close(epoch=1, session=3),
         "closed": m.Closed(epoch=2, session=3),
         "probe": m.Probe(epoch=1, sent_ns=123_456_789),

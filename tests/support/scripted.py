@@ -1,6 +1,7 @@
 """Workers without a model: they follow the protocol to the letter over a scripted language, in which the next token is a function of the log.
 
-They stand in where a test is about the coordinator. `ScriptedTarget` is the oracle too: `continuation` writes what a target alone would.
+They stand in where a test is about the coordinator. `ScriptedTarget` is the oracle too: `continuation` writes what a target alone would. A draft that reads
+its target checks every row of features: they say which token they are of, and where it stands.
 """
 
 import json
@@ -8,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dovetail.protocol.arrays import Array
+from dovetail.protocol.arrays import Array, stack
 from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
@@ -20,16 +21,22 @@ from dovetail.protocol.messages import (
     Drain,
     Event,
     Failed,
+    Fed,
+    Feed,
     Fingerprint,
     Hello,
     Limits,
     Open,
     Opened,
+    Prefilled,
     Probe,
     Probed,
+    Reads,
+    States,
     Verified,
     VerifiedItem,
     Verify,
+    VerifyItem,
     VocabularyFacts,
     Welcome,
 )
@@ -39,6 +46,11 @@ from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 
 VOCABULARY = 97
 END = 0
+STATES = States(width=3, layers=8, checkpoint="c" * 64)
+READS = Reads(taps=(2, 5), width=STATES.width, dtype="bfloat16", vocabulary_size=VOCABULARY, trained_for=STATES.checkpoint)
+"""What a scripted draft may read of the scripted target."""
+PART = 2
+"""Tokens of a prompt that the scripted target reads at a time."""
 
 
 def tokenizer_bytes(words: int = VOCABULARY, prefix: str = "w") -> bytes:
@@ -63,6 +75,7 @@ def hello(role: str, *, epoch: int, tokenizer: bytes | None = None, **changes: o
         "model": f"scripted-{role}",
         "fingerprint": Fingerprint(checkpoint="0" * 64, weights="fp32", kernels="scripted") if role == "target" else None,
         "limits": Limits(context=512),
+        "states": STATES if role == "target" else None,
         "vocabulary": facts,
         "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer) if changes.get("vocabulary", facts) is not None else None,
     }
@@ -83,6 +96,12 @@ def continuation(prompt: Sequence[int], most: int) -> list[int]:
         if log[-1] == END:
             break
     return log[len(prompt) :]
+
+
+def features(log: Sequence[int], start: int, stop: int, reads: Reads) -> Array:
+    """Rows of positions start..stop-1 of a log: each number is made of the token and its position."""
+    rows = (((131 * token + place) & 0xFFFF).to_bytes(2, "little") * reads.row for place, token in enumerate(log[start:stop], start))
+    return Array(dtype=reads.dtype, shape=(stop - start, reads.row), data=b"".join(rows))
 
 
 @dataclass
@@ -139,15 +158,31 @@ class ScriptedWorker:
 
 
 class ScriptedTarget(ScriptedWorker):
+    reads: dict[int, Reads | None]
+
     def work(self, command: Command) -> list[Event]:
         if isinstance(command, Open):
-            log = self.logs[command.session] = list(command.prompt)
-            self.rounds[command.session] = 0
-            log.append(choice(log))
-            return [Opened(epoch=self.epoch, session=command.session, bonus=log[-1], margin=1.0, spans=(("prefill", time.monotonic_ns(), 1000),))]
+            return self.open(command)
         assert isinstance(command, Verify)
-        items = []
-        for item in command.items:
+        kinds = dict.fromkeys(self.reads[item.session] for item in command.items)
+        return [self.verify([item for item in command.items if self.reads[item.session] == reads], reads) for reads in kinds]
+
+    def open(self, command: Open) -> list[Event]:
+        log = self.logs[command.session] = list(command.prompt)
+        self.rounds[command.session] = 0
+        self.reads = {**getattr(self, "reads", {}), command.session: command.features}
+        starts = range(0, len(log), PART) if command.features else ()
+        parts: list[Event] = [
+            Prefilled(epoch=self.epoch, session=command.session, start=start, features=features(log, start, min(start + PART, len(log)), command.features))
+            for start in starts
+            if command.features
+        ]
+        log.append(choice(log))
+        return [*parts, Opened(epoch=self.epoch, session=command.session, bonus=log[-1], margin=1.0, spans=(("prefill", time.monotonic_ns(), 1000),))]
+
+    def verify(self, asked: Sequence[VerifyItem], reads: Reads | None) -> Verified:
+        items, read = [], []
+        for item in asked:
             log = self.logs[item.session]
             assert item.prefix == len(log)
             assert item.round == self.rounds[item.session] + 1
@@ -155,7 +190,9 @@ class ScriptedTarget(ScriptedWorker):
             accepted, bonus = walk(log, item.tree)
             log += [*(item.tokens[n] for n in accepted), bonus]
             items.append(VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=bonus, margins=(1.0,) * (len(accepted) + 1)))
-        return [Verified(epoch=self.epoch, items=tuple(items), spans=(("verify", time.monotonic_ns(), 1000),))]
+            if reads is not None:
+                read.append(features(log, item.prefix - 1, len(log) - 1, reads))
+        return Verified(epoch=self.epoch, items=tuple(items), spans=(("verify", time.monotonic_ns(), 1000),), features=stack(read) if read else None)
 
 
 class ScriptedDraft(ScriptedWorker):
@@ -163,20 +200,47 @@ class ScriptedDraft(ScriptedWorker):
 
     wrong_after = 3
     last: dict[int, Drafted]
+    fed: dict[int, int]
+    """Rows of features that were read, where the draft reads its target."""
+    reads: Reads | None = None
+
+    def register(self, **changes: object) -> None:
+        self.reads = changes.get("reads")  # type: ignore[assignment]
+        super().register(**changes)
 
     def work(self, command: Command) -> list[Event]:
-        self.last = getattr(self, "last", {})
+        self.last, self.fed = getattr(self, "last", {}), getattr(self, "fed", {})
         if isinstance(command, Open):
             self.logs[command.session] = list(command.prompt)
             self.last.pop(command.session, None)
+            self.fed[command.session] = 0
+            assert command.features == self.reads
             return [Opened(epoch=self.epoch, session=command.session)]
+        if isinstance(command, Feed):
+            self.read(command.session, command.start, command.features)
+            return [Fed(epoch=self.epoch, session=command.session, start=command.start)]
         assert isinstance(command, Draft)
-        log = self.logs[command.session]
+        log, before = self.logs[command.session], len(self.logs[command.session])
         log += [*(self.last[command.session].tokens[n] for n in command.accepted), command.bonus]
         assert command.prefix == len(log)
+        if self.reads is None:
+            assert command.features is None
+        elif command.round == 1:
+            assert command.features is None
+            assert self.fed[command.session] == before
+        else:
+            assert command.features is not None
+            self.read(command.session, before - 1, command.features)
+            assert self.fed[command.session] == len(log) - 1
         drafted = self.propose(command, log)
         self.last[command.session] = drafted
         return [drafted]
+
+    def read(self, session: int, start: int, rows: Array) -> None:
+        assert self.reads is not None
+        assert start == self.fed[session]
+        self.fed[session] += rows.shape[0]
+        assert rows == features(self.logs[session], start, self.fed[session], self.reads)
 
     def propose(self, command: Draft, log: list[int]) -> Drafted:
         tokens, parents, path, parent = [], [], list(log), ROOT

@@ -8,7 +8,7 @@ import annotated_types
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from dovetail.protocol import settings
+from dovetail.protocol import messages, settings
 from dovetail.protocol.arrays import ITEM_BYTES, Array
 from dovetail.protocol.messages import Message
 from dovetail.protocol.settings import Frozen
@@ -24,6 +24,9 @@ WORDS = {
 }
 """Fields whose values a validator restricts."""
 
+WIDTHS = st.integers(1, messages.MAX_ROW // messages.MAX_TAPS)
+"""Of hidden states, such that a row of any number of taps is not too long."""
+
 BIASES = st.dictionaries(st.integers(0, (1 << 31) - 1), st.floats(-100.0, 100.0), max_size=MOST).map(lambda biases: tuple(sorted(biases.items())))
 
 
@@ -35,11 +38,16 @@ def messages_of(member: type[Message]) -> st.SearchStrategy[Message]:
 def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
     if model is Array:
         return _arrays()
-    fields = {
-        name: st.sampled_from(WORDS[model, name]) if (model, name) in WORDS else BIASES if name == "logit_bias" else _value(field.annotation, field.metadata)
-        for name, field in model.model_fields.items()
-    }
+    fields = {name: _field(model, name, field) for name, field in model.model_fields.items()}
     return st.fixed_dictionaries(fields).map(model.model_validate)
+
+
+def _field(model: type[Frozen], name: str, field: FieldInfo) -> st.SearchStrategy[Any]:
+    if (model, name) in WORDS:
+        return st.sampled_from(WORDS[model, name])
+    if model is messages.Reads and name == "width":
+        return WIDTHS
+    return BIASES if name == "logit_bias" else _value(field.annotation, field.metadata)
 
 
 @st.composite

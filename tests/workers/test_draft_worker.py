@@ -4,16 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import COMMAND, EVENT, encode
-from dovetail.protocol.errors import RequestError, SettingsError
-from dovetail.protocol.messages import Close, Closed, Draft, Drafted, Drain, Event, Open, Opened
+from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
+from dovetail.protocol.messages import Close, Closed, Draft, Drafted, Drain, Event, Fed, Feed, Open, Opened
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import is_out_of_memory
 from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity, open_draft_worker
 from dovetail.workers.drafter import Drafter, DraftSession
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.wire import to_array
+from support.heads import write_head
 from support.models import CONTEXT, VOCABULARY
 
 EPOCH = 7
@@ -191,7 +195,7 @@ def test_idle_time_computes_noise_until_nothing_is_left_to_do(worker: DraftWorke
 
 
 def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Path) -> None:
-    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-1", threads=1)
+    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-1", threads=1, target="")
     hello = worker.hello(11)
     assert (hello.epoch, hello.roles, hello.name, hello.model, hello.device) == (11, ("draft",), "draft-1", str(llama_folder), "cpu")
     assert hello.fingerprint is None
@@ -204,7 +208,7 @@ def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Pat
 
 
 def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:
-    worker = open_draft_worker(DraftSettings(kind="ngram"), name="draft", threads=1)
+    worker = open_draft_worker(DraftSettings(kind="ngram"), name="draft", threads=1, target="")
     hello = worker.hello(EPOCH)
     assert (hello.roles, hello.model, hello.device, hello.vocabulary, hello.tokenizer) == (("draft",), "ngram", "cpu", None, None)
     assert isinstance(only(worker.handle(open_(prompt=(3, 1, 4, 1, 5, 3, 1)))), Opened)
@@ -226,4 +230,147 @@ def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:
 @pytest.mark.parametrize(("settings", "words"), [(DraftSettings(), "draft.model is empty"), (DraftSettings(kind="none", model="x"), "draft.kind is 'none'")])
 def test_settings_without_a_draft_are_refused(settings: DraftSettings, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        open_draft_worker(settings, name="draft", threads=1)
+        open_draft_worker(settings, name="draft", threads=1, target="")
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def head_worker(folder: Path, target: Path, **settings: Any) -> DraftWorker[Any]:
+    worker = open_draft_worker(DraftSettings(model=str(folder), device="cpu", **settings), name="draft", threads=1, target=str(target))
+    worker.hello(EPOCH)
+    return worker
+
+
+def features(count: int, width: int = 64) -> Array:
+    return to_array(torch.randn(count, width, generator=torch.Generator().manual_seed(count)).half())
+
+
+def feed(start: int, count: int, *, session: int = 5, width: int = 64) -> Feed:
+    return Feed(epoch=1, session=session, start=start, features=features(count, width))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dovetail", "jakiro", "jakiro-star"])
+def test_a_head_is_recognised_fed_and_drafts(kind: str, tmp_path: Path, llama_folder: Path) -> None:
+    worker = head_worker(write_head(tmp_path, kind), llama_folder)
+    hello = worker.hello(EPOCH)
+    assert hello.reads is not None
+    assert (hello.roles, hello.model, hello.vocabulary, hello.tokenizer) == (("draft",), str(tmp_path), None, None)
+    assert (hello.reads.width, hello.reads.dtype, hello.reads.vocabulary_size) == (64, "float16", VOCABULARY)
+    row = hello.reads.row
+    assert row == (192 if kind == "eagle3" else 64)
+    assert isinstance(only(worker.handle(open_())), Opened)
+    fed = only(worker.handle(feed(0, 2, width=row)))
+    assert isinstance(fed, Fed)
+    assert (fed.session, fed.start, [name for name, _, _ in fed.spans]) == (5, 0, ["prefill"])
+    assert isinstance(only(worker.handle(feed(2, 1, width=row))), Fed)
+    first = only(worker.handle(draft(1, prefix=4)))
+    assert isinstance(first, Drafted)
+    first.tree.check(VOCABULARY)
+    assert next(name for name, _, _ in first.spans) == "root"
+    path = next(first.tree.path(n) for n in range(len(first.tree)) if len(first.tree.path(n)) == 2)
+    second = only(worker.handle(draft(2, prefix=7, accepted=path, features=features(3, row))))
+    assert isinstance(second, Drafted)
+    assert 0 < len(second.tokens) <= 8
+
+
+def test_features_that_cannot_be_are_refused_and_change_nothing(tmp_path: Path, llama_folder: Path) -> None:
+    worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
+    worker.handle(open_())
+    wrong: list[tuple[Any, str, str]] = [
+        (draft(1, prefix=4), "prefix", "features of 0 positions have come"),
+        (feed(1, 2), "prefix", "features from position 1 on"),
+        (feed(0, 4), "prefix", "of a log of 3 tokens"),
+        (feed(0, 3, width=63), "protocol", "reads float16 in rows of 64"),
+        (feed(0, 3, session=6), "session", "session 6 is not open"),
+    ]
+    for command, code, words in wrong:
+        with pytest.raises(RequestError, match=words) as refusal:
+            worker.handle(COMMAND.decode(encode(command)))
+        assert refusal.value.code == code
+    only(worker.handle(feed(0, 3)))
+    assert worker.handle(feed(0, 3)) == []
+    assert worker.stale == 1
+    only(worker.handle(draft(1, prefix=4)))
+    for command in (draft(2, prefix=5), draft(2, prefix=5, features=features(2)), draft(2, prefix=6, accepted=(0,), features=features(1))):
+        with pytest.raises(RequestError, match="positions have come, and this round goes on from"):
+            worker.handle(command)
+    assert isinstance(only(worker.handle(draft(2, prefix=6, accepted=(0,), features=features(2)))), Drafted)
+
+
+def test_a_draft_that_reads_nothing_refuses_features(worker: DraftWorker[DraftSession]) -> None:
+    worker.handle(open_())
+    with pytest.raises(RequestError, match="reads no features") as refusal:
+        worker.handle(feed(0, 3))
+    assert refusal.value.code == "role"
+    with pytest.raises(RequestError, match="features came, and this draft reads none"):
+        worker.handle(draft(1, prefix=4, features=features(1)))
+    assert isinstance(only(worker.handle(draft(1, prefix=4))), Drafted)
+
+
+def test_a_session_whose_feed_fails_is_forgotten(tmp_path: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise MemoryError
+
+    worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
+    worker.handle(open_())
+    monkeypatch.setattr(worker._engine.head, "forward", fail)
+    with pytest.raises(MemoryError):
+        worker.handle(feed(0, 3))
+    assert worker.sessions == 0
+
+
+def test_interleaved_sessions_of_a_head_draft_what_each_drafts_alone(tmp_path: Path, llama_folder: Path) -> None:
+    def rounds(worker: DraftWorker[Any], *numbers: int) -> list[tuple[Any, ...]]:
+        for number in numbers:
+            worker.handle(open_(session=number, prompt=(*PROMPT, number), sampling=Sampling(temperature=1.0)))
+            only(worker.handle(feed(0, 4, session=number)))
+        proposals = []
+        for round_ in (1, 2, 3):
+            for number in numbers:
+                rows = None if round_ == 1 else features(1)
+                drafted = only(worker.handle(draft(round_, session=number, prefix=4 + round_, features=rows)))
+                assert isinstance(drafted, Drafted)
+                proposals.append((number, drafted.tokens, drafted.parents))
+        return proposals
+
+    folder = write_head(tmp_path, "dovetail-3")
+    together = rounds(head_worker(folder, llama_folder), 8, 9)
+    assert [p for p in together if p[0] == 9] == rounds(head_worker(folder, llama_folder), 9)
+
+
+@pytest.mark.parametrize(("said", "folder_kind", "words"), [
+    ("small", "eagle", "holds a head of kind 'eagle'"),
+    ("eagle3", "dovetail", "holds a head of kind 'dovetail'"),
+    ("dovetail", "", "holds an ordinary language model"),
+])  # fmt: skip
+def test_a_kind_that_contradicts_the_folder_is_refused(said: str, folder_kind: str, words: str, tmp_path: Path, llama_folder: Path) -> None:
+    folder = write_head(tmp_path, folder_kind) if folder_kind else llama_folder
+    with pytest.raises(SettingsError, match=f"^draft.kind = '{said}', and {folder} {words}"):
+        head_worker(folder, llama_folder, kind=said)
+
+
+def test_a_kind_that_agrees_with_the_folder_is_taken(tmp_path: Path, llama_folder: Path) -> None:
+    head_worker(write_head(tmp_path / "a", "jakiro-star"), llama_folder, kind="jakiro")
+    head_worker(write_head(tmp_path / "b", "eagle3"), llama_folder, kind="eagle3")
+
+
+def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there_is_none(tmp_path: Path, llama_folder: Path) -> None:
+    folder = write_head(tmp_path / "a", "jakiro")
+    levels = []
+    for contrast in ("auto", True, False):
+        worker = head_worker(folder, llama_folder, contrast=contrast)
+        worker.handle(open_())
+        worker.handle(feed(0, 3))
+        drafted = only(worker.handle(draft(1, prefix=4)))
+        assert isinstance(drafted, Drafted)
+        levels.append(drafted.tokens)
+    assert levels[0] == levels[1] != levels[2]
+    with pytest.raises(SettingsError, match=r"draft.contrast = true, and the eagle head .* has no contrast output"):
+        head_worker(write_head(tmp_path / "b", "eagle"), llama_folder, contrast=True)
+
+
+def test_a_head_that_does_not_fit_its_target_is_refused_with_the_shapes_and_what_to_do(tmp_path: Path, llama_folder: Path) -> None:
+    folder = write_head(tmp_path, "eagle", hidden=32, target_width=32, head_dim=8)
+    with pytest.raises(CheckpointError, match=r"hidden width 32.*hidden width 64"):
+        head_worker(folder, llama_folder)

@@ -52,11 +52,11 @@ def processed(folder: Path, log: list[int], sampling: Sampling) -> list[float]:
 
 def gain(folder: Path, path: list[int], session: DraftSession) -> float:
     """The log-probability of the last token of `path` after the others, sharpened, in plain numbers."""
-    logits = processed(folder, path[:-1], session.sampling)
-    if session.sampling.temperature > 0:
-        law = reference_law(logits, session.sampling)
+    logits = processed(folder, path[:-1], session.ranking.sampling)
+    if session.ranking.sampling.temperature > 0:
+        law = reference_law(logits, session.ranking.sampling)
         logits = [math.log(p) + gumbel(KEY, len(path) - 1, v) if p else -math.inf for v, p in enumerate(law)]
-    return float(torch.log_softmax(torch.tensor(logits) / session.sharpening, 0)[path[-1]])
+    return float(torch.log_softmax(torch.tensor(logits) / session.ranking.sharpening, 0)[path[-1]])
 
 
 def row_of(model: LanguageModel, path: list[int]) -> torch.Tensor:
@@ -113,7 +113,7 @@ def choice(folder: Path, log: list[int], sampling: Sampling) -> int:
 
 def follow(engine: Drafter, session: DraftSession, folder: Path, rounds: int, *, besides: Callable[[], object] = tuple) -> list[tuple[Proposal, int]]:
     """Every proposal, and how many of its nodes the model in `folder` accepts as a target; `besides` is done before each."""
-    sampling, log, accepted, history = session.sampling, list(PROMPT), (), []
+    sampling, log, accepted, history = session.ranking.sampling, list(PROMPT), (), []
     bonus = choice(folder, log, sampling)
     for _ in range(rounds):
         log.append(bonus)

@@ -15,7 +15,7 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.verifier import Verifier
+from dovetail.workers.verifier import First, Verdict, Verifier
 from support.models import CONTEXT, FAMILIES, VOCABULARY, cache_row, reference_logits, reference_tokens, spoil
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11, 40, 2, 7, 7, 19]
@@ -82,15 +82,17 @@ def decode(model: LanguageModel, sampling: Sampling, count: int, trees: random.R
     """Tokens after the prompt, verified with random trees, half of which follow `hints`."""
     verifier = Verifier(model, Spans())
     prompt, shape = tuple(TOKENS), TreeSettings(gamma=12, depth=6)
-    bonus, _ = verifier.open(1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape)
-    log = [*prompt, bonus]
+    (first,) = verifier.open(1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape)
+    assert isinstance(first, First)
+    log = [*prompt, first.token]
     for number in range(1, 1000):
         if len(log) >= len(prompt) + count:
             break
         tree = TokenTree() if trees is None else guess(trees, hints[len(log) - len(prompt) :])
         item = VerifyItem(session=1, round=number, prefix=len(log), tokens=tree.tokens, parents=tree.parents)
-        verdict = verifier.verify([item])[0]
-        log += [*(tree.tokens[node] for node in verdict.accepted), verdict.bonus]  # type: ignore[union-attr]
+        (verdict,) = verifier.verify([item])
+        assert isinstance(verdict, Verdict)
+        log += [*(tree.tokens[node] for node in verdict.item.accepted), verdict.item.bonus]
     return log[len(prompt) : len(prompt) + count]
 
 

@@ -209,7 +209,7 @@ from dovetail.protocol.messages import Close, Draft, Open
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.draft import open_draft_worker
 import dovetail.workers.loop
-worker = open_draft_worker(DraftSettings(kind="ngram"), name="draft", threads=1)
+worker = open_draft_worker(DraftSettings(kind="ngram"), name="draft", threads=1, target="")
 hello = worker.hello(1)
 assert (hello.vocabulary, hello.tokenizer, hello.fingerprint) == (None, None, None)
 opening = dict(key=bytes(16), prompt=(1, 2, 3, 1, 2), capacity=40, vocabulary_size=10, sampling=Sampling(min_tokens=2), tree=TreeSettings())

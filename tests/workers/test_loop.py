@@ -22,8 +22,10 @@ from dovetail.protocol.messages import (
     Message,
     Open,
     Opened,
+    Prefilled,
     Probe,
     Probed,
+    Reads,
     Verified,
     Verify,
     VerifyItem,
@@ -224,11 +226,11 @@ def test_a_failure_inside_is_answered_and_the_worker_goes_on(
 ) -> None:
     coordinator.ask(opening())
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator.worker._model, "forward", fail)
+        patch.setattr(coordinator.worker._model, "forward_with_states", fail)
         failed = coordinator.ask(verifying((1, 1, 5)))
     assert isinstance(failed, Failed)
     assert (failed.session, failed.round, failed.code) == (1, 1, code)
@@ -255,11 +257,11 @@ def test_a_pass_that_fails_is_answered_for_the_sessions_in_it_alone(coordinator:
         coordinator.ask(opening(session))
     coordinator.ask(verifying((3, 1, 5)))
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator.worker._model, "forward", fail)
+        patch.setattr(coordinator.worker._model, "forward_with_states", fail)
         coordinator.send(verifying((1, 1, 5), (3, 1, 5), (2, 1, 5)), Probe(epoch=EPOCH, sent_ns=5))
         events = [coordinator.next() for _ in range(3)]
     assert [(event.session, event.code) for event in events if isinstance(event, Failed)] == [(1, "memory"), (2, "memory")]
@@ -347,3 +349,22 @@ def test_a_worker_that_is_turned_away_later_ends_with_the_reason(settings: Targe
     coordinator.end()
     assert isinstance(coordinator.error, UserError)
     assert "id 3 differs" in str(coordinator.error)
+
+
+def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(width=64, dtype="float16", vocabulary_size=VOCABULARY)
+    part, opened = coordinator.ask(opening(1, features=reads)), coordinator.next()
+    assert isinstance(part, Prefilled)
+    assert (part.session, part.start, part.features.shape) == (1, 0, (len(PROMPT), 64))
+    assert isinstance(opened, Opened)
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise MemoryError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dovetail.workers.verifier._outcome", fail)
+        part, failed = coordinator.ask(opening(2, features=reads)), coordinator.next()
+    assert isinstance(part, Prefilled)
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round, failed.code) == (2, 0, "memory")
+    assert coordinator.probe().sessions == 1

@@ -11,7 +11,8 @@ import torch
 
 from dovetail.launch.train import train_small
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training import small
+from dovetail.workers.training import run, small
+from dovetail.workers.training.examples import read_token_file
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
 TINY = small.Shape(hidden=32, layers=1, heads=2, kv_heads=1, mlp=48)
@@ -44,30 +45,30 @@ def model(seed: int = 0) -> torch.nn.Module:
 
 
 def test_loss_falls_and_progress_is_reported(tokens: Path) -> None:
-    seen: list[small.Progress] = []
+    seen: list[run.Progress] = []
     trained = model()
-    outcome = small.train(trained, [tokens], QUICK, progress=seen.append)
+    outcome = small.train(trained, read_token_file(tokens, 0), QUICK, progress=seen.append)
     assert seen[0].loss > 2 * outcome.loss
     assert seen[-1].done == 1
     assert seen[-1].rate < seen[5].rate / 4
     assert outcome.tokens == QUICK.steps * QUICK.batch * QUICK.context == 40 * 4 * 32
-    assert outcome.parameters == TINY.parameters(4096) == small.count_parameters(trained)
+    assert outcome.parameters == TINY.parameters(4096) == run.count_parameters(trained)
 
 
 def test_interrupted_run_goes_on_where_it_stopped(tokens: Path, tmp_path: Path) -> None:
     whole, halved = model(), model()
-    small.train(whole, [tokens], QUICK)
+    small.train(whole, read_token_file(tokens, 0), QUICK)
 
-    def stop(at: small.Progress) -> None:
+    def stop(at: run.Progress) -> None:
         if at.steps == 12:
             raise KeyboardInterrupt
 
     often = dataclasses.replace(QUICK, keep_every_s=-1.0)
     with pytest.raises(KeyboardInterrupt):
-        small.train(halved, [tokens], often, checkpoint=tmp_path / "run", progress=stop)
-    seen: list[small.Progress] = []
+        small.train(halved, read_token_file(tokens, 0), often, checkpoint=tmp_path / "run", progress=stop)
+    seen: list[run.Progress] = []
     resumed = model(seed=9)
-    small.train(resumed, [tokens], often, checkpoint=tmp_path / "run", progress=seen.append)
+    small.train(resumed, read_token_file(tokens, 0), often, checkpoint=tmp_path / "run", progress=seen.append)
     assert seen[0].steps == 12
     for expected, got in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(got, expected)
@@ -75,42 +76,20 @@ def test_interrupted_run_goes_on_where_it_stopped(tokens: Path, tmp_path: Path) 
 
 def test_distillation_raises_agreement(tokens: Path, tmp_path: Path) -> None:
     target, draft = model(1), model(2)
-    small.train(target, [tokens], QUICK)
-    before = small.measure(target, draft, [tokens], context=32, batches=4)
-    small.distil(target, draft, [tokens], QUICK)
-    after = small.measure(target, draft, [tokens], context=32, batches=4)
+    small.train(target, read_token_file(tokens, 0), QUICK)
+    before = small.measure(target, draft, read_token_file(tokens, 0), context=32, batches=4)
+    small.distil(target, draft, read_token_file(tokens, 0), QUICK)
+    after = small.measure(target, draft, read_token_file(tokens, 0), context=32, batches=4)
     assert after.greedy > before.greedy
     assert after.overlap > before.overlap + 0.05
 
 
-def test_target_writes_its_own_outputs_and_keeps_finished_batches(tmp_path: Path) -> None:
-    small.save_model(model(1), TOKENIZER, tmp_path / "target")
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"turns": [f"Count to {n}."]}) for n in range(5)))
-    prompts = small.read_prompts(tmp_path / "prompts.jsonl")
-    writing = small.Writing(new_tokens=8, batch=2, context=32, device="cpu")
-
-    def stop(at: small.Progress) -> None:
-        if at.steps == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        small.write_outputs(tmp_path / "target", prompts, tmp_path / "cut.bin", writing, progress=stop)
-    assert len(list((tmp_path / "cut.bin.parts").glob("*.bin"))) == 3
-    cut = small.write_outputs(tmp_path / "target", prompts, tmp_path / "cut.bin", writing)
-    whole = small.write_outputs(tmp_path / "target", prompts, tmp_path / "whole.bin", writing)
-    assert cut.read_bytes() == whole.read_bytes()
-    ids, mask = np.fromfile(cut, dtype="<u2"), np.fromfile(cut.with_suffix(".mask"), dtype=np.uint8)
-    assert len(ids) == len(mask)
-    assert (ids == 0).sum() >= 5 * len(writing.temperatures)
-    assert 0 < mask.sum() <= 8 * 10
-
-
 def test_mistakes_are_the_users(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no token file"):
-        small.train(model(), [tmp_path / "missing.bin"], QUICK)
-    (tmp_path / "bad.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="line 1"):
-        small.read_prompts(tmp_path / "bad.jsonl")
+    with pytest.raises(UserError, match=r"there is no file .*missing\.bin"):
+        small.train_folder([tmp_path / "missing.bin"], tmp_path / "out", QUICK, tokenizer=TOKENIZER, shape=TINY)
+    (tmp_path / "few.jsonl").write_text(json.dumps({"turns": ["Hello", "Hi."]}))
+    with pytest.raises(UserError, match="to learn from, too few"):
+        small.train_folder([tmp_path / "few.jsonl"], tmp_path / "out", QUICK, tokenizer=TOKENIZER, shape=TINY)
 
 
 def test_command_refuses_what_it_cannot_train(tokens: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.verifier import PREFILL_ROWS, Verifier, tree_paths
+from dovetail.workers.verifier import PREFILL_ROWS, First, Verdict, Verifier, tree_paths
 from support.models import CONTEXT, VOCABULARY, reference_law, reference_logits, reference_tokens, spoil, tiny_llama
 
 GREEDY = Sampling()
@@ -44,16 +44,17 @@ def new_verifier(model: LanguageModel) -> Verifier:
 
 
 def open_session(verifier: Verifier, number: int = 1, *, prompt: tuple[int, ...] = PROMPT, sampling: Sampling = GREEDY, capacity: int = 60) -> list[int]:
-    bonus, margin = verifier.open(number, key=session_key(7, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=TREE, end=END)
-    assert margin >= 0.0
-    return [*prompt, bonus]
+    (first,) = verifier.open(number, key=session_key(7, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=TREE, end=END)
+    assert isinstance(first, First)
+    assert first.margin >= 0.0
+    return [*prompt, first.token]
 
 
 def verify(verifier: Verifier, item: VerifyItem) -> VerifiedItem:
     verifier.check(item)
     (verdict,) = verifier.verify([item])
-    assert isinstance(verdict, VerifiedItem)
-    return verdict
+    assert isinstance(verdict, Verdict)
+    return verdict.item
 
 
 def item_for(log: Sequence[int], round: int, tree: TokenTree, session: int = 1) -> VerifyItem:
@@ -138,9 +139,9 @@ def test_several_sessions_in_one_pass_emit_what_each_emits_alone(llama: Language
         trees = {n: guessed_tree(rng, truths[n][len(logs[n]) :]) for n in prompts}
         verdicts = verifier.verify([item_for(logs[n], round, trees[n], n) for n in prompts])
         for n, verdict in zip(prompts, verdicts, strict=True):
-            assert isinstance(verdict, VerifiedItem)
-            assert verdict.session == n
-            append(logs[n], trees[n], verdict)
+            assert isinstance(verdict, Verdict)
+            assert verdict.item.session == n
+            append(logs[n], trees[n], verdict.item)
     for n, log in logs.items():
         reached = min(len(log), len(truths[n]))
         assert log[:reached] == truths[n][:reached]
@@ -272,10 +273,11 @@ def test_over_many_keys_the_first_two_tokens_have_the_law_of_the_target(tmp_path
     verifier, counts = new_verifier(model), dict.fromkeys([(a, b) for a in range(5) for b in range(5)], 0)
     for sample in range(samples):
         key = session_key(11, sample, prompt)
-        first, _ = verifier.open(1, key=key, prompt=prompt, capacity=10, sampling=sampling, tree=TREE)
+        (first,) = verifier.open(1, key=key, prompt=prompt, capacity=10, sampling=sampling, tree=TREE)
+        assert isinstance(first, First)
         tree = TokenTree((sample % 5, (sample + 2) % 5), (-1, -1)) if sample % 2 else TokenTree()
         verdict = verify(verifier, VerifyItem(session=1, round=1, prefix=3, tokens=tree.tokens, parents=tree.parents))
-        counts[first, tree.tokens[verdict.accepted[0]] if verdict.accepted else verdict.bonus] += 1
+        counts[first.token, tree.tokens[verdict.accepted[0]] if verdict.accepted else verdict.bonus] += 1
         verifier.close(1)
     first_law = reference_law(reference_logits(tmp_path, prompt)[-1].tolist(), sampling)
     laws = [reference_law(reference_logits(tmp_path, [*prompt, a])[-1].tolist(), sampling) for a in range(vocabulary)]
@@ -295,5 +297,5 @@ def test_logits_that_are_not_numbers_fail_their_own_session_only(llama: Language
     spoil(verifier._sessions[1].cache)
     verdicts = verifier.verify([item_for(logs[n], 1, TokenTree(), n) for n in (1, 2)])
     assert isinstance(verdicts[0], RequestError)
-    assert isinstance(verdicts[1], VerifiedItem)
-    assert torch.isfinite(torch.tensor(verdicts[1].margins)).all()
+    assert isinstance(verdicts[1], Verdict)
+    assert torch.isfinite(torch.tensor(verdicts[1].item.margins)).all()

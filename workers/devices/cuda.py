@@ -1,8 +1,15 @@
 """NVIDIA GPUs; the only module that calls torch.cuda."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from dovetail.protocol.errors import SettingsError
+
+ResultT = TypeVar("ResultT")
+WARM_UPS = 3
+"""Runs before a capture: libraries choose their kernels and take their memory in the first ones, which a capture must not see."""
 
 
 def is_there() -> bool:
@@ -38,3 +45,25 @@ def capabilities() -> tuple[str, ...]:
 def library(index: int) -> str:
     """Version of torch and CUDA, and the chip."""
     return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"
+
+
+def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
+    """Capture `function`, which reads and writes the same tensors each time and asks the device nothing, as a CUDA graph; returns what replays it.
+
+    The result is always the same tensors, with new numbers after each replay.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+
+    def replay() -> ResultT:
+        graph.replay()
+        return result
+
+    return replay

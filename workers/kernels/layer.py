@@ -73,7 +73,8 @@ class LayerPlan:
     gate_up: PackedMatrix
     """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]."""
     down: PackedMatrix
-    attention_norm: Norm
+    attention_norm: Norm | None
+    """None: attention reads the hidden states as they are, as in the first layer of an EAGLE head."""
     mlp_norm: Norm
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
@@ -90,6 +91,20 @@ class LayerPlan:
     """Scores become softcap tanh(score / softcap); 0: they do not."""
     window: int = 0
     """A position sees itself and window - 1 before it; 0: all."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention of a layer whose other parts are computed one by one; names as in `LayerPlan`."""
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    epsilon: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -237,6 +252,11 @@ class DecoderLayer:
         self._functions = _functions()
         self._reference = byref(self.struct)
 
+    def use_rotary(self, rotary: Rotary) -> None:
+        """Other angles from now on: of more positions."""
+        self._rotary = rotary  # the structure only has its address
+        _set_rotary(self.struct, rotary)
+
     def run(self, rows: LayerPass, hidden: Tensor) -> None:
         """The rows' hidden states, float32 [rows, hidden], through this layer in place."""
         rows.struct.hidden = _address(hidden, (rows.rows, self.struct.hidden))
@@ -254,6 +274,35 @@ class DecoderLayer:
         """Attention [rows, heads head_dim] of the queries in qkv over the caches."""
         mixed = torch.empty(rows.rows, self.plan.output.k)
         self._functions.dt_attention(self._reference, rows.reference, _address(qkv, (rows.rows, self.plan.qkv.n)), mixed.data_ptr())
+        return mixed
+
+
+class Attention:
+    """Head norms, rotation, cache and attention of the rows of a pass: what stands between a layer's two matrices."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan = plan
+        self._width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
+        self._struct = LayerStruct(norm_kind=NormKind.RMS, epsilon=plan.epsilon, scale=plan.head_dim**-0.5)
+        for name in ("index", "heads", "kv_heads", "head_dim"):
+            setattr(self._struct, name, getattr(plan, name))
+        for name in ("query_norm", "key_norm"):
+            setattr(self._struct, name, _norm_struct(getattr(plan, name), plan.head_dim))
+        self.use_rotary(plan.rotary)
+        self._functions = _functions()
+        self._reference = byref(self._struct)
+
+    def use_rotary(self, rotary: Rotary) -> None:
+        """Other angles from now on: of more positions."""
+        self._rotary = rotary  # the structure only has its address
+        _set_rotary(self._struct, rotary)
+
+    def run(self, rows: LayerPass, qkv: Tensor) -> Tensor:
+        """Attention [rows, heads head_dim] of qkv [rows, (heads + 2 kv_heads) head_dim], which is normed and rotated in place; keys and values are cached."""
+        start = _address(qkv, (rows.rows, self._width))
+        mixed = torch.empty(rows.rows, self.plan.heads * self.plan.head_dim)
+        self._functions.dt_place(self._reference, rows.reference, start)
+        self._functions.dt_attention(self._reference, rows.reference, start, mixed.data_ptr())
         return mixed
 
 
@@ -280,8 +329,7 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         setattr(struct, name, getattr(plan, name))
     struct.scale = plan.head_dim**-0.5 if plan.scale is None else plan.scale
     if plan.rotary is not None:
-        struct.rotary_dim = 2 * plan.rotary.cosines.shape[1]
-        struct.cosines, struct.sines = (_address(table, tuple(table.shape)) for table in (plan.rotary.cosines, plan.rotary.sines))
+        _set_rotary(struct, plan.rotary)
     for name in ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
         setattr(struct, name, _norm_struct(getattr(plan, name), struct.hidden))
     for name in ("query_norm", "key_norm"):
@@ -289,6 +337,11 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
     for name in ("qkv", "output", "gate_up", "down"):
         setattr(struct, name, getattr(plan, name).struct)
     return struct
+
+
+def _set_rotary(struct: LayerStruct, rotary: Rotary) -> None:
+    struct.rotary_dim = 2 * rotary.cosines.shape[1]
+    struct.cosines, struct.sines = (_address(table, tuple(table.shape)) for table in (rotary.cosines, rotary.sines))
 
 
 def _check_shapes(plan: LayerPlan) -> None:

@@ -158,8 +158,15 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if notes is not None:
         notes.append(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap))
-    outputs = [_attend_block(layer, query[0], key[0], value[0], block, scale, sliding_window, softcap) for block in blocks]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+    return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).unsqueeze(0), None
+
+
+def attend_blocks(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, window: int | None = None, cap: float | None = None
+) -> Tensor:
+    """The same for one layer without transformers: query [heads, T, head_dim], key and value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
+    outputs = [_attend_block(layer, query, key, value, block, scale, window, cap) for block in blocks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_block(layer: int, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float, window: int | None, cap: float | None) -> Tensor:

@@ -7,7 +7,7 @@ number, or quantised. Knows files; builds no model.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,10 +24,14 @@ from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+PICKLED_FILES = ("*.bin",)
+"""What a hub id brings besides, where the user allows pickled weights."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
 READ_BYTES = 8 << 20
 """A multiple of the size of every number type, so that no number lies across two blocks."""
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+"""Of tables of token ids, which some draft heads have."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,38 @@ class Stored:
     offset: int
     """In bytes, from the beginning of the file."""
     size_bytes: int
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, called `name` in errors, in the type it is stored in, read from its file alone: no other tensor takes memory for it."""
+        content = bytearray(self.size_bytes)
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.offset)
+                count = file.readinto(content)
+        except OSError as error:
+            raise CheckpointError(f"{self.file} cannot be read ({reason(error)})") from None
+        kind = {**FLOAT_TYPES, **COUNT_TYPES}.get(self.kind)
+        if count != self.size_bytes or kind is None:
+            raise CheckpointError(f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; fetch the model again")
+        return torch.frombuffer(content, dtype=kind).view(self.shape) if content else torch.empty(self.shape, dtype=kind)
+
+    def read_checked(self, name: str) -> Tensor:
+        """The same, of a file that has not been read as a whole: NaN and infinite values are refused here."""
+        tensor = self.read(name)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+        return tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight files of a folder, read once and found whole."""
+
+    folder: Path
+    digest: str
+    """SHA-256 of config.json and the weight files, in hexadecimal."""
+    tensors: Mapping[str, Stored]
+    """Every tensor in the weight files."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +94,38 @@ class Checkpoint:
     """Every tensor in the weight files."""
 
     def read(self, name: str) -> Tensor:
-        """The tensor of that name in the type it is stored in, read from its file alone: no other tensor takes memory for it."""
-        stored = self.tensors[name]
-        content = bytearray(stored.size_bytes)
-        try:
-            with stored.file.open("rb") as file:
-                file.seek(stored.offset)
-                count = file.readinto(content)
-        except OSError as error:
-            raise CheckpointError(f"{stored.file} cannot be read ({reason(error)})") from None
-        if count != stored.size_bytes or stored.kind not in FLOAT_TYPES:
-            raise CheckpointError(f"{stored.file}: tensor {name} of type {stored.kind} cannot be read as numbers; fetch the model again")
-        if not content:
-            return torch.empty(stored.shape, dtype=FLOAT_TYPES[stored.kind])
-        return torch.frombuffer(content, dtype=FLOAT_TYPES[stored.kind]).view(stored.shape)
+        """The tensor of that name in the type it is stored in."""
+        return self.tensors[name].read(name)
 
 
 def open_checkpoint(source: str) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked; `CheckpointError` names the file and the tensor."""
     folder = find_folder(source)
     _refuse_quantised(folder)
-    weights = weight_files(folder)
+    weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
+    weights = open_weights(folder)
+    return Checkpoint(source, folder, weights.digest, tokenizer, vocabulary, weights.tensors)
+
+
+def open_weights(folder: Path) -> Weights:
+    """The weights of a folder, without what is said of a vocabulary: a draft head has none of its own."""
+    _refuse_quantised(folder)
+    files = weight_files(folder)
     configuration = _read(folder / "config.json")
     digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
-    tensors = {name: stored for file in weights for name, stored in _read_weights(file, digest).items()}
-    return Checkpoint(source, folder, digest.hexdigest(), tokenizer, vocabulary, tensors)
+    tensors = {name: stored for file in files for name, stored in _read_weights(file, digest).items()}
+    return Weights(folder, digest.hexdigest(), tensors)
 
 
-def find_folder(source: str) -> Path:
-    """The local folder of a model, downloaded into the Hugging Face cache where `source` is a hub id."""
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Where every tensor of a folder stands, by the headers of its weight files alone; what is read of them is to be checked then."""
+    _refuse_quantised(folder)
+    return {name: stored for file in weight_files(folder) for name, stored in _read_header(file).items()}
+
+
+def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
+    """The local folder of a model; where `source` is a hub id, its `files` are downloaded into the Hugging Face cache."""
     if not source:
         raise CheckpointError("no model is named: give a folder, a hub id or id@revision")
     path = Path(source).expanduser()
@@ -97,14 +135,14 @@ def find_folder(source: str) -> Path:
         raise CheckpointError(f"{source} is a file; a model is a folder with config.json, tokenizer.json and *.safetensors")
     if not HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source}: there is no such folder")
-    return _download(source)
+    return _download(source, files)
 
 
-def _download(source: str) -> Path:
+def _download(source: str, files: Sequence[str]) -> Path:
     name, _, revision = source.partition("@")
     remedy = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
         raise CheckpointError(f"{source} is no folder and is not in the Hugging Face cache; run `{remedy}` while connected") from None
     except HfHubHTTPError as error:
@@ -168,6 +206,18 @@ def _read_weights(file: Path, digest: "hashlib._Hash") -> dict[str, Stored]:
         raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
     data = len(size) + len(header)
     return {name: _stored(file, entries[name], data) for name in names}
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """Where the tensors of a file stand."""
+    names = tensor_names(file)
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            entries: dict[str, dict[str, Any]] = json.loads(content.read(size))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+    return {name: _stored(file, entries[name], 8 + size) for name in names}
 
 
 def _stored(file: Path, entry: dict[str, Any], data: int) -> Stored:

@@ -39,6 +39,7 @@ from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.library import transformers_pass
 from dovetail.workers.models.segment import Segment, slots_in_place
+from dovetail.workers.models.states import LAST, Kept, keeping
 
 VERSION = "dovetail-1"
 """Of the functions that the kernels compute, down to the last bit; part of the fingerprint."""
@@ -115,14 +116,16 @@ class FusedLayers(nn.Module):
         super().__init__()
         self._layers = layers
 
-    def forward(self, hidden: Tensor, *unused: Any, seen: LayerPass, **also_unused: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *unused: Any, seen: LayerPass, kept: Kept, **also_unused: Any) -> Tensor:
         """hidden [1, T, hidden] through all layers."""
-        return self.run(hidden[0].contiguous(), seen).unsqueeze(0)
+        return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
 
-    def run(self, states: Tensor, rows: LayerPass) -> Tensor:
+    def run(self, states: Tensor, rows: LayerPass, kept: Kept) -> Tensor:
         """The same of states [T, hidden], in place."""
+        kept.keep(0, states)
         self._layers[0].run(rows, states)
-        for layer in self._layers[1:]:
+        for index, layer in enumerate(self._layers[1:], start=1):
+            kept.keep(index, states)
             layer.run_next(rows)
         return states
 
@@ -172,16 +175,19 @@ class Kernels:
         plan = self._layers[0].plan
         return BlockedCache(layers=len(self._layers), kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity)
 
-    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None) -> Tensor:
+    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None, kept: Kept) -> Tensor:
         """Logits [R, V] of a pass."""
-        seen = LayerPass(positions, [_cache_rows(segment) for segment in segments])
-        if not self._direct:
-            return transformers_pass(self._model, tokens, positions, rows, seen=seen)
-        return self._compute_directly(tokens, seen, rows)
+        seen = LayerPass(positions, [cache_rows(segment) for segment in segments])
+        if self._direct:
+            return self._compute_directly(tokens, seen, rows, kept)
+        with keeping(self._model, (), kept):
+            return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
 
-    def _compute_directly(self, tokens: Tensor, seen: LayerPass, rows: Tensor | None) -> Tensor:
+    def _compute_directly(self, tokens: Tensor, seen: LayerPass, rows: Tensor | None, kept: Kept) -> Tensor:
         """Embedding, layers, norm and head, which is all that most models do: transformers takes 0.1 ms for what is around them."""
-        states: Tensor = self._fused.run(self._model.get_input_embeddings()(tokens), seen)
+        states: Tensor = self._fused.run(self._model.get_input_embeddings()(tokens), seen, kept)
+        if LAST in kept.wanted:
+            kept.keep(LAST, self._norm(states))
         logits: Tensor = self._head(self._norm(states if rows is None else states[rows]))
         return logits
 
@@ -192,7 +198,8 @@ class Kernels:
         positions = torch.arange(PROOF_ROWS)
         cache = self.new_cache(PROOF_ROWS)
         seen = LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)])
-        return torch.equal(transformers_pass(self._model, tokens, positions, None, seen=seen), self._compute_directly(tokens, seen, None))
+        own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
+        return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 
     def _plan(self, parts: "_Parts", index: int, noted: Noted, kind: Kind, pack: "Pack") -> LayerPlan:
         norms, kinds, epsilons = {}, set(), set()
@@ -400,7 +407,8 @@ def _final_norm(base: Any) -> tuple[str, nn.Module]:
     raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")
 
 
-def _cache_rows(segment: Segment) -> CacheRows:
+def cache_rows(segment: Segment) -> CacheRows:
+    """A segment in the words of the kernels."""
     cache = segment.cache
     if not isinstance(cache, BlockedCache):
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")

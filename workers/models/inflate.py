@@ -42,6 +42,11 @@ class Plan:
     def layers(self) -> int:
         return len(self.sources)
 
+    @property
+    def real(self) -> tuple[int, ...]:
+        """Where the real layers stand."""
+        return tuple(self.sources.index(source) for source in sorted(set(self.sources)))
+
 
 def linear_bytes(model: nn.Module) -> int:
     """The fp32 size of a model's linears, head included: what a pass over one row has to read."""

@@ -7,7 +7,7 @@ prompts, trees or sampling.
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
+from dovetail.workers.models.states import LAST, Kept
 
 WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
 """`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute with them, else fp32."""
@@ -63,15 +64,16 @@ class BackEnd(Protocol):
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
 
-    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None) -> Tensor:
-        """Logits [R, V] of a pass, see `LanguageModel.forward`."""
+    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None, kept: Kept) -> Tensor:
+        """Logits [R, V] of a pass, see `LanguageModel.forward`; the states that are wanted are kept, and change no byte of the logits."""
 
 
 class LanguageModel:
     """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V vocabulary."""
 
-    def __init__(self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, digest: str, weights: str, choice: str) -> None:
-        self._back_end = back_end
+    def __init__(self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, digest: str, weights: str, choice: str, real: Sequence[int]) -> None:
+        """`real`: where the checkpoint's own layers stand among those that are computed."""
+        self._back_end, self._real = back_end, real
         self.checkpoint, self.checkpoint_digest = checkpoint, digest
         self.weights = weights
         """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
@@ -81,6 +83,9 @@ class LanguageModel:
         embedding = model.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.vocabulary_size: int = embedding.shape[0]
+        self.hidden_size: int = model.config.hidden_size
+        self.layers = len(real)
+        """Decoder layers of the checkpoint."""
         self.end: tuple[int, ...] = checkpoint.vocabulary.end
         self.context = context_of(model.config)
 
@@ -91,7 +96,19 @@ class LanguageModel:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], *, rows: Tensor | None = None) -> Tensor:
         """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits [R, V]; their keys and values go into the caches."""
-        return self._back_end.compute(tokens, positions, segments, rows).float()
+        return self._back_end.compute(tokens, positions, segments, rows, Kept()).float()
+
+    @torch.inference_mode()
+    def forward_with_states(
+        self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], *, wanted: Collection[int], rows: Tensor | None = None
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """The same logits, and hidden states [T, hidden_size] of all rows in the type that the model computes in.
+
+        `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters them, and LAST, the states behind the final norm.
+        """
+        kept = Kept({place if place == LAST else self._real[place] for place in wanted})
+        logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
+        return logits, {place: kept.states[place if place == LAST else self._real[place]] for place in wanted}
 
 
 @dataclass(frozen=True)
@@ -222,7 +239,8 @@ def _assemble(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _
     back_end.finish(model)
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
-    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=choice)
+    real = range(len(layers)) if plan is None else plan.real
+    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=choice, real=real)
     check_attention(language_model)
     return language_model
 
@@ -239,14 +257,16 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         raise CheckpointError(f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back end {wanted.backend}; use weights fp32")
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
+    real: Sequence[int] = range(len(decoder_layers(model)[1]))
     if wanted.inflate_bytes:
         plan = plan_inflation(model, wanted.inflate_bytes)
+        real = plan.real
         grow_skeleton(model, plan)
         for index, layer in enumerate(decoder_layers(model)[1]):
             grow_layer(layer, index, plan)
     back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights])
     back_end.finish(model)
-    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}")
+    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
     check_attention(language_model)
     return language_model
 

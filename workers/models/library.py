@@ -13,8 +13,10 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.loader import decoder_layers
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.selection import Selection
+from dovetail.workers.models.states import Kept, keeping
 
 
 def transformers_pass(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None, **given: Any) -> Tensor:
@@ -55,15 +57,17 @@ class Library:
         heads, self._layers = config.num_attention_heads, config.num_hidden_layers
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._decoder_layers = decoder_layers(self._model)[1]
         self._masks = Masks(groups=heads // self._kv_heads, device=self._device, dtype=self._dtype)
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` rows."""
         return KVCache(layers=self._layers, kv_heads=self._kv_heads, head_dim=self._head_dim, capacity=capacity, dtype=self._dtype, device=self._device)
 
-    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None) -> Tensor:
+    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None, kept: Kept) -> Tensor:
         """Logits [R, V] of a pass."""
-        return transformers_pass(self._model, tokens, positions, rows, blocks=attention.arrange(segments, self._masks))
+        with keeping(self._model, tuple(self._decoder_layers), kept):
+            return transformers_pass(self._model, tokens, positions, rows, blocks=attention.arrange(segments, self._masks))
 
     def _pack(self, module: nn.Module) -> None:
         if self._selection is None:

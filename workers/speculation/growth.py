@@ -1,10 +1,8 @@
-"""The growing tree of a session and the `dynamic` policy on it: expand and rerank (EAGLE-2, Li et al. 2024, with its scores summed in float32).
+"""The growing tree of a session: a *pool* of drafted nodes below a root that moves.
 
-The tree is a *pool* of drafted nodes below a root that moves. Expanding a node adds its likeliest children; a node's score is the sum of the
-log-probabilities along its path, so that no child scores above its parent. In every order of nodes here, "best first" is (score descending, index
-ascending). A child's index is above its parent's, hence a parent always comes first and **every prefix of a best-first list is a tree**.
-
-The policy: of every level the best `width` nodes are expanded in one pass, and the proposal is the best `nodes` of the whole pool.
+Expanding a node adds its likeliest children; a node's score is the sum of the log-probabilities along its path, in float32, so that no child scores above
+its parent. In every order of nodes here, "best first" is (score descending, index ascending). A child's index is above its parent's, hence a parent always
+comes first and **every prefix of a best-first list is a tree**. What is expanded and what is offered, a policy decides (`policies.py`).
 
 Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cache (but for the row that a node was given in it) and no clock.
 """
@@ -18,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.speculation.proposal import Shape
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -75,17 +72,16 @@ class GrowingTree:
         return self._pool.levels
 
     @property
+    def ranks(self) -> Ints:
+        return self._pool.ranks
+
+    @property
     def scores(self) -> Floats:
         return self._pool.scores
 
     @property
     def rows(self) -> Ints:
         return self._pool.rows
-
-    def best(self, nodes: int, depth: int) -> Nodes:
-        """The best `nodes` of those at most `depth` levels below the root, best first."""
-        reachable = np.flatnonzero(self.levels <= depth)
-        return _best_first(reachable, self.scores)[: max(nodes, 0)]
 
     def token_tree(self, nodes: Nodes) -> TokenTree:
         """`nodes`, best first and none without its parent, as a tree to send."""
@@ -174,20 +170,6 @@ class GrowingTree:
         return old_rows
 
 
-def frontier(tree: GrowingTree, level: int, shape: Shape) -> Nodes:
-    """The nodes of `level` (0: the root, -1) that the next pass expands; empty where nothing remains to be done.
-
-    These are the best `width` of the level, less those that have been expanded already, less those that cannot matter: a child comes after its parent
-    in the best-first order, so what is below a node that is not among the best `nodes` - 1 never enters the best `nodes`, however far the tree grows.
-    """
-    if level == 0:
-        return np.array([] if tree.root_expanded else [ROOT], np.intp)
-    best: Nodes = _best_first(np.flatnonzero(tree.levels == level), tree.scores)[: shape.width]
-    if len(best := best[tree.rows[best] == NO_ROW]):
-        best = best[np.isin(best, tree.best(shape.nodes - 1, shape.depth))]
-    return best
-
-
 def likeliest(logits: Tensor, width: int, sharpening: float) -> tuple[Ints, Floats]:
     """Of logits [N, V], the `width` highest ids [N, K] with log_softmax(logits / sharpening) over all V at them, best first; one transfer from the device."""
     scaled = logits.float() / sharpening
@@ -197,7 +179,7 @@ def likeliest(logits: Tensor, width: int, sharpening: float) -> tuple[Ints, Floa
     return tokens.numpy(), bits.view(torch.float32).numpy()
 
 
-def _best_first(nodes: Nodes, scores: Floats) -> Nodes:
+def best_first(nodes: Nodes, scores: Floats) -> Nodes:
     """`nodes`, given in ascending order, by (score descending, index ascending)."""
     order: Nodes = nodes[np.argsort(-scores[nodes], kind="stable")]
     return order

@@ -4,6 +4,8 @@ Noise depends on key, position and token alone, so it is computed once a positio
 arithmetic: int64 wraps modulo 2^64 as it should, and a logical right shift is an arithmetic one with the copied sign bits masked away.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,10 +32,20 @@ def _mix(x: Tensor) -> Tensor:
 
 def gumbel_noise(key: bytes, position: int, size: int, device: torch.device | None = None) -> Tensor:
     """The noise [V] (float32) of the tokens 0..size-1 at an absolute position."""
-    steps = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(GOLDEN)
-    hashed = _mix(steps + _signed(position_word(key, position)))
+    return _gumbel(torch.arange(1, size + 1, dtype=torch.int64, device=device), _signed(position_word(key, position))).to(torch.float32)
+
+
+def gumbel_noise_of(key: bytes, positions: Sequence[int], tokens: Tensor) -> Tensor:
+    """The noise [N, K] (float64) of single tokens [N, K], each row at a position of its own."""
+    words = torch.tensor([_signed(position_word(key, position)) for position in positions], dtype=torch.int64).unsqueeze(1)
+    return _gumbel(tokens.to(torch.int64) + 1, words)
+
+
+def _gumbel(counters: Tensor, words: Tensor | int) -> Tensor:
+    """float64 noise of the counters, token + 1, at positions given by their words."""
+    hashed = _mix(counters * _signed(GOLDEN) + words)
     uniform = (((hashed >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) / 2.0**52
-    return uniform.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 class NoiseCache:

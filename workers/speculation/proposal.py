@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.tree import TokenTree
 
 
@@ -22,3 +23,7 @@ class Proposal:
     scores: tuple[float, ...]
     grown: int
     hit: bool
+    candidates: Array | None = None
+    """int32 [1 + nodes, K]: of what the children of the root and of each node were drawn, where they were drawn at random."""
+    probabilities: Array | None = None
+    """float32 [1 + nodes, K]."""

@@ -1,7 +1,8 @@
 """Write generated documents: python text.py --documents N --seed S --out FILE.jsonl.
 
 A document is {"turns": [user, assistant, ...], "kind": ...} or {"text": ..., "kind": ...}. It knows what
-share each kind of text has, not how it is tokenized.
+share each kind of text has, not how it is tokenized. `dovetail features --data FILE.jsonl --regenerate --out FEATURES` has the embedded
+target answer the questions itself and stores what its draft heads are trained on.
 """
 
 import argparse

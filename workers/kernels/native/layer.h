@@ -30,7 +30,7 @@ struct Layer {
     int32_t reserved;
     const float* cosines;  // [context, rotary_dim / 2]
     const float* sines;
-    Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // the post norms are Gemma-2's, on what a half adds
+    Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // all but mlp_norm may be missing; the post norms are Gemma-2's, on what a half adds
     Norm query_norm, key_norm;                                          // [head_dim] on each head, always RMS
     Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]
     Matrix output;   // [hidden, heads head_dim]

@@ -104,8 +104,12 @@ static void add_half(const dovetail::Layer& l, float* hidden, float* update, con
 static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     const int64_t rows = pass.rows;
     const Buffers b = buffers(l, rows);
-    norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
-    linear(l.qkv, b.normed, l.hidden, b.wide, l.qkv.n, rows);
+    const float* input = pass.hidden;
+    if (l.attention_norm.weight) {
+        norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
+        input = b.normed;
+    }
+    linear(l.qkv, input, l.hidden, b.wide, l.qkv.n, rows);
     place(l, pass, b.wide);
     attention(l, pass, b.wide, b.narrow);
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);

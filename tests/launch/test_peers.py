@@ -1,0 +1,80 @@
+"""The peer of `dovetail bench`: a process that decodes with transformers' assisted generation."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dovetail.launch.configure import DEMO_FOLDER, Configuration, configure
+from dovetail.launch.cores import lay_out_here
+from dovetail.launch.peers import Peer, check, near_the_fastest, result_of, thread_counts_of
+from dovetail.launch.supervise import Supervisor
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.settings import Sampling
+from dovetail.runtime.text import TextCodec
+from dovetail.workers.assisted import Generated, Round
+from dovetail.workers.models.checkpoint import read_tokenizer
+
+TURNS = ["Tell me a story about a small owl."]
+
+
+def settings(**flags: str) -> Configuration:
+    return configure(flags={name.replace("__", "."): text for name, text in {"draft__device": "cpu", **flags}.items()}, environment={})
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    with Supervisor() as supervisor:
+        peer = Peer(supervisor, settings(), lay_out_here())
+        yield peer
+        peer.close()
+
+
+def test_it_has_the_cores_of_our_target_and_of_our_draft(peer: Peer) -> None:
+    layout = lay_out_here()
+    assert set(peer.cores) == {*layout.target.cores, *layout.draft.cores}
+    assert set(peer.thread_counts) <= {len(peer.cores), 1}
+
+
+def test_it_is_tried_with_all_its_cores_and_with_one_and_what_is_hopeless_is_left_out() -> None:
+    assert [thread_counts_of(cores) for cores in (1, 2, 64)] == [(1,), (2, 1), (64,)]
+    assert near_the_fastest({2: 1.0, 1: 1.5}) == (2, 1)
+    assert near_the_fastest({2: 9.0, 1: 1.5}) == (1,)
+
+
+def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours(peer: Peer) -> None:
+    replies = [peer.decode(TURNS, sampling=Sampling(temperature=1.0), max_tokens=12, seed=5, threads=1) for _ in range(2)]
+    result = replies[0].result
+    assert result.token_ids == replies[1].result.token_ids
+    assert result.completion_tokens == len(result.token_ids) <= 12
+    assert 0 < result.time_to_first_token_s <= result.wall_s
+    assert peer.peak_rss_mb() > 100
+
+
+def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: Peer) -> None:
+    with pytest.raises(DovetailError, match="assisted: "):
+        peer.decode([1], sampling=Sampling(), max_tokens=-1, seed=0, threads=0)  # type: ignore[list-item]
+    assert peer.decode(TURNS, sampling=Sampling(), max_tokens=2, seed=0, threads=1).result.completion_tokens <= 2
+
+
+def test_a_process_that_cannot_load_its_models_says_why() -> None:
+    with Supervisor() as supervisor, pytest.raises(UserError, match="the assisted: transformers: "):
+        Peer(supervisor, settings(draft__model=str(DEMO_FOLDER / "nothing")), lay_out_here())
+
+
+def test_processors_that_look_back_and_other_devices_are_refused() -> None:
+    with pytest.raises(UserError, match="leave penalties"):
+        check(settings(sampling__presence_penalty="0.5").settings)
+    with pytest.raises(UserError, match="runs on the CPU"):
+        check(settings(target__device="cuda:0").settings)
+
+
+def test_the_round_that_computes_the_prompt_is_none_of_decoding() -> None:
+    ms = 1_000_000
+    rounds = (Round(10 * ms, 3, 30, 9 * ms), Round(14 * ms, 1, 5, 3 * ms), Round(18 * ms, 4, 4, 2 * ms))
+    codec = TextCodec(*read_tokenizer(DEMO_FOLDER / "target"))
+    result = result_of(Generated(tuple(range(300, 308)), 0, rounds), codec, prompt_tokens=27, seed=1, ends=(2,))
+    assert (result.rounds, result.tau, result.drafted_tokens, result.accepted_tokens) == (2, 2.5, 7, 3)
+    assert (result.time_to_first_token_s, result.wall_s) == (0.010, 0.018)
+    assert (result.verify_s, result.draft_exposed_s) == (0.005, pytest.approx(0.003))
+    assert result.finish_reason == "length"
+    assert result.tokens_per_s == pytest.approx(5 / 0.008)

@@ -1,0 +1,104 @@
+"""Acceptance by rejection, and every tree policy, over real processes and the embedded pair."""
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+
+from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import BUILT_POLICIES, Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from dovetail.runtime.text import TextCodec
+from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.segment import Segment
+from support.losslessness import difference
+
+PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+EAGLE_1 = TreeSettings(policy="static", gamma=25, depth=5)
+REJECTED = Sampling(temperature=1.0, acceptance="rejection")
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with Supervisor() as supervisor:
+        stack = start_stack(supervisor, configure(flags={"draft.device": "cpu"}, environment={}))
+        wait_until_ready(supervisor, stack)
+        with stack.connect() as connected:
+            yield connected
+
+
+def ask(client: Client, prompt: int, *, sampling: Sampling, tree: TreeSettings | None, seed: int = 0) -> Finished:
+    request = client.submit(turns=PROMPTS[prompt][:1], sampling=sampling, max_tokens=TOKENS, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None)
+    return client.complete(request)
+
+
+@pytest.mark.parametrize("policy", BUILT_POLICIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_is_the_same_with_every_policy(client: Client, policy: str, temperature: float) -> None:
+    sampling, gained = Sampling(temperature=temperature), 0
+    for prompt in range(3):
+        alone = ask(client, prompt, sampling=sampling, tree=None)
+        for gamma, depth, width in ((25, 5, 10), (24, 8, 3)):
+            finished = ask(client, prompt, sampling=sampling, tree=TreeSettings(policy=policy, gamma=gamma, depth=depth, width=width))
+            wrong = difference(finished, alone.result.token_ids)
+            assert wrong is None, wrong
+            gained += finished.result.accepted_tokens
+    assert gained > 30
+
+
+def places(tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator) -> Iterator[float]:
+    """Where each token lies in its own law: uniform if it was drawn from it."""
+    for token, law in zip(tokens, logits.double().softmax(-1).numpy(), strict=True):
+        yield float(law[:token].sum() + random.random() * law[token])
+
+
+def test_by_rejection_every_token_has_the_law_of_the_target(client: Client) -> None:
+    target, random = load_language_model(str(DEMO_FOLDER / "target"), weights="fp32", device="cpu"), np.random.default_rng(2)
+    codec = TextCodec(target.checkpoint.tokenizer, target.checkpoint.vocabulary)
+    found: list[float] = []
+    tokens = rounds = 0
+    for turns in PROMPTS[:5]:
+        prompt = codec.encode_turns(turns[:1])
+        for seed in range(6):
+            result = client.complete(client.submit(tokens=prompt, sampling=REJECTED, max_tokens=TOKENS, tree=EAGLE_1, seed=seed)).result
+            tokens, rounds = tokens + result.completion_tokens - 1, rounds + result.rounds
+            said = torch.tensor([*prompt, *result.token_ids])
+            rows = torch.arange(len(prompt) - 1, len(said) - 1)
+            logits = target.forward(said, torch.arange(len(said)), [Segment(target.new_cache(len(said)), 0, len(said))], rows=rows)
+            found += places(result.token_ids, logits, random)
+    assert tokens / rounds > 1.5
+    assert len(found) > 600
+    assert kstest(found, "uniform").pvalue > 1e-3
+
+
+def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) -> None:
+    alone = ask(client, 1, sampling=Sampling(temperature=1.0), tree=None, seed=3).result.token_ids
+    samplings = [REJECTED, Sampling(temperature=1.0), REJECTED, Sampling(temperature=1.0)]
+    requests = [client.submit(turns=PROMPTS[1][:1], sampling=s, max_tokens=TOKENS, seed=3, tree=EAGLE_1) for s in samplings]
+    finished: dict[int, Finished] = {}
+    while len(finished) < len(requests):
+        if isinstance(reply := client.receive(60), Finished):
+            finished[reply.request] = reply
+    rejected, coupled, rejected_too, coupled_too = (finished[request] for request in requests)
+    assert rejected.result.token_ids == rejected_too.result.token_ids
+    for reply in (coupled, coupled_too):
+        wrong = difference(reply, alone)
+        assert wrong is None, wrong
+
+
+def test_at_temperature_0_rejection_gives_the_greedy_tokens(client: Client) -> None:
+    alone = ask(client, 2, sampling=Sampling(), tree=None)
+    wrong = difference(ask(client, 2, sampling=Sampling(acceptance="rejection"), tree=EAGLE_1), alone.result.token_ids)
+    assert wrong is None, wrong
+
+
+def test_a_request_whose_rule_and_policy_do_not_go_together_is_refused(client: Client) -> None:
+    with pytest.raises(RequestError, match=r"set tree\.policy to 'static', not 'budget'"):
+        ask(client, 0, sampling=REJECTED, tree=TreeSettings(policy="budget"))

@@ -1,0 +1,233 @@
+"""The engine of a draft worker with a head of its target's: it reads the target's features, and guesses its own where there are none yet.
+
+Row j of a head consumes the feature of position j and the token of position j + 1, stands at position j, and predicts the token of position j + 2. So with a
+log of n tokens, the last of which is the root, rows 0..n-2 are *true*: their features came from the target, those of the prompt ahead of the first round
+and those of the last root and the accepted nodes with the verdict. Row n-2, of the root's token, ranks the root's children; a node's row consumes the state
+of its parent's row instead of a feature. Between rounds the cache holds true rows only: what was guessed on the way to the new root is replaced.
+
+Beyond the length that a head was trained with, its cache holds the last rows only; positions stay what they are, since it is distances that it has learned.
+
+A head with a contrast output (Jakiro) guesses with the row of a node what follows that node's children, whichever they are, so that the last level of a
+proposal needs no pass of its own. How a tree grows is the grower's business.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.messages import Reads
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.protocol.tree import ROOT
+from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking, tree_rows
+from dovetail.workers.head_levels import Capture, FixedLevels, FreeLevels, Levels
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.heads import Head, Predicted
+from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.policies import open_policy
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.wire import to_tensor
+
+SHARPENING = 1.0
+"""What "auto" stands for."""
+SLACK_SHARE = 8
+"""A full window loses this part of itself at once, so that a row is moved so many times at most."""
+FORETOLD = -2
+"""In the place of a node's row: it has children and needs no row, since nothing below them is computed before the root moves."""
+
+
+@dataclass(kw_only=True)
+class HeadSession(GrowingSession):
+    """One sequence; the cache holds the true rows `dropped`.. of at most `window`, and the tree's behind them."""
+
+    levels: Levels
+    window: int
+    states: Tensor
+    """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
+    contrasts: dict[int, Tensor] = field(default_factory=dict)
+    """Pool node (-1: the root) -> logits [V] of what follows its children."""
+    waiting: list[Tensor] = field(default_factory=list)
+    """Features [n, W] of the positions behind the true rows."""
+    dropped: int = 0
+
+    @property
+    def rows(self) -> int:
+        """True rows so far, with those that have left the window."""
+        return self.dropped + self.cache.length
+
+    @property
+    def fed(self) -> int:
+        """Positions whose features have come."""
+        return self.rows + sum(len(features) for features in self.waiting)
+
+    @property
+    def free_rows(self) -> int:
+        return len(self.states) - 1 - self.tree.rows_used
+
+    def take(self, count: int) -> Tensor:
+        """The first `count` of the features that wait."""
+        features = torch.cat(self.waiting)
+        self.waiting = [features[count:]] if len(features) > count else []
+        return features[:count]
+
+    def make_room(self, count: int) -> None:
+        """Let the oldest rows go if there is no place in the window for `count` more."""
+        length = self.cache.length
+        if length + count > self.window:
+            kept = max(0, self.window - self.window // SLACK_SHARE - count)
+            self.cache.length = 0
+            self.cache.keep(range(length - kept, length), kept)
+            self.dropped += length - kept
+
+
+class HeadDrafter(Grower[HeadSession]):
+    """Opens sessions, reads features and proposes; one pass at a time."""
+
+    def __init__(self, head: Head, spans: Spans, *, contrast: bool, capture: Capture | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`contrast`: the last level comes from the contrast output, which the head must have. `capture`: levels are captured with it and replayed."""
+        super().__init__(spans, clock=clock)
+        self.head = head
+        self._contrast, self._capture = contrast, capture
+        spec = head.spec
+        self.reads = Reads(taps=spec.taps, width=spec.target_width, dtype=spec.dtype, vocabulary_size=spec.vocabulary_size, trained_for=head.trained_for)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """`RequestError` of code "vocabulary" if the head's target has no row for one of `tokens`."""
+        if (largest := max(tokens)) >= self.reads.vocabulary_size:
+            raise RequestError("vocabulary", f"token {largest} is beyond the vocabulary of {self.reads.vocabulary_size} of the target that this head is for")
+
+    def open(
+        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+    ) -> HeadSession:
+        """A session whose prompt is read with its features; no id at or beyond `vocabulary_size`, the target's, will be proposed.
+
+        `end`: ids that end the reply.
+        """
+        ranking = Ranking.begin(
+            prompt,
+            vocabulary_size=min(vocabulary_size, self.reads.vocabulary_size),
+            key=key,
+            sampling=sampling,
+            sharpening=SHARPENING if tree.sharpening == "auto" else tree.sharpening,
+            end=end,
+            device=self.head.device,
+        )
+        window, rows = max(1, min(capacity, self.head.spec.context - tree.depth)), tree_rows(tree)
+        states = torch.empty(1 + rows, self.head.spec.hidden, device=self.head.device)
+        cache, levels = self._new_cache(window + rows)
+        return HeadSession(
+            log=list(prompt),
+            ranking=ranking,
+            policy=open_policy(tree),
+            depth=tree.depth,
+            capacity=capacity,
+            cache=cache,
+            levels=levels,
+            window=window,
+            states=states,
+        )
+
+    def _new_cache(self, rows: int) -> tuple[Cache, Levels]:
+        if self._capture is None:
+            cache = self.head.new_cache(rows)
+            return cache, FreeLevels(self.head, cache)
+        padded = self.head.new_cache(rows + 1)
+        if not isinstance(padded, KVCache):
+            raise TypeError(f"a cache of type {type(padded).__name__} cannot be written in fixed shapes")
+        return padded, FixedLevels(self.head, padded, self._capture)
+
+    def check_features(self, session: HeadSession, accepted: int, features: Array | None) -> None:
+        """`RequestError` unless with `features` those of the whole log and of `accepted` nodes are there."""
+        if features is not None:
+            self._check_rows(features)
+        needed = len(session.log) + accepted
+        if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
+            raise RequestError("prefix", f"features of {there} positions have come, and this round goes on from {needed}; open the session anew")
+
+    @torch.inference_mode()
+    def feed(self, session: HeadSession, start: int, features: Array) -> None:
+        """Take the features of the positions from `start` on, and compute the rows whose tokens are known.
+
+        `RequestError` if they do not follow what came before, `StaleError` if they came before.
+        """
+        self._check_rows(features)
+        if start + features.shape[0] <= session.fed:
+            raise StaleError(f"features of the positions from {start} on have come before")
+        if start != session.fed:
+            raise RequestError("prefix", f"features from position {start} on follow those of {session.fed} positions; open the session anew")
+        if session.fed + features.shape[0] > len(session.log):
+            raise RequestError("prefix", f"features of {session.fed + features.shape[0]} positions have come, of a log of {len(session.log)} tokens")
+        with self._spans.measure("prefill"):
+            self.take_features(session, features)
+            self._read_true(session, predicted=False, contrast=False)
+
+    def take_features(self, session: HeadSession, features: Array) -> None:
+        """Note the features of the positions behind those that have come; their rows are computed when something is drafted."""
+        session.waiting.append(to_tensor(features).to(self.head.device))
+
+    def _check_rows(self, features: Array) -> None:
+        reads = self.reads
+        if (features.dtype, features.shape[1:]) != (reads.dtype, (reads.row,)):
+            expected = f"{reads.dtype} in rows of {reads.row}"
+            raise RequestError("protocol", f"features of type {features.dtype} and shape {list(features.shape)} came, this head reads {expected}")
+
+    def _move_root(self, session: HeadSession, path: Sequence[int], root: int | None, width: int) -> None:
+        session.tree.clear()
+        session.contrasts.clear()
+
+    def _read_log(self, session: HeadSession, shape: Shape) -> Tensor:
+        predicted = self._read_true(session, predicted=True, contrast=self._contrast and shape.depth == 2)
+        session.states[0] = predicted.states[0]
+        if predicted.contrast is not None:
+            session.contrasts[ROOT] = predicted.contrast[0]
+        return predicted.logits
+
+    def _read_true(self, session: HeadSession, *, predicted: bool, contrast: bool) -> Predicted:
+        """Compute the true rows that are missing, as far as there are tokens for them; what the last one of them predicts, if that is asked for."""
+        last = Predicted(torch.empty(0), torch.empty(0), None)
+        while count := min(session.fed, len(session.log) - 1) - session.rows:
+            count = min(count, CHUNK, session.window)
+            session.make_room(count)
+            first, cache = session.rows, session.cache
+            tokens = torch.tensor(session.log[first + 1 : first + 1 + count])
+            segment = Segment(cache, cache.length, count)
+            positions, rows = torch.arange(first, first + count), torch.arange(count)[count - predicted :]
+            last = self.head.forward(tokens, session.take(count), positions, [segment], true=True, rows=rows, contrast=contrast)
+            cache.keep(range(cache.length, cache.length + count), count)
+        return last
+
+    def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
+        """The rows of `nodes` go behind those of the tree; nodes whose parents have foretold what follows need none."""
+        tree, contrasts = session.tree, session.contrasts
+        foretold = np.array([parent in contrasts for parent in tree.parents[nodes].tolist()])
+        tree.rows[nodes[foretold]] = FORETOLD
+        computed = [] if foretold.all() else [self._compute(session, nodes[~foretold], shape)]
+        if len(computed) and not foretold.any():
+            return computed[0]
+        guessed = torch.stack([contrasts[parent] for parent in tree.parents[nodes[foretold]].tolist()])
+        order = np.argsort(np.concatenate((np.flatnonzero(~foretold), np.flatnonzero(foretold))))
+        return torch.cat((*computed, guessed))[torch.from_numpy(order)]
+
+    def _compute(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
+        """Logits [N, V] of `nodes` by their rows, which come from the states of their parents."""
+        tree, cache = session.tree, session.cache
+        parents, levels = tree.parents[nodes], tree.levels[nodes]
+        above = torch.from_numpy(np.where(parents == ROOT, 0, 1 + tree.rows[parents]).astype(np.int64))
+        first = tree.rows_used
+        tree.give_rows(nodes)
+        paths = Paths.seen(cache.length, tree.lineage(nodes))
+        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
+        positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
+        wanted = self._contrast and bool((levels == shape.depth - 2).any())
+        predicted = session.levels(tokens, session.states[above], positions, paths, cache.length + first, contrast=wanted)
+        session.states[1 + first : 1 + first + len(nodes)] = predicted.states
+        if predicted.contrast is not None:
+            session.contrasts.update((int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == shape.depth - 2))
+        return predicted.logits

@@ -1,0 +1,89 @@
+"""How the rows of a level of a head's tree are computed: launched operation by operation, or in fixed shapes, so that a device can replay them at once.
+
+On a GPU a head of one layer is over before its operations have been launched one after the other. In fixed shapes - the rows padded to a power of two, the
+whole cache under a mask - all of them are captured once for a session and number of rows, and replayed for every level (CUDA graphs). Knows rows and slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.heads import Head, Predicted
+from dovetail.workers.models.segment import Cache, Paths, Segment
+
+Capture = Callable[[Callable[[], Predicted]], Callable[[], Predicted]]
+"""A function of fixed shapes -> one that does the same again, into the same tensors."""
+
+
+class Levels(Protocol):
+    """Computes for one session; what it returns is good until it is called again, but for the contrast."""
+
+    def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
+        """Rows of tokens, positions int64 [N] and states [N, H], which see `paths` and are written to the slots from `start` on."""
+
+
+@dataclass(frozen=True)
+class FreeLevels:
+    """As they come."""
+
+    head: Head
+    cache: Cache
+
+    def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
+        segment = Segment(self.cache, start, len(tokens), paths)
+        return self.head.forward(tokens, states, positions, [segment], true=False, contrast=contrast)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """The inputs of a pass of fixed shape, and the pass."""
+
+    tokens: Tensor
+    states: Tensor
+    positions: Tensor
+    slots: Tensor
+    mask: Tensor
+    replay: Callable[[], Predicted]
+
+
+class FixedLevels:
+    """In fixed shapes. The cache's last slot is for the rows of the padding, which see nothing else."""
+
+    def __init__(self, head: Head, cache: KVCache, capture: Capture) -> None:
+        self._head, self._cache, self._capture = head, cache, capture
+        self._passes: dict[tuple[int, bool], _Fixed] = {}
+
+    def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
+        count, spare = len(tokens), self._cache.capacity - 1
+        rows = 1 << (count - 1).bit_length()
+        fixed = self._passes.get((rows, contrast)) or self._open(rows, contrast)
+        mask = torch.full((rows, self._cache.capacity), float("-inf"))
+        mask[:count, : paths.prefix] = 0.0
+        mask[count:, spare] = 0.0
+        which = torch.repeat_interleave(torch.arange(count), torch.from_numpy(paths.offsets).diff())
+        mask[which, torch.from_numpy(paths.slots).long()] = 0.0
+        slots = torch.full((rows,), spare)
+        slots[:count] = torch.arange(start, start + count)
+        for buffer, content in ((fixed.mask, mask), (fixed.slots, slots)):
+            buffer.copy_(content)
+        for buffer, content in ((fixed.tokens, tokens), (fixed.positions, positions), (fixed.states, states)):
+            buffer[:count] = content
+        found = fixed.replay()
+        later = None if found.contrast is None else found.contrast[:count].clone()
+        return Predicted(found.logits[:count], found.states[:count], later)
+
+    def _open(self, rows: int, contrast: bool) -> _Fixed:
+        """Make the inputs of a pass and capture it."""
+        head, cache, device = self._head, self._cache, self._head.device
+        tokens, positions = torch.zeros(rows, dtype=torch.long, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+        states = torch.zeros(rows, head.spec.hidden, device=device)
+        slots = torch.full((rows,), cache.capacity - 1, device=device)
+        mask = torch.full((rows, cache.capacity), float("-inf"), device=device)
+        mask[:, -1] = 0.0
+        replay = self._capture(lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast))
+        self._passes[rows, contrast] = _Fixed(tokens, states, positions, slots, mask, replay)
+        return self._passes[rows, contrast]

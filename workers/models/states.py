@@ -1,0 +1,46 @@
+"""Hidden states of a pass, kept for whoever reads them: the residual streams that enter given layers, and what comes out of the final norm.
+
+The pass itself is the same whether anything is kept or not. Knows layers by their place in the model as it is computed, not why their states are wanted.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+LAST = -1
+"""The place behind the final norm."""
+
+
+class Kept:
+    """The states [T, hidden] of one pass at the places that are `wanted`: layers, whose incoming stream it is, and LAST."""
+
+    def __init__(self, wanted: Collection[int] = ()) -> None:
+        self.wanted = wanted
+        self.states: dict[int, Tensor] = {}
+
+    def keep(self, place: int, states: Tensor) -> None:
+        """Copy the states of a place if they are wanted: layers compute in place."""
+        if place in self.wanted:
+            self.states[place] = states.clone()
+
+
+@contextmanager
+def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[None]:
+    """Keep what is wanted of a forward pass of a transformers model; of `layers` where they stand as modules in its own loop."""
+
+    def listen(place: int) -> Any:
+        def hook(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept.keep(place, (args[0] if args else kwargs["hidden_states"])[0])
+
+        return layers[place].register_forward_pre_hook(hook, with_kwargs=True)
+
+    handles = [listen(place) for place in kept.wanted if place in range(len(layers))]
+    if LAST in kept.wanted:
+        handles.append(model.base_model.register_forward_hook(lambda _model, _args, output: kept.keep(LAST, output.last_hidden_state[0])))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

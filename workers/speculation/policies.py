@@ -1,0 +1,184 @@
+"""How a tree is grown and what of it is offered: the draft's half of a tree policy.
+
+A policy says which nodes the next pass of the model expands, and of the nodes that are there which are offered, best first. Expanding a node means
+computing its row and adding its likeliest children; how that is done is the engine's business. The tree may hold nodes already, those that the last move
+of the root has left; what has a row is not expanded again. Every prefix of what is offered is a tree, whatever the policy.
+
+- `dynamic`: of every level the best `width` nodes are expanded in one pass, and the best `nodes` of the whole pool are offered (EAGLE-2, Li et al. 2024;
+  EAGLE-3 with depth 8). Presets gamma/depth/width: 15/8/10, 6/5/10 for small machines, 59/8/10 for a GPU.
+- `static`: the same shape always, only the tokens vary (EAGLE-1). Preset 25/5/10.
+- `beam`: of the children of a level's nodes the best `width` of all are kept, and all that is kept is offered (SubSpec, 2025). gamma = width * depth; preset
+  288/48/6. A smaller gamma takes the best of them.
+- `budget`: the best `nodes` of the whole tree that the draft could grow, as a best-first search finds them (SpecExec, Svirschevski et al. 2024), its score
+  falling by log(0.95) with every level; a pass expands the best `width` that have not been. gamma is what counts; depth and width are bounds.
+
+Knows numbers only, no model, no cache and no clock.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.protocol.settings import TreeSettings
+from dovetail.protocol.tree import ROOT
+from dovetail.workers.speculation.growth import NO_ROW, Floats, GrowingTree, Nodes, best_first
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.shapes import Path, fixed_shape
+
+DECAY = np.float32(np.log(0.95))
+"""What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain tokens from taking the whole budget."""
+
+
+class Policy(Protocol):
+    """Grows one session's tree."""
+
+    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+        """What each pass of the model expands, none empty: the root, -1, by itself and first, then nodes whose parents have rows.
+
+        The caller gives them rows and adds their children before it asks for the next pass. It may stop at any time, and has to where it cannot expand
+        what it is given.
+        """
+
+    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
+        """What to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best first: every prefix is a tree."""
+
+
+class Dynamic:
+    """Expand and rerank."""
+
+    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+        """One pass a level."""
+        yield from _root(tree, shape)
+        for level in range(1, shape.depth):
+            best = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: shape.width]
+            if len(nodes := _worthwhile(best, self.select(tree, shape), tree, shape)):
+                yield nodes
+
+    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
+        """The best of the pool."""
+        return best_first(np.flatnonzero(tree.levels <= shape.depth), tree.scores)[: shape.nodes]
+
+
+class Beam:
+    """The best `width` nodes of every level, each the child of one that was kept on the level before."""
+
+    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+        """One pass a level."""
+        yield from _root(tree, shape)
+        for level in range(1, shape.depth):
+            kept = _kept(tree, level, shape.width)
+            if len(nodes := _worthwhile(kept[tree.levels[kept] == level], best_first(kept, tree.scores)[: shape.nodes], tree, shape)):
+                yield nodes
+
+    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
+        """All that is kept, or the best of it."""
+        return best_first(_kept(tree, shape.depth, shape.width), tree.scores)[: shape.nodes]
+
+
+class Budget:
+    """Best first up to the number of nodes."""
+
+    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+        """As many passes as it takes until everything offered that may have children has been expanded."""
+        yield from _root(tree, shape)
+        while True:
+            best = self.select(tree, shape)
+            nodes = _worthwhile(best[tree.levels[best] < shape.depth], best, tree, shape)[: shape.width]
+            if not len(nodes):
+                return
+            yield nodes
+
+    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
+        """The best of the pool by their scores with the decay; rounding is monotonic, so no child comes before its parent here either."""
+        decayed: Floats = tree.scores + tree.levels.astype(np.float32) * DECAY
+        return best_first(np.flatnonzero(tree.levels <= shape.depth), decayed)[: shape.nodes]
+
+
+@dataclass(frozen=True)
+class Static:
+    """A fixed shape. What is offered is in its order, siblings by rank, whatever the scores."""
+
+    paths: tuple[Path, ...]
+
+    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+        """One pass a level, of the nodes that have children in the shape."""
+        yield from _root(tree, shape)
+        below = _below(self.paths, shape)
+        inner: NDArray[np.bool_] = np.any(below >= 0, axis=1)
+        for level in range(1, shape.depth):
+            at_level = np.flatnonzero((tree.levels == level) & (tree.rows == NO_ROW))
+            if len(nodes := at_level[inner[_places(tree, below, level)[at_level]]]):
+                yield nodes
+
+    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
+        """The nodes that have a place in the shape; where a node has fewer children than places, the others and what would be below them are missing."""
+        places = _places(tree, _below(self.paths, shape), shape.depth)
+        nodes = np.flatnonzero(places > 0)
+        order: Nodes = nodes[np.argsort(places[nodes])]
+        return order
+
+
+def open_policy(settings: TreeSettings) -> Policy:
+    """The policy of a session."""
+    match settings.policy:
+        case "static":
+            return Static(fixed_shape(settings.gamma, settings.depth, settings.width))
+        case "beam":
+            return Beam()
+        case "budget":
+            return Budget()
+        case _:
+            return Dynamic()
+
+
+def _root(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+    """The first pass, if there is anything to be had from it."""
+    if shape.nodes > 0 and shape.depth > 0 and not tree.root_expanded:
+        yield np.array([ROOT], np.intp)
+
+
+def _worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
+    """`nodes` less those that have been expanded, less those that cannot matter.
+
+    A child comes after its parent in the order of `offered`, the best nodes so far, so what is below a node that is not among the best `shape.nodes` - 1
+    is never offered, however far the tree grows.
+    """
+    nodes = nodes[tree.rows[nodes] == NO_ROW]
+    return nodes[np.isin(nodes, offered[: max(shape.nodes - 1, 0)])] if len(nodes) else nodes
+
+
+def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
+    """What `beam` keeps of the first `depth` levels, in ascending order."""
+    kept = np.zeros(len(tree) + 1, np.bool_)  # the last element stands for the root, index -1
+    kept[ROOT] = True
+    for level in range(1, depth + 1):
+        candidates = np.flatnonzero((tree.levels == level) & kept[tree.parents])
+        kept[best_first(candidates, tree.scores)[:width]] = True
+    return np.flatnonzero(kept[:-1])
+
+
+@lru_cache(256)
+def _below(paths: tuple[Path, ...], shape: Shape) -> NDArray[np.intp]:
+    """[places, ranks]: the place of the child of that rank, -1 if it has none in `shape`. Place 0 is the root, place i node i - 1 of the shape, and the
+    last place is nowhere; the last rank stands for all beyond those of the shape."""
+    cut = [path for path in paths if len(path) <= shape.depth and max(path) < shape.width][: shape.nodes]
+    places = {(): 0, **{path: place for place, path in enumerate(cut, start=1)}}
+    table = np.full((len(cut) + 2, max(map(max, cut), default=0) + 2), -1, np.intp)
+    for path, place in places.items():
+        if path:
+            table[places[path[:-1]], path[-1]] = place
+    return table
+
+
+def _places(tree: GrowingTree, below: NDArray[np.intp], depth: int) -> NDArray[np.intp]:
+    """The place of every node of the first `depth` levels, -1 for nowhere."""
+    places = np.full(len(tree) + 1, -1, np.intp)  # the last element stands for the root, index -1
+    places[ROOT] = 0
+    for level in range(1, depth + 1):
+        nodes = np.flatnonzero(tree.levels == level)
+        places[nodes] = below[places[tree.parents[nodes]], np.minimum(tree.ranks[nodes], below.shape[1] - 1)]
+    return places[:-1]

@@ -1,0 +1,54 @@
+"""The processes of one training run: alone, or several of the `accelerate` library that average their gradients.
+
+Knows neither model nor data. `accelerate` is imported only where a run has several processes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.protocol.errors import UserError
+
+
+class Peers:
+    """One process that is alone."""
+
+    rank = 0
+    count = 1
+    device: str | None = None
+    """Where this process is to compute; None: where it likes."""
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace every gradient by its mean over the processes."""
+
+    def agree(self, spent_s: float) -> float:
+        """The same number in every process, that of the first: they all stop at the same step."""
+        return spent_s
+
+
+ALONE = Peers()
+
+
+class Accelerated(Peers):
+    """Several processes, started by `accelerate launch` or `torchrun`."""
+
+    def __init__(self) -> None:
+        try:
+            from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise UserError("several training processes need the library accelerate: pip install 'dovetail[train]', or start one process only") from error
+        self._accelerator: Any = Accelerator()
+        self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
+        self.device = str(self._accelerator.device)
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:  # no row of this process's batch reached it, but one of another's may have
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = self._accelerator.reduce(parameter.grad, reduction="mean")
+
+    def agree(self, spent_s: float) -> float:
+        gathered = self._accelerator.gather(torch.tensor([spent_s], dtype=torch.float64, device=self.device))
+        return float(gathered[0].item())

@@ -1,0 +1,179 @@
+"""Trains a draft head on stored or streamed features of a frozen target, and measures it as it goes by simulated acceptance.
+
+Weights and moments are kept in 32 bits; a step runs in bf16 where that is asked for. The held-out part of the features is fixed before the run
+begins and never trained on. Knows neither files of text nor options; a finished head is written by `workers.training.folder`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.workers.training.features import Batch, Features
+from dovetail.workers.training.heads import Eagle3Head, Head, HeadShape, most_frequent, new_head
+from dovetail.workers.training.losses import Acceptance, Frozen, Recipe, head_loss, simulate
+from dovetail.workers.training.peers import ALONE, Peers
+from dovetail.workers.training.run import Callback, Outcome, Pace, Run, Step, carry_out, silent
+
+WORTH_BF16 = 1.5
+"""How many times as fast products in bf16 must be on a CPU: what stands between them is slower for the conversions."""
+HELD_SEED = 1
+"""The held-out rows are the same in every run."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a head is trained: the pace of the run, the losses, and what a step looks at."""
+
+    pace: Pace
+    recipe: Recipe
+    batch: int = 8
+    """Rows a step."""
+    length: int = 256
+    """Columns a row."""
+    alone: float = 0.0
+    """Share of the run in which the first step is trained alone: a head that is new learns more from twice the text than from its own mistakes."""
+    number: Literal["fp32", "bf16"] = "fp32"
+    """What the matrix products of a step are computed in."""
+    held: float = 0.03
+    """Share of the sequences that is held out."""
+    checks: int = 20
+    """How often the run is measured on them."""
+    check_rows: int = 24
+    depth: int = 6
+    """Of the simulated chains."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A measurement during a run."""
+
+    steps: int
+    tokens: int
+    spent_s: float
+    loss: float
+    length: float
+    at: tuple[float, ...]
+    contrast: float | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished head and what became of it."""
+
+    head: Head
+    outcome: Outcome
+    checks: tuple[Check, ...]
+    plan: Plan
+    tokens_held: int
+    draft_coverage: float | None = None
+    """EAGLE-3: the share of the learned tokens that its draft vocabulary holds."""
+
+
+def train_head(
+    shape: HeadShape,
+    features: Features,
+    frozen: Frozen,
+    plan: Plan,
+    *,
+    prepare: Callable[[Head], object] = id,
+    checkpoint: Path | None = None,
+    peers: Peers = ALONE,
+    progress: Callback = silent,
+) -> Trained:
+    """Train a new head; `prepare` may change the random weights that it begins with."""
+    learning, held = features.split(plan.held)
+    device = plan.pace.device
+    frozen = Frozen(frozen.embedding.float().to(device), frozen.head.float().to(device))
+    head = new_head(shape, seed=plan.pace.seed)
+    prepare(head)
+    coverage = _begin_output(head, frozen, learning.counts()) if isinstance(head, Eagle3Head) else None
+    run = Run(head, plan.pace, checkpoint, peers)
+    watch = _Watch(run, head, frozen, [held.batch(np.random.default_rng(HELD_SEED), plan.check_rows, plan.length).to(device)], plan)
+    outcome = carry_out(f"training {shape.kind}", run, _step(head, frozen, learning, plan, peers), progress=progress, between=watch.look)
+    return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, coverage)
+
+
+def _step(head: Head, frozen: Frozen, features: Features, plan: Plan, peers: Peers) -> Step:
+    def loss_of(batch: Batch, steps: int, random: torch.Generator) -> Tensor:
+        return head_loss(head, frozen, batch, replace(plan.recipe, steps=steps), random)
+
+    def step(number: int, done: float) -> tuple[Tensor, int]:
+        rng = np.random.default_rng([plan.pace.seed, number, peers.rank])
+        batch = features.batch(rng, plan.batch, plan.length).to(plan.pace.device)
+        with in_numbers(plan.number, plan.pace.device):
+            return loss_of(batch, steps_at(done, plan), torch.Generator(plan.pace.device).manual_seed(int(rng.integers(2**62)))), batch.tokens.numel()
+
+    return step
+
+
+def use_threads(count: int) -> None:
+    """Compute on so many threads of the CPU in this process."""
+    torch.set_num_threads(count)
+
+
+def steps_at(done: float, plan: Plan) -> int:
+    """Steps of the training-time test when a share `done` of the run is over."""
+    return plan.recipe.steps if done >= plan.alone else 1
+
+
+def faster_number(device: str) -> Literal["fp32", "bf16"]:
+    """What a step of this device is faster in, found by multiplying matrices such as a small head has: not every CPU has instructions for bf16."""
+    if torch.device(device).type != "cpu":
+        return "bf16"
+    spent = {dtype: _time_of_product(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return "bf16" if spent[torch.bfloat16] * WORTH_BF16 < spent[torch.float32] else "fp32"
+
+
+def _time_of_product(dtype: torch.dtype) -> float:
+    left, right = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 704, dtype=dtype)
+    found = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        left @ right
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+@contextmanager
+def in_numbers(number: str, device: str) -> Iterator[None]:
+    """Matrix products in bf16 within the block, or in 32 bits."""
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=number == "bf16"):
+        yield
+
+
+def _begin_output(head: Eagle3Head, frozen: Frozen, counts: Tensor) -> float:
+    """Choose the draft vocabulary by frequency and begin with the target's rows of it; the share of the learned tokens that it holds."""
+    known = most_frequent(counts, head.shape.own_vocabulary)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(frozen.head[known])
+    if head.known is not None:
+        head.learn_vocabulary(known)
+    return float(counts[known].sum() / counts.sum().clamp(min=1))
+
+
+class _Watch:
+    """Measures the head at even distances of a run; what it found is kept with the checkpoint."""
+
+    def __init__(self, run: Run, head: Head, frozen: Frozen, held: list[Batch], plan: Plan) -> None:
+        self.run, self.head, self.frozen, self.held, self.plan = run, head, frozen, held, plan
+        self.checks = [Check(**{**row, "at": tuple(row["at"])}) for row in run.notes]
+
+    def look(self) -> str:
+        """Measure if it is time, and say what the last measurement said."""
+        due = int(self.run.done * self.plan.checks) + 1
+        if len(self.checks) < due and not self.run.peers.rank:
+            found = simulate(self.head, self.frozen, self.held, self.plan.depth)
+            self.checks.append(self._check(found))
+            self.run.notes[:] = [asdict(check) for check in self.checks]
+        return f"tau {self.checks[-1].length:.2f}" if self.checks else ""
+
+    def _check(self, found: Acceptance) -> Check:
+        run = self.run
+        return Check(run.steps, run.tokens, run.spent_s, run.loss, found.length, found.at, found.contrast)
