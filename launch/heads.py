@@ -156,7 +156,7 @@ def train_head(wish: Wish) -> "Trained | None":
         raise UserError("--regenerate answers the chats of --data; with --features it is `dovetail features --regenerate` that lets the target write")
     from dovetail.workers.training.folder import config_of, read_target, write_head
     from dovetail.workers.training.peers import ALONE, Accelerated
-    from dovetail.workers.training.run import unfinished
+    from dovetail.workers.training.run import silent, unfinished
     from dovetail.workers.training.start import begin_from_target
     from dovetail.workers.training.trainer import train_head as train
     from dovetail.workers.training.trainer import use_threads
@@ -175,7 +175,9 @@ def train_head(wish: Wish) -> "Trained | None":
             begin_from_target(head, target)
 
     with show_progress() as show:
-        trained = train(shape, features, target.frozen, plan, prepare=prepare, checkpoint=unfinished(wish.out), peers=peers, progress=show)
+        trained = train(
+            shape, features, target.frozen, plan, prepare=prepare, checkpoint=unfinished(wish.out), peers=peers, progress=silent if peers.rank else show
+        )
     if peers.rank:
         return None
     log = log_of(wish.kind, features.origin, trained)

@@ -89,7 +89,7 @@ class DraftSettings(Frozen):
         "ngram (looks up what was said before) or none (the target alone)",
     )
     model: str = Field("", description="id, id@revision or folder; empty: the embedded one of that kind")
-    weights: str = Field("auto", description="fp32, fp16, bf16, int8 or int4; auto: as the checkpoint has them on a CPU, fp16 on a GPU")
+    weights: str = Field("auto", description="fp32, fp16, bf16, int8 or, for a head, int4; auto: as the checkpoint has them on a CPU, fp16 on a GPU")
     device: str = Field("auto", description="auto (the first GPU if there is one, else the CPU), cpu or cuda:N")
     contrast: bool | Literal["auto"] = Field(
         "auto", description="whether a head's contrast output (jakiro) guesses the last level without a pass of its own; auto: where the head has one"
@@ -189,6 +189,11 @@ class Sampling(Frozen):
     def rejects(self) -> bool:
         """Whether what is drafted is drawn at random and accepted with probability p/q; at temperature 0 both rules are the greedy one."""
         return self.acceptance == "rejection" and self.temperature > 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether there are tokens that cannot be chosen because others are likelier."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def looks_back(self) -> bool:

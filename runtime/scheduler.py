@@ -60,9 +60,10 @@ class Turns:
             return command, (session,)
         ready = {s: c for s, c in self.waiting if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
         ready = dict([*ready.items()][:MAX_SESSIONS])
+        together = self._together([*ready.values()])  # nothing is owed and nothing is dropped for a message that cannot be built
         self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], Verify) and entry[0] in ready))
         self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
-        return self._together([*ready.values()]), tuple(ready)
+        return together, tuple(ready)
 
     def _together(self, commands: Sequence[Verify]) -> Verify:
         if len(commands) == 1:

@@ -14,7 +14,22 @@ from enum import Enum
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
-from dovetail.protocol.messages import Close, Draft, Drafted, Feed, FinishReason, Open, Opened, Prefilled, Reads, Result, VerifiedItem, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    MAX_CANDIDATES,
+    Close,
+    Draft,
+    Drafted,
+    Feed,
+    FinishReason,
+    Open,
+    Opened,
+    Prefilled,
+    Reads,
+    Result,
+    VerifiedItem,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.metrics import Accounts
@@ -275,7 +290,8 @@ def _check_drawn(event: Drafted) -> None:
     candidates, probabilities = event.candidates, event.probabilities
     if candidates is None or probabilities is None or (candidates.dtype, probabilities.dtype) != ("int32", "float32"):
         raise ProtocolError("a proposal without the probabilities that it was drawn from")
-    if candidates.shape != probabilities.shape or len(candidates.shape) != 2 or candidates.shape[0] != 1 + len(event.tokens) or not candidates.shape[1]:
+    rows, count = candidates.shape if len(candidates.shape) == 2 else (0, 0)
+    if candidates.shape != probabilities.shape or rows != 1 + len(event.tokens) or not 1 <= count <= MAX_CANDIDATES:
         raise ProtocolError(f"a proposal of {len(event.tokens)} nodes with candidates {candidates.shape} and probabilities {probabilities.shape}")
 
 

@@ -15,7 +15,6 @@ from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
 from benchmarks.models import Shape, draw_tree, tree_mask, write_model
 from benchmarks.sameness import Record
 from dovetail.workers.models.language_model import load_language_model
-from dovetail.workers.models.segment import Paths
 from dovetail.workers.verifier import tree_paths
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
@@ -78,9 +77,8 @@ def test_every_type_of_llama_cpp_has_a_figure_for_the_sizes_of_trees() -> None:
 
 def test_the_mask_of_a_tree_shows_what_its_paths_show() -> None:
     tree = draw_tree(24)
-    mask, paths = Paths.seen(40, tree_mask(tree).numpy()), tree_paths(tree, 40)
-    assert mask.offsets.tolist() == paths.offsets.tolist()
-    assert mask.slots.tolist() == paths.slots.tolist()
+    paths = tree_paths(tree, 40)
+    assert [(40 + row.nonzero().flatten()).tolist() for row in tree_mask(tree)] == [paths.row(i).tolist() for i in range(len(tree) + 1)]
 
 
 def test_a_random_checkpoint_can_be_loaded_and_is_written_once(tmp_path: Path) -> None:

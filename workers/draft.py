@@ -282,6 +282,8 @@ def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker
     from dovetail.workers.drafter import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
+    if settings.weights == "int4":
+        raise SettingsError(f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary language model: use int8, fp16, bf16 or fp32")
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(settings.model, weights=weights, device=device.name)

@@ -18,10 +18,10 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking, accepted_rows, tree_rows
+from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking, tree_rows
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
 
@@ -89,7 +89,9 @@ class Drafter(Grower[DraftSession]):
     def _move_root(self, session: DraftSession, path: Sequence[int], root: int | None, width: int) -> None:
         """The rows of the accepted nodes become rows of the log, and all that is known below the root is carried over."""
         tree, cache = session.tree, session.cache
-        accepted, survivors = accepted_rows(tree, path, root), []
+        way = path if root is None else (*path, root)
+        # a node with a child in the pool has a row: on the way only the last one may lack it, and then nothing is behind it
+        accepted, survivors = [int(row) for row in tree.rows[list(way)] if row != NO_ROW], []
         if root is None:
             tree.clear()
         else:
@@ -114,7 +116,7 @@ class Drafter(Grower[DraftSession]):
         tree, cache = session.tree, session.cache
         segment_start = cache.length + tree.rows_used
         tree.give_rows(nodes)
-        segment = Segment(cache, segment_start, len(nodes), Paths.seen(cache.length, tree.lineage(nodes)))
+        segment = Segment(cache, segment_start, len(nodes), Paths.behind(cache.length, *tree.lineage(nodes)))
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
         return self.model.forward(tokens, positions, [segment])

@@ -18,8 +18,10 @@ from torch import Tensor
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
+from dovetail.workers import kernels
+from dovetail.workers.kernels import ranking
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.speculation.growth import NO_ROW, Floats, GrowingTree, Ints, Nodes, likeliest
+from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, likeliest
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.policies import Policy
 from dovetail.workers.speculation.proposal import Proposal, Shape
@@ -46,6 +48,10 @@ class Ranking:
     sampling: Sampling
     sharpening: float
     vocabulary_size: int
+    rank: Callable[..., tuple[Ints, Floats]]
+    """`growth.likeliest`, or the kernels' of the same arguments."""
+    processed: bool
+    """Whether more is done to the logits than the ranking does on its way."""
     noise: NoiseCache | None
     """None: greedy."""
     looking_back: LookingBack | None
@@ -60,7 +66,9 @@ class Ranking:
         """That of a session that begins with `prompt`; `end`: ids that end the reply. No id at or beyond `vocabulary_size` has a rank."""
         noise = NoiseCache(key, vocabulary_size, device) if sampling.temperature > 0 and not sampling.rejects else None
         back = LookingBack(sampling, prompt, end, vocabulary_size, device) if sampling.looks_back else None
-        return cls(sampling, sharpening, vocabulary_size, noise, back, Draws(key) if sampling.rejects else None)
+        rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
+        processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
+        return cls(sampling, sharpening, vocabulary_size, rank, processed, noise, back, Draws(key) if sampling.rejects else None)
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
         """The log has grown by `tokens` to `length`."""
@@ -76,13 +84,13 @@ class Ranking:
         logits = logits[:, : self.vocabulary_size]
         if self.looking_back is not None:
             logits = self.looking_back.process(logits, [tree.path_tokens(node) for node in nodes.tolist()])
-        if self.sampling.temperature > 0:
+        if self.processed:
             logits = process_logits(logits, self.sampling)
         if self.draws is not None:
             return self.draws.children(nodes, logits, width)
-        if self.noise is not None:
-            logits = logits + _noise(self.noise, [root + (0 if node == ROOT else int(tree.levels[node])) for node in nodes.tolist()])
-        return likeliest(logits, width, self.sharpening)
+        noise = None if self.noise is None else [self.noise.row(root + level) for level in tree.levels_of(nodes).tolist()]
+        temperature = 0.0 if self.processed else self.sampling.temperature
+        return self.rank(logits, width, temperature=temperature, noise=noise, sharpening=self.sharpening)
 
     def prepare(self, first: int, count: int) -> bool:
         """Compute the noise of one of the positions first..first+count-1; False if there is none to compute."""
@@ -195,20 +203,8 @@ class Grower(ABC, Generic[SessionT]):
         return session.tree.add_children(nodes, *session.ranking.children(logits, session.tree, nodes, len(session.log), width))
 
 
-def _noise(noise: NoiseCache, positions: Sequence[int]) -> Tensor:
-    """[1, V] where all `positions` are the same, else [N, V]."""
-    which = positions[:1] if len(set(positions)) == 1 else positions
-    return torch.stack([noise.row(position) for position in which])
-
-
 def _with_laws(proposal: Proposal, drawn: Drawn) -> Proposal:
     return replace(proposal, candidates=to_array(drawn.candidates), probabilities=to_array(drawn.probabilities))
-
-
-def accepted_rows(tree: GrowingTree, path: Sequence[int], root: int | None) -> list[int]:
-    """The rows of the accepted `path` and of `root`. A node with a child in the pool has a row: only the last one may lack it."""
-    way = path if root is None else (*path, root)
-    return [int(row) for row in tree.rows[list(way)] if row != NO_ROW]
 
 
 def tree_rows(tree: TreeSettings) -> int:

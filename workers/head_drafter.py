@@ -5,6 +5,11 @@ log of n tokens, the last of which is the root, rows 0..n-2 are *true*: their fe
 and those of the last root and the accepted nodes with the verdict. Row n-2, of the root's token, ranks the root's children; a node's row consumes the state
 of its parent's row instead of a feature. Between rounds the cache holds true rows only: what was guessed on the way to the new root is replaced.
 
+A tree is grown anew in every round. What lies below the new root was guessed from guesses, and there is next to none of it: what had been likely there was
+offered, and accepted. With a trained Dovetail head (15/8/10, 12 prompts) the new root had been expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at
+temperature 1; keeping that subtree and ranking its top anew gave the same tau (3.44, 2.39) with 4.21 passes a round instead of 4.22. Where a draft goes on
+growing while its target verifies, this has to be weighed again.
+
 Beyond the length that a head was trained with, its cache holds the last rows only; positions stay what they are, since it is distances that it has learned.
 
 A head with a contrast output (Jakiro) guesses with the row of a node what follows that node's children, whichever they are, so that the last level of a
@@ -36,7 +41,9 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.wire import to_tensor
 
 SHARPENING = 1.0
-"""What "auto" stands for."""
+"""What "auto" stands for. Committed tokens a round on 16 of the demonstration prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 /
+0.5 / 0.8 / 1.0 / 1.25 / 1.6 they are 3.13 / 3.32 / 3.46 / 3.42 / 3.28 / 2.96 at temperature 0 and 1.99 / 2.15 / 2.34 / 2.42 / 2.41 / 2.31 at temperature 1,
+in 7.6 / 7.1 / 5.9 / 5.2 / 4.4 / 3.6 and about as many passes of the head."""
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
 FORETOLD = -2
@@ -206,6 +213,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
         """The rows of `nodes` go behind those of the tree; nodes whose parents have foretold what follows need none."""
         tree, contrasts = session.tree, session.contrasts
+        if not contrasts:
+            return self._compute(session, nodes, shape)
         foretold = np.array([parent in contrasts for parent in tree.parents[nodes].tolist()])
         tree.rows[nodes[foretold]] = FORETOLD
         computed = [] if foretold.all() else [self._compute(session, nodes[~foretold], shape)]
@@ -219,14 +228,14 @@ class HeadDrafter(Grower[HeadSession]):
         """Logits [N, V] of `nodes` by their rows, which come from the states of their parents."""
         tree, cache = session.tree, session.cache
         parents, levels = tree.parents[nodes], tree.levels[nodes]
-        above = torch.from_numpy(np.where(parents == ROOT, 0, 1 + tree.rows[parents]).astype(np.int64))
+        above = torch.from_numpy(1 + tree.rows_of(parents))  # the root has no row in the tree, and its state comes first
         first = tree.rows_used
         tree.give_rows(nodes)
-        paths = Paths.seen(cache.length, tree.lineage(nodes))
+        paths = Paths.behind(cache.length, *tree.lineage(nodes))
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
         wanted = self._contrast and bool((levels == shape.depth - 2).any())
-        predicted = session.levels(tokens, session.states[above], positions, paths, cache.length + first, contrast=wanted)
+        predicted = session.levels(tokens, session.states.index_select(0, above), positions, paths, cache.length + first, contrast=wanted)
         session.states[1 + first : 1 + first + len(nodes)] = predicted.states
         if predicted.contrast is not None:
             session.contrasts.update((int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == shape.depth - 2))

@@ -1,18 +1,20 @@
 """The peer of `dovetail bench`: a process that decodes with transformers' assisted generation."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, configure
 from dovetail.launch.cores import lay_out_here
-from dovetail.launch.peers import Peer, check, near_the_fastest, result_of, thread_counts_of
+from dovetail.launch.peers import Peer, assistant_of, check, near_the_fastest, result_of, thread_counts_of
 from dovetail.launch.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text import TextCodec
 from dovetail.workers.assisted import Generated, Round
 from dovetail.workers.models.checkpoint import read_tokenizer
+from support.heads import write_head
 
 TURNS = ["Tell me a story about a small owl."]
 
@@ -66,6 +68,15 @@ def test_processors_that_look_back_and_other_devices_are_refused() -> None:
         check(settings(sampling__presence_penalty="0.5").settings)
     with pytest.raises(UserError, match="runs on the CPU"):
         check(settings(target__device="cuda:0").settings)
+
+
+def test_where_the_draft_is_no_whole_model_the_embedded_one_assists_the_embedded_target(tmp_path: Path) -> None:
+    head, embedded = str(write_head(tmp_path, "eagle")), str(DEMO_FOLDER / "draft")
+    assert assistant_of(settings().settings) == assistant_of(settings(draft__model=head).settings) == embedded
+    whole = str(DEMO_FOLDER / "target")
+    assert assistant_of(settings(draft__model=whole).settings) == whole
+    with pytest.raises(UserError, match="needs a whole model for the assistant"):
+        assistant_of(settings(draft__model=head, target__model=whole).settings)
 
 
 def test_the_round_that_computes_the_prompt_is_none_of_decoding() -> None:

@@ -14,6 +14,7 @@ from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import (
+    MAX_CANDIDATES,
     Command,
     Draft,
     Drafted,
@@ -797,8 +798,10 @@ def test_what_nodes_were_drawn_from_reaches_the_target_in_sessions_that_reject()
     assert all(c.candidates is None for c in house.target.seen if isinstance(c, Verify))
 
 
-def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_none_where_the_session_rejects() -> None:
-    house = House()
+@pytest.mark.parametrize("width", [None, 0, MAX_CANDIDATES + 1, 1 << 19])
+def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_none_where_the_session_rejects(width: int | None) -> None:
+    house = House(draft=False)
+    house.add(type("Odd", (Drawing,), {"width": width}), "draft")
     result = house.complete(sampling=REJECTION, tree=STATIC).result
     assert list(result.token_ids) == continuation(PROMPT, 60)
     assert (result.drafted_tokens, house.report().refused) == (0, 1)

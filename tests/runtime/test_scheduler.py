@@ -1,8 +1,12 @@
 """Turns on a worker: one command at a time, verdicts together, answers matched by what they answer."""
 
-from dovetail.protocol.arrays import Array
-from dovetail.protocol.messages import Draft, Drafted, Fed, Feed, Verified, Verify, VerifyItem
+import pytest
+
+from dovetail.protocol.arrays import ITEM_BYTES, MAX_ARRAY_BYTES, Array
+from dovetail.protocol.messages import MAX_CANDIDATES, MAX_NODES, MAX_SESSIONS, Draft, Drafted, Fed, Feed, Verified, Verify, VerifyItem
+from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.runtime.scheduler import Owed, Turns
+from dovetail.workers.speculation.rejection import CANDIDATES
 
 
 def item(session: int, nodes: int = 0) -> VerifyItem:
@@ -68,6 +72,24 @@ def test_drawn_trees_go_out_with_others_drawn_from_as_many_candidates() -> None:
     assert (together.probabilities.dtype, together.probabilities.data) == ("float32", together.candidates.data)
     assert plain == verify(2, 5)
     assert alone == drawn(4, 1, 5)
+
+
+def test_a_message_that_cannot_be_built_is_owed_by_nobody() -> None:
+    turns = Turns(epoch=1)
+    unlike = drawn(1, 0, 4).model_copy(update={"candidates": Array(dtype="int64", shape=(1, 4), data=bytes(32))})
+    turns.ask(1, unlike)
+    turns.ask(2, drawn(2, 0, 4))
+    with pytest.raises(ValueError, match="bytes"):
+        turns.next()
+    assert not turns.owed
+    turns.forget(1)
+    assert turns.next() == (drawn(2, 0, 4), (2,))
+
+
+def test_the_laws_of_as_many_trees_as_a_pass_may_have_can_travel_together() -> None:
+    assert CANDIDATES <= MAX_CANDIDATES
+    assert MAX_SESSIONS * MAX_NODES * MAX_CANDIDATES * ITEM_BYTES["float32"] <= MAX_ARRAY_BYTES
+    assert MAX_GAMMA + 1 <= MAX_NODES
 
 
 def test_only_the_answer_that_was_asked_for_counts_and_only_once() -> None:

@@ -1,5 +1,6 @@
 """Attention over slots equals softmax attention written out, for every row by itself."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,9 +81,9 @@ def test_masks_are_kept_from_pass_to_pass_and_nothing_of_the_last_one_shows() ->
             assert torch.equal(kept, run(query, key, value, segment, sliding_window=window))
 
 
-def test_a_mask_of_what_is_seen_means_the_same_as_its_paths() -> None:
-    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    found, expected = Paths.seen(5, mask.numpy()), Paths.of(5, [[5], [5, 6], [5, 7]])
+def test_paths_of_rows_behind_the_prefix_are_those_of_their_slots() -> None:
+    found = Paths.behind(5, np.array([0, 1, 3, 5], np.int32), np.array([0, 0, 1, 0, 2], np.int32))
+    expected = Paths.of(5, [[5], [5, 6], [5, 7]])
     assert found.offsets.tolist() == expected.offsets.tolist() == [0, 1, 3, 5]
     assert found.slots.tolist() == expected.slots.tolist() == [5, 5, 6, 5, 7]
     assert found.row(2).tolist() == [5, 7]

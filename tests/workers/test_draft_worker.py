@@ -355,6 +355,12 @@ def test_a_kind_that_agrees_with_the_folder_is_taken(tmp_path: Path, llama_folde
     head_worker(write_head(tmp_path / "b", "eagle3"), llama_folder, kind="eagle3")
 
 
+def test_four_bits_are_for_heads(llama_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"draft.weights = 'int4' is for heads"):
+        head_worker(llama_folder, llama_folder, weights="int4")
+    head_worker(write_head(tmp_path, "eagle"), llama_folder, weights="int4")
+
+
 def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there_is_none(tmp_path: Path, llama_folder: Path) -> None:
     folder = write_head(tmp_path / "a", "jakiro")
     levels = []

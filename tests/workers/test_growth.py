@@ -53,12 +53,15 @@ def test_a_node_sees_its_own_row_and_those_of_its_ancestors() -> None:
     children, shape, tree = Table(1, coarse=False), Shape(40, 5, 4), GrowingTree()
     grow(tree, POLICY, children, shape)
     expanded = np.flatnonzero(tree.rows >= 0)
-    for node, sees in zip(expanded, tree.lineage(expanded), strict=True):
-        ancestors, above = set(), int(node)
+    offsets, rows = tree.lineage(expanded)
+    assert len(set(tree.levels_of(expanded).tolist())) > 1
+    assert len(offsets) == len(expanded) + 1
+    for node, first, stop in zip(expanded, offsets, offsets[1:], strict=False):
+        path, above = [], int(node)
         while above != ROOT:
-            ancestors.add(int(tree.rows[above]))
+            path.append(int(tree.rows[above]))
             above = int(tree.parents[above])
-        assert set(np.flatnonzero(sees).tolist()) == ancestors
+        assert rows[first:stop].tolist() == path[::-1]
 
 
 def test_a_child_is_found_by_its_parent_and_token() -> None:
@@ -74,7 +77,7 @@ def test_a_child_is_found_by_its_parent_and_token() -> None:
 def test_the_likeliest_children_are_those_of_a_sorted_log_softmax(seed: int, width: int, sharpening: float) -> None:
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(seed))
     logits[1, 4] = -torch.inf
-    tokens, gains = likeliest(logits, width, sharpening)
+    tokens, gains = likeliest(logits, width, sharpening=sharpening)
     expected = torch.log_softmax(logits / sharpening, -1).sort(descending=True)
     assert tokens.tolist() == expected.indices[:, :width].tolist()
     np.testing.assert_allclose(gains, expected.values[:, :width].numpy(), rtol=1e-5, atol=1e-6)
@@ -88,4 +91,4 @@ def test_a_masked_token_is_no_child_and_a_gain_is_never_above_zero() -> None:
 
 def test_logits_that_are_not_numbers_are_an_error() -> None:
     with pytest.raises(FloatingPointError, match="not numbers"):
-        GrowingTree().add_children([ROOT], *likeliest(torch.full((1, 8), torch.nan), 2, 1.0))
+        GrowingTree().add_children([ROOT], *likeliest(torch.full((1, 8), torch.nan), 2))

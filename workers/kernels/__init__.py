@@ -73,6 +73,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
     "dt_linear": (None, (POINTER(MatrixStruct), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+    "dt_likeliest": (None, (c_void_p,)),
 }
 
 

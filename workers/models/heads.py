@@ -138,7 +138,7 @@ class Head:
             empty = torch.empty(0, self.vocabulary_size, device=device)
             return Predicted(empty, out.states, None if out.contrast is None else empty)
         read = [*out.branches, *([] if out.contrast is None else [out.contrast])]
-        logits = torch.split(self._output(read[0] if len(read) == 1 else torch.cat(read)).float(), len(out.states))
+        logits = self._output(read[0] if len(read) == 1 else torch.cat(read)).float().view(len(read), len(out.states), -1)
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
         return Predicted(self._spread(first), out.states, None if out.contrast is None else self._spread(logits[-1]))
 

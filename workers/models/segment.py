@@ -46,11 +46,9 @@ class Paths:
         return cls(prefix, offsets, np.array([slot for path in paths for slot in path], dtype=np.int32))
 
     @classmethod
-    def seen(cls, prefix: int, mask: NDArray[np.bool_]) -> "Paths":
-        """Row i sees slot prefix + j where mask[i, j]; a parent lies in a lower slot than its children, so ascending slots are ancestors by depth."""
-        offsets = np.zeros(len(mask) + 1, dtype=np.int32)
-        np.cumsum(mask.sum(axis=1), out=offsets[1:])
-        return cls(prefix, offsets, (np.nonzero(mask)[1] + prefix).astype(np.int32))
+    def behind(cls, prefix: int, offsets: NDArray[np.int32], rows: NDArray[np.int32]) -> "Paths":
+        """The paths rows[offsets[i] : offsets[i + 1]], counted from the slot `prefix` on."""
+        return cls(prefix, offsets, rows + np.int32(prefix))
 
     def row(self, index: int) -> NDArray[np.int32]:
         """The path of one row."""

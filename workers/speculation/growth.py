@@ -7,8 +7,8 @@ comes first and **every prefix of a best-first list is a tree**. What is expande
 Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cache (but for the row that a node was given in it) and no clock.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,72 +16,73 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.workers.speculation.sampling import tempered
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Nodes = NDArray[np.intp]
 
 NO_ROW = -1
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """The nodes as columns of equal length."""
-
-    tokens: Ints
-    parents: Ints
-    """Index of the parent, below the node's own; -1: the root."""
-    levels: Ints
-    """1 for the children of the root."""
-    ranks: Ints
-    """Among its siblings, 0 for the best."""
-    rows: Ints
-    """Which of the rows behind the committed ones holds the node's keys and values; -1: it was never expanded."""
-    gains: Floats
-    """Log-probability given the parent, at most 0."""
-    scores: Floats
-    """Sum of the gains from the root down."""
-
-
-_INTS, _FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-_EMPTY = _Pool(_INTS, _INTS, _INTS, _INTS, _INTS, _FLOATS, _FLOATS)
-_COLUMNS = tuple(_Pool.__dataclass_fields__)
+SMALLEST_POOL = 256
+"""Places that a pool has at first; they double when there are no more."""
+TOKENS, PARENTS, LEVELS, RANKS, ROWS = range(5)
+"""The columns of integers."""
+GAINS, SCORES = range(2)
+"""Those of float32: the log-probability given the parent, at most 0, and the sum of these from the root down."""
 
 
 class GrowingTree:
     """The pool, which node of it has which row, and whether the root has been expanded."""
 
     def __init__(self) -> None:
-        self._pool = _EMPTY
+        # place 0 is the root's, and node i has place i + 1: whatever is looked up for parents is there for the root too
+        self._ints = np.zeros((5, SMALLEST_POOL), np.int32)
+        self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
+        self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
+        self._stop = 1
         self.root_expanded = False
         self.rows_used = 0
 
     def __len__(self) -> int:
-        return len(self._pool.tokens)
+        return self._stop - 1
 
     @property
     def tokens(self) -> Ints:
-        return self._pool.tokens
+        return self._ints[TOKENS, 1 : self._stop]
 
     @property
     def parents(self) -> Ints:
-        return self._pool.parents
+        """Index of the parent, below the node's own; -1: the root."""
+        return self._ints[PARENTS, 1 : self._stop]
 
     @property
     def levels(self) -> Ints:
-        return self._pool.levels
+        """1 for the children of the root."""
+        return self._ints[LEVELS, 1 : self._stop]
 
     @property
     def ranks(self) -> Ints:
-        return self._pool.ranks
-
-    @property
-    def scores(self) -> Floats:
-        return self._pool.scores
+        """Among its siblings, 0 for the best."""
+        return self._ints[RANKS, 1 : self._stop]
 
     @property
     def rows(self) -> Ints:
-        return self._pool.rows
+        """Which of the rows behind the committed ones holds the node's keys and values; -1: it was never expanded."""
+        return self._ints[ROWS, 1 : self._stop]
+
+    @property
+    def scores(self) -> Floats:
+        return self._floats[SCORES, 1 : self._stop]
+
+    def levels_of(self, nodes: Nodes) -> Ints:
+        """The levels of `nodes`; the root (-1) has level 0."""
+        levels: Ints = self._ints[LEVELS, nodes + 1]
+        return levels
+
+    def rows_of(self, nodes: Nodes | Ints) -> Ints:
+        """The rows of `nodes`; neither the root (-1) nor what was never expanded has one, -1."""
+        rows: Ints = self._ints[ROWS, nodes + 1]
+        return rows
 
     def token_tree(self, nodes: Nodes) -> TokenTree:
         """`nodes`, best first and none without its parent, as a tree to send."""
@@ -107,39 +108,43 @@ class GrowingTree:
         self.rows[nodes] = self.rows_used + np.arange(len(nodes), dtype=np.int32)
         self.rows_used += len(nodes)
 
-    def lineage(self, nodes: Nodes) -> NDArray[np.bool_]:
-        """[N, rows_used]: which rows each of `nodes` sees: its own and its ancestors'. All of them have rows."""
-        sees = np.zeros((len(nodes), self.rows_used), np.bool_)
-        which, current = np.arange(len(nodes)), nodes
-        while len(current):
-            sees[which, self.rows[current]] = True
-            above = self.parents[current]
-            which, current = which[above != ROOT], above[above != ROOT].astype(np.intp)
-        return sees
+    def lineage(self, nodes: Nodes) -> tuple[Ints, Ints]:
+        """The rows that each of `nodes` sees, by depth and its own last: those of node i are rows[offsets[i] : offsets[i + 1]]. All of them have rows.
+
+        Returns offsets [N + 1] and rows.
+        """
+        levels = self._ints[LEVELS, nodes + 1]
+        paths = np.empty((len(nodes), int(levels.max())), np.int32)
+        current = nodes
+        for depth in range(paths.shape[1])[::-1]:
+            paths[:, depth] = self._ints[ROWS, current + 1]
+            current = self._ints[PARENTS, current + 1]
+        offsets = np.zeros(len(nodes) + 1, np.int32)
+        np.cumsum(levels, out=offsets[1:])
+        return offsets, paths[paths != NO_ROW]
 
     def add_children(self, nodes: Sequence[int] | Nodes, tokens: Ints, gains: Floats) -> int:
         """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf is no child. Returns how many were added."""
-        if np.isnan(gains).any():
-            raise FloatingPointError("the draft's logits are not numbers: its weights overflow in this type, or are damaged")
-        parents = np.repeat(np.asarray(nodes, np.int32), tokens.shape[1])
-        ranks = np.tile(np.arange(tokens.shape[1], dtype=np.int32), len(nodes))
         # log_softmax may round to a little above 0, and a child above its parent would break the order that makes every prefix a tree
-        flat = np.minimum(gains.reshape(-1), np.float32(0.0))
-        below_root = parents == ROOT
-        if below_root.any():
-            self.root_expanded = True
-        scores, levels = flat.copy(), np.ones(len(flat), np.int32)
-        scores[~below_root] += self.scores[parents[~below_root]]
-        levels[~below_root] += self.levels[parents[~below_root]]
-        children = _Pool(tokens.reshape(-1), parents, levels, ranks, np.full(len(flat), NO_ROW, np.int32), flat, scores)
-        if not (there := np.isfinite(flat)).all():
-            children = _select(children, there)
-        self._pool = _Pool(**{name: np.concatenate((getattr(self._pool, name), getattr(children, name))) for name in _COLUMNS})
-        return len(children.tokens)
+        gains = np.minimum(gains, np.float32(0.0))
+        if math.isnan(lowest := gains.min(initial=0.0)):
+            raise FloatingPointError("the draft's logits are not numbers: its weights overflow in this type, or are damaged")
+        first, above = self._stop, np.asarray(nodes, np.intp)[:, None] + 1
+        self._reserve(first + tokens.size)
+        self._stop += tokens.size
+        ints = self._ints[:, first : self._stop].reshape(5, *tokens.shape)
+        ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, self._ints[LEVELS, above] + 1
+        ints[RANKS], ints[ROWS] = np.arange(tokens.shape[1]), NO_ROW
+        floats = self._floats[:, first : self._stop].reshape(2, *tokens.shape)
+        floats[GAINS], floats[SCORES] = gains, self._floats[SCORES, above] + gains
+        if math.isinf(lowest):
+            self._keep(np.concatenate((np.arange(first), first + np.flatnonzero(np.isfinite(gains)))))
+        self.root_expanded |= not above.all()
+        return self._stop - first
 
     def clear(self) -> None:
         """Forgets every node: the root has moved to where nothing was drafted."""
-        self._pool, self.root_expanded, self.rows_used = _EMPTY, False, 0
+        self._stop, self.root_expanded, self.rows_used = 1, False, 0
 
     def move_root(self, node: int, width: int) -> list[int]:
         """Makes `node` the root and keeps what is below it, of every node's children the best `width`.
@@ -147,43 +152,59 @@ class GrowingTree:
         Returns the rows that the surviving nodes had; from now on these nodes have the rows 0, 1, ... in that order. Order is kept, scores are summed
         anew from the new root, so that they carry no rounding of the path above.
         """
-        pool = self._pool
         below = np.zeros(len(self) + 1, np.bool_)  # the last element stands for the old root, index -1
         below[node] = True
-        for level in range(int(pool.levels[node]) + 1, int(pool.levels.max()) + 1):
-            at_level = np.flatnonzero(pool.levels == level)
-            below[at_level] = below[pool.parents[at_level]] & (pool.ranks[at_level] < width)
-        self.root_expanded = bool(pool.rows[node] != NO_ROW)
+        level = int(self.levels[node])
+        for deeper in range(level + 1, int(self.levels.max()) + 1):
+            at_level = np.flatnonzero(self.levels == deeper)
+            below[at_level] = below[self.parents[at_level]] & (self.ranks[at_level] < width)
         below[node] = False
-        survivors = _select(pool, below[:-1])
+        survivors = np.flatnonzero(below)
         renumbered = np.full(len(self), ROOT, np.int32)  # the new root becomes -1
-        renumbered[below[:-1]] = np.arange(len(survivors.tokens), dtype=np.int32)
-        levels = survivors.levels - pool.levels[node]
-        self._pool = replace(survivors, parents=renumbered[survivors.parents], levels=levels, scores=survivors.gains.copy())
-        for level in range(2, int(levels.max(initial=0)) + 1):
-            at_level = np.flatnonzero(levels == level)
-            self.scores[at_level] += self.scores[self.parents[at_level]]
+        renumbered[survivors] = np.arange(len(survivors), dtype=np.int32)
+        self.root_expanded = bool(self.rows[node] != NO_ROW)
+        self._keep(np.concatenate(([0], survivors + 1)))
+        self.parents[:] = renumbered[self.parents]
+        self.levels[:] -= level
+        self._sum_scores()
         expanded = np.flatnonzero(self.rows != NO_ROW)
         old_rows: list[int] = self.rows[expanded].tolist()
         self.rows_used = 0
         self.give_rows(expanded)
         return old_rows
 
+    def _sum_scores(self) -> None:
+        scores = self.scores
+        scores[:] = self._floats[GAINS, 1 : self._stop]
+        for level in range(2, int(self.levels.max(initial=0)) + 1):
+            at_level = np.flatnonzero(self.levels == level)
+            scores[at_level] += scores[self.parents[at_level]]
 
-def likeliest(logits: Tensor, width: int, sharpening: float) -> tuple[Ints, Floats]:
-    """Of logits [N, V], the `width` highest ids [N, K] with log_softmax(logits / sharpening) over all V at them, best first; one transfer from the device."""
-    scaled = logits.float() / sharpening
-    values, ids = scaled.topk(min(width, logits.shape[1]))
-    gains = values - scaled.logsumexp(-1, keepdim=True)
+    def _reserve(self, places: int) -> None:
+        """There is memory for so many."""
+        if places > (there := self._ints.shape[1]):
+            more = ((0, 0), (0, max(places, 2 * there) - there))
+            self._ints, self._floats = np.pad(self._ints, more), np.pad(self._floats, more)
+
+    def _keep(self, places: Nodes) -> None:
+        """Only these are left, in their order, ascending."""
+        self._stop = len(places)
+        self._ints[:, : self._stop], self._floats[:, : self._stop] = self._ints[:, places], self._floats[:, places]
+
+
+def likeliest(logits: Tensor, width: int, *, temperature: float = 0.0, noise: Sequence[Tensor] | None = None, sharpening: float = 1.0) -> tuple[Ints, Floats]:
+    """Of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the `width` highest ids [N, K], and log_softmax(z) at them, best first.
+
+    A temperature of 0 leaves the logits as they are. One transfer from the device.
+    """
+    z = tempered(logits.float(), temperature) if temperature > 0.0 else logits.float()
+    z = (z if noise is None else z + torch.stack(list(noise))) / sharpening
+    values, ids = z.topk(min(width, z.shape[1]))
+    gains = values - z.logsumexp(-1, keepdim=True)
     tokens, bits = torch.stack((ids.to(torch.int32), gains.view(torch.int32))).cpu().unbind()
     return tokens.numpy(), bits.view(torch.float32).numpy()
 
 
 def best_first(nodes: Nodes, scores: Floats) -> Nodes:
     """`nodes`, given in ascending order, by (score descending, index ascending)."""
-    order: Nodes = nodes[np.argsort(-scores[nodes], kind="stable")]
-    return order
-
-
-def _select(pool: _Pool, mask: NDArray[np.bool_]) -> _Pool:
-    return _Pool(**{name: getattr(pool, name)[mask] for name in _COLUMNS})
+    return nodes[(-scores[nodes]).argsort(kind="stable")]

@@ -147,8 +147,10 @@ def _worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -
     A child comes after its parent in the order of `offered`, the best nodes so far, so what is below a node that is not among the best `shape.nodes` - 1
     is never offered, however far the tree grows.
     """
-    nodes = nodes[tree.rows[nodes] == NO_ROW]
-    return nodes[np.isin(nodes, offered[: max(shape.nodes - 1, 0)])] if len(nodes) else nodes
+    matters = np.zeros(len(tree), np.bool_)
+    matters[offered[: max(shape.nodes - 1, 0)]] = True
+    worthwhile: Nodes = nodes[matters[nodes] & (tree.rows[nodes] == NO_ROW)]
+    return worthwhile
 
 
 def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:

@@ -16,6 +16,7 @@ from dovetail.workers.speculation.history import History
 MASKED = float("-inf")
 LARGEST_MARGIN = torch.finfo(torch.float32).max
 """Stands for the margin of the only possible token: infinity does not travel."""
+SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 NUCLEUS_SIZES = (256, 8192)
 """Among so many of the likeliest tokens a nucleus is looked for before the whole vocabulary is."""
 
@@ -79,8 +80,7 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0.0:
         return logits
-    # the largest logit becomes 0 first: the law is the same, and no tiny temperature can overflow
-    z = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    z = tempered(logits, sampling.temperature)
     if 0 < sampling.top_k < z.shape[-1]:
         z = z.masked_fill(z < z.topk(sampling.top_k).values[..., -1:], MASKED)
     if sampling.top_p < 1.0:
@@ -88,6 +88,11 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0.0:
         z = z.masked_fill(z < math.log(sampling.min_p), MASKED)
     return z
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """logits [N, V] at a temperature above 0, the largest of a row at 0: the law is the same, and no tiny temperature can overflow."""
+    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, SMALLEST_TEMPERATURE)
 
 
 def _nucleus(z: Tensor, top_p: float) -> Tensor:

@@ -72,7 +72,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else state.dtype
         rows, matrix, total = state.to(dtype), weight.to(dtype), torch.zeros((), device=state.device)
         of_state, of_weight = torch.empty_like(rows), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for part in torch.arange(len(rows), device=state.device).split(_rows_at_a_time(weight)):
+        for part in _parts(len(rows), weight):
             logits, goal, count = (rows[part] @ matrix.T).float(), wanted[index[part]], counts[part]
             spread = torch.logsumexp(logits, -1)
             total += ((spread - (goal * logits).sum(-1)) * count).sum()
@@ -89,8 +89,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return gradients[0] * of_state, None if of_weight is None else gradients[0] * of_weight, None, None, None
 
 
-def _rows_at_a_time(weight: Tensor) -> int:
-    return max(16, (CACHED_LOGITS if weight.device.type == "cpu" else GPU_LOGITS) // len(weight))
+def _parts(rows: int, weight: Tensor) -> list[slice]:
+    """The rows that are multiplied by the output matrix [V, H] at a time."""
+    size = max(16, (CACHED_LOGITS if weight.device.type == "cpu" else GPU_LOGITS) // len(weight))
+    return [slice(first, first + size) for first in range(0, rows, size)]
 
 
 def soft_cross_entropy(state: Tensor, weight: Tensor, wanted: Tensor, index: Tensor, counts: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def wanted_distributions(head: Head, frozen: Frozen, g: Tensor) -> tuple[Tensor,
         known, vocabulary = own_ids(head), len(frozen.head)
         known = torch.arange(vocabulary, device=g.device) if known is None else known
         wanted, inside = torch.empty(len(g), len(known), device=g.device), torch.ones(len(g), dtype=torch.bool, device=g.device)
-        for part in torch.arange(len(g), device=g.device).split(_rows_at_a_time(frozen.head)):
+        for part in _parts(len(g), frozen.head):
             logits = functional.linear(g[part], frozen.head).float()
             if len(known) < vocabulary:
                 inside[part] = torch.isin(logits.argmax(-1), known)

@@ -39,7 +39,7 @@ class Accelerated(Peers):
             from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             raise UserError("several training processes need the library accelerate: pip install 'dovetail[train]', or start one process only") from error
-        self._accelerator: Any = Accelerator()
+        self._accelerator: Any = Accelerator(cpu=not torch.cuda.is_available())
         self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
         self.device = str(self._accelerator.device)
 

@@ -9,8 +9,10 @@
 
 #include "layer.inl"
 
+#include "ranking.inl"
+
 namespace DT_NS {
 
-static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate}; }
+static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, likeliest}; }
 
 }  // namespace DT_NS

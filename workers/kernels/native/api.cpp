@@ -1,4 +1,4 @@
-// The C face of the linears, and what all kernels share: the instruction set in use, the threads, scratch memory, and one caller at a time.
+// The C face of the linears and of the ranking, and what all kernels share: the instruction set in use, the threads, scratch memory, and one caller at a time.
 #include "kernels.h"
 #include "packing.h"
 #include "pool.h"
@@ -100,5 +100,9 @@ void dt_pack(int kind, const void* source, int64_t first_row, int64_t count, int
 void dt_linear(const Matrix* matrix, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
     const Turn mine;
     active().linear(*matrix, x, x_stride, y, y_stride, rows);
+}
+void dt_likeliest(const Ranking* ranking) {
+    const Turn mine;
+    active().likeliest(*ranking);
 }
 }

@@ -19,6 +19,19 @@ struct Matrix {
     const float* bias;    // [n] or null
 };
 
+// The `width` largest z of each row, the lower token first of equals, and the logarithm of their share of the sum of e^z over all of the row:
+//   z = ((logits - the largest of them) / temperature + noise) / sharpening
+// A temperature of 0 leaves the logits as they are. Where there are fewer than `width` tokens above -inf, gains are -inf; where a z is not a number, so are all.
+struct Ranking {
+    const float* logits;  // [rows, size], rows `stride` floats apart
+    int64_t stride, rows, size;
+    const float* const* noise;  // [rows] of [size], or null
+    float temperature, sharpening;
+    int64_t width;
+    int32_t* ids;  // [rows, width]
+    float* gains;  // [rows, width]
+};
+
 struct Layer;
 struct Pass;
 struct Norm;
@@ -33,6 +46,7 @@ struct Kernels {
     void (*attention)(const Layer& layer, const Pass& pass, const float* qkv, float* out);
     void (*norm)(int kind, const Norm& norm, const float* x, float* y, int64_t rows, int64_t width, float epsilon);
     void (*gate)(int activation, const float* x, float* y, int64_t rows, int64_t width);
+    void (*likeliest)(const Ranking& ranking);
 };
 
 extern const Kernels plain_kernels;

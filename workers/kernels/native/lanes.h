@@ -47,6 +47,7 @@ static inline I16 iadd(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 static inline I16 shift_left_23(I16 a) { return {_mm512_slli_epi32(a.v, 23)}; }
 static inline F16 as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
 static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)}; }
+static inline bool any_less(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ) != 0; }
 
 #elif defined(DT_AVX2)
 
@@ -99,6 +100,9 @@ static inline F16 as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_cas
 static inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
     return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
 }
+static inline bool any_less(F16 x, F16 y) {
+    return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))) != 0;
+}
 
 #elif defined(DT_NEON)
 
@@ -141,6 +145,11 @@ static inline I16 iadd(I16 a, I16 b) { DT_EACH(I16, vaddq_s32(a.v[i], b.v[i])); 
 static inline I16 shift_left_23(I16 a) { DT_EACH(I16, vshlq_n_s32(a.v[i], 23)); }
 static inline F16 as_float(I16 a) { DT_EACH(F16, vreinterpretq_f32_s32(a.v[i])); }
 static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { DT_EACH(F16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), yes.v[i], no.v[i])); }
+static inline bool any_less(F16 a, F16 b) {
+    uint32x4_t less = vdupq_n_u32(0);
+    for (int i = 0; i < 4; i++) less = vorrq_u32(less, vcltq_f32(a.v[i], b.v[i]));
+    return vmaxvq_u32(less) != 0;
+}
 #undef DT_EACH
 
 #else  // plain C++: right everywhere, fast nowhere
@@ -184,6 +193,11 @@ static inline I16 iadd(I16 a, I16 b) { DT_EACH(I16, a.v[i] + b.v[i]); }
 static inline I16 shift_left_23(I16 a) { DT_EACH(I16, (int32_t)((uint32_t)a.v[i] << 23)); }
 static inline F16 as_float(I16 a) { DT_EACH(F16, bits_to_float((uint32_t)a.v[i])); }
 static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { DT_EACH(F16, a.v[i] < b.v[i] ? yes.v[i] : no.v[i]); }
+static inline bool any_less(F16 a, F16 b) {
+    bool less = false;
+    for (int i = 0; i < LANES; i++) less |= a.v[i] < b.v[i];
+    return less;
+}
 #undef DT_EACH
 
 #endif

@@ -1,0 +1,190 @@
+"""`dovetail train eagle|eagle3|dovetail|jakiro` for the embedded target: the folder that it writes is what the draft loads, to the same logits."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dovetail.launch.heads import Wish, train_head
+from dovetail.launch.train import command
+from dovetail.protocol.errors import UserError
+from dovetail.workers.models.checkpoint import open_weights
+from dovetail.workers.models.heads import classify, open_head
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.training.folder import read_target, shape_for
+from dovetail.workers.training.heads import DovetailHead, Eagle3Head, HeadShape, Seen, mask_of, new_head
+from dovetail.workers.training.start import begin_from_target
+
+TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle3": {"draft_vocabulary": 1000},
+    "dovetail": {"blocks": 3, "dgf_silu": False},
+    "jakiro": {"experts": 3},
+}
+PUBLIC = {
+    "eagle": {"fc.weight", "fc.bias", "layers.0.mlp.gate_proj.weight", "layers.0.post_attention_layernorm.weight"},
+    "eagle3": {"fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
+    "dovetail": {"input_layernorm.weight", "W_1", "W_2", "W_z", "layers.0.self_attn.q_proj.weight", "layers.2.input_layernorm.weight"},
+    "jakiro": {"fc.weight", "layers.0.mlp_moe.gate.weight", "layers.0.mlp_moe.experts.2.down_proj.weight"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty short sequences of the embedded target's ids, of which the second half is learned."""
+    rng, ids, learn = np.random.default_rng(0), list[int](), list[int]()
+    for _ in range(60):
+        row = [0, *rng.integers(10, 4096, size=int(rng.integers(12, 24))).tolist(), 1]
+        ids += row
+        learn += [int(place > len(row) // 2) for place in range(len(row))]
+    path = tmp_path_factory.mktemp("tokens") / "text.bin"
+    np.array(ids, dtype="<u2").tofile(path)
+    np.array(learn, dtype=np.uint8).tofile(path.with_suffix(".mask"))
+    return path
+
+
+def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> Wish:
+    return Wish(**{"kind": kind, "out": out, "data": (tokens,), "steps": 3, "batch": 2, "length": 48, "number": "fp32", **KINDS[kind], **otherwise})
+
+
+@pytest.fixture(scope="module")
+def written(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    for kind in KINDS:
+        train_head(wish(kind, tokens, folder / kind))
+    return {kind: folder / kind for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draft_loads_the_folder_and_computes_the_same_logits(kind: str, written: dict[str, Path]) -> None:
+    folder, count = written[kind], 7
+    config = json.loads((folder / "config.json").read_text())
+    head, target = open_head(str(folder), target=str(TARGET), weights="fp32", device="cpu"), read_target(str(TARGET))
+    trained = json.loads((folder / "training.json").read_text())
+    oracle = new_head(HeadShape(**trained["shape"]), seed=1)
+    oracle.load_state_dict({name: value.float() if value.is_floating_point() else value for name, value in load_file(folder / "model.safetensors").items()})
+    assert classify(folder) == kind
+    assert head.trained_for == config["dovetail"]["trained_for"] == target.digest == open_weights(TARGET).digest
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(4096, (count,), generator=random)
+    features = torch.randn(count, 768 if kind == "eagle3" else 256, generator=random)
+    found = head.forward(ids, features, torch.arange(count), [Segment(head.new_cache(count), 0, count)], true=True, contrast=kind == "jakiro")
+    with torch.no_grad():
+        seen = Seen(mask_of(torch.zeros(1, count)))
+        said = oracle(target.frozen.embedding.float()[ids][None], oracle.begin(features[None]), torch.arange(count)[None], seen)
+    close(found.states, said.state[0])
+    logits = oracle.logits(said.state[0], target.frozen.head.float()).detach()
+    if isinstance(oracle, Eagle3Head):
+        assert oracle.known is not None
+        assert torch.isneginf(found.logits).sum(-1).tolist() == [4096 - 1000] * count
+        close(found.logits[:, oracle.known], logits)
+    else:
+        close(found.logits, logits)
+    if kind == "jakiro":
+        assert found.contrast is not None
+        assert said.contrast is not None
+        close(found.contrast, oracle.logits(said.contrast[0], target.frozen.head.float()).detach())
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_folder_is_in_the_public_format_with_card_and_pictures(kind: str, written: dict[str, Path]) -> None:
+    folder = written[kind]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "acceptance.svg", "config.json", "loss.svg", "model.safetensors", "training.json"]
+    with safe_open(folder / "model.safetensors", framework="pt") as content:
+        names = set(content.keys())
+        assert names >= PUBLIC[kind]
+        assert not any("embed_tokens" in name for name in names)
+        assert ("lm_head.weight" in names) == (kind == "eagle3")
+        assert {content.get_slice(name).get_dtype() for name in names} <= {"F16", "I64", "BOOL"}
+    card = (folder / "README.md").read_text()
+    assert str(TARGET.name) in card
+    assert "tokens a round" in card
+    for picture in ("loss.svg", "acceptance.svg"):
+        xml.parse(folder / picture)
+    assert not list(folder.parent.glob("*.unfinished"))
+    assert not list(folder.parent.glob("*.new"))
+
+
+def test_the_papers_losses_are_a_preset(tokens: Path, tmp_path: Path) -> None:
+    trained = train_head(wish("jakiro", tokens, tmp_path / "head", preset="paper", contrast=False, experts=2))
+    assert trained is not None
+    assert (trained.plan.recipe.feature, trained.plan.recipe.cross_entropy, trained.plan.pace.rate, trained.plan.alone) == (1.0, 0.1, 9e-5, 0.0)
+    assert trained.checks[-1].contrast is None
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+@torch.no_grad()
+def test_a_head_begins_with_the_targets_last_layers() -> None:
+    target = read_target(str(TARGET))
+    head = new_head(shape_for("dovetail", target, context=512, blocks=2), seed=0)
+    assert isinstance(head, DovetailHead)
+    assert begin_from_target(head, target, stream=2.0) == 17  # nine tensors of a layer, and the first has no norm before its attention
+    g = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    close(head.fuse(torch.zeros(3, 256), g), g)
+    close(head.get_parameter("layers.1.mlp.up_proj.weight"), target.read("layers.7.mlp.up_proj.weight").float())
+    written = target.read("layers.6.mlp.down_proj.weight").float() * target.read("model.norm.weight").float()[:, None] / 2
+    close(head.get_parameter("layers.0.mlp.down_proj.weight"), written)
+    eagle = new_head(shape_for("eagle", target, context=512), seed=0)
+    assert begin_from_target(eagle, target) == 8
+    tokens, features = (eagle.get_parameter("fc.weight")[:, half] for half in (slice(0, 256), slice(256, 512)))
+    weighed = target.frozen.embedding.float().square().mean().sqrt() * tokens.square().mean().sqrt()
+    assert float(weighed / target.read("model.norm.weight").float().square().mean().sqrt() / features.square().mean().sqrt()) == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    line = "from dovetail.launch.train import command; command()"
+    (tmp_path / "train.py").write_text(line)
+    options = f"eagle --data {tokens} --out {tmp_path / 'head'} --steps 2 --batch 2 --length 48 --threads 1".split()
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "train.py"), *options], check=True)
+    trained = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert trained["outcome"]["tokens"] == 2 * 2 * 2 * 48
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "complaint"),
+    [
+        ({"data": ()}, "give --data FILE, or --features DIR"),
+        ({"features": Path("somewhere")}, "one of them"),
+        ({"draft_vocabulary": 5000}, "more than the target's 4096"),
+        ({"processes": 2}, r"pip install 'dovetail\[train\]'"),
+    ],
+)
+def test_mistakes_are_one_line(otherwise: dict[str, Any], complaint: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UserError, match=complaint) as found:
+        train_head(wish("eagle3", tokens, tmp_path / "head", **otherwise))
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "head").exists()
+
+
+def test_each_kind_has_a_command_with_its_own_options() -> None:
+    for kind, option in {"eagle": "--ttt-steps", "eagle3": "--draft-vocabulary", "dovetail": "--blocks", "jakiro": "--no-contrast"}.items():
+        shown = CliRunner().invoke(command, [kind, "--help"])
+        assert shown.exit_code == 0
+        assert option in shown.output
