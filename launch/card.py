@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.chart import Curve, draw
@@ -52,7 +53,7 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
         title=what[0].upper() + what[1:].split(":")[0],
         what=what[0].upper() + what[1:],
         kind=kind,
-        target=features.origin.target,
+        target=public_name(features.origin.target),
         digest=features.origin.digest,
         and_head="" if kind == "eagle3" else " and output head",
         parameters=trained.outcome.parameters,
@@ -76,6 +77,11 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
         at=", ".join(f"{share:.1%}" for share in last.at),
         more=_more(trained, shape.vocabulary),
     )
+
+
+def public_name(target: str) -> str:
+    """What a card calls a target: a hub id as it is, a folder by its name, since where it lies is nobody's business."""
+    return f"the model in a folder called {Path(target).resolve().name}" if Path(target).is_dir() else target
 
 
 def _shape(trained: "Trained") -> str:
@@ -110,7 +116,7 @@ def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
     """Everything about a training as JSON."""
     return {
         "kind": kind,
-        "origin": asdict(origin),
+        "origin": {**asdict(origin), "target": public_name(origin.target)},
         "shape": asdict(trained.head.shape),
         "plan": asdict(trained.plan),
         "outcome": asdict(trained.outcome),
