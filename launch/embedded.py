@@ -22,7 +22,7 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"draft.kind = {settings.kind!r}: no head of this kind comes with the program; "
-            f"make one with `dovetail train {settings.kind} --out FOLDER`, and name it: --draft FOLDER"
+            f"make one with `dovetail train {settings.kind} --data CHATS.jsonl --out FOLDER`, and name it: --draft FOLDER"
         )
     return settings.model_copy(update={"model": str(folder)})
 
