@@ -99,7 +99,9 @@ def _losses(trained: "Trained") -> str:
     parts = [f"{recipe.feature:g} SmoothL1 of the features", f"{recipe.cross_entropy:g} soft cross entropy", f"noise {recipe.noise:g}"]
     if trained.head.shape.kind == "jakiro" and trained.head.shape.contrast:
         parts.append(f"contrast {recipe.contrast_feature:g} and {recipe.contrast_cross_entropy:g} of these")
-    parts.append(f"{recipe.steps} training-time step(s), each {recipe.decay:g} of the one before")
+    alone = trained.plan.alone if recipe.steps > 1 else 0.0
+    first = f" (one for the first {alone:.0%} of the run: hence the jump of the loss)" if alone else ""
+    parts.append(f"{recipe.steps} training-time step(s){first}, each {recipe.decay:g} of the one before")
     return "; ".join(parts)
 
 

@@ -68,31 +68,32 @@ def command(
     """
     from dovetail.workers.training import corpus, states, store
     from dovetail.workers.training.regenerate import Writing, regenerate_files
+    from dovetail.workers.training.workplace import held
 
     if any(math.isnan(temperature) for temperature in temperatures):  # which no range excludes
         raise UserError("--temperature nan is no temperature: write one such as 1")
     name = states.ready_device(device)
     reader = corpus.open_reader(target)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if regenerate:
-        answers, writing = out.with_name(out.name + ".answers.jsonl"), Writing(temperatures, new_tokens, sessions, seed)
+    with held(out):
+        if regenerate:
+            answers, writing = out.with_name(out.name + ".answers.jsonl"), Writing(temperatures, new_tokens, sessions, seed)
+            with show_progress() as show:
+                written = regenerate_files(files, target, reader.renderer, answers, writing, weights=weights, device=name, progress=show)
+            note(f"{answers}: {written.chats:,} chats answered")
+            _tell_left_out(written.left_out)
+            files = (answers,)
+        with spinner() as say:
+            say("reading the data")
+            examples = corpus.read_examples(files, reader, context=context, drop_long=long == "drop")
+            say("loading the target")
+            source = states.open_states(target, taps=taps, context=context, dtype=dtype, weights=weights, device=name)
+        note(f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which {examples.learned:,} are learned")
+        _tell_left_out({**({"cut, since they were longer": examples.cut} if examples.cut else {}), **examples.left_out})
+        index = store.begin(out, store.plan(examples, source.origin), examples)
+        stored = "the last hidden state" + (f" and what enters layers {', '.join(map(str, index.origin.taps))}" if index.origin.taps else "")
+        note(f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in {len(index.shards)} shards, of which {index.written} are there")
         with show_progress() as show:
-            written = regenerate_files(files, target, reader.renderer, answers, writing, weights=weights, device=name, progress=show)
-        note(f"{answers}: {written.chats:,} chats answered")
-        _tell_left_out(written.left_out)
-        files = (answers,)
-    with spinner() as say:
-        say("reading the data")
-        examples = corpus.read_examples(files, reader, context=context, drop_long=long == "drop")
-        say("loading the target")
-        source = states.open_states(target, taps=taps, context=context, dtype=dtype, weights=weights, device=name)
-    note(f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which {examples.learned:,} are learned")
-    _tell_left_out({**({"cut, since they were longer": examples.cut} if examples.cut else {}), **examples.left_out})
-    index = store.begin(out, store.plan(examples, source.origin), examples)
-    stored = "the last hidden state" + (f" and what enters layers {', '.join(map(str, index.origin.taps))}" if index.origin.taps else "")
-    note(f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in {len(index.shards)} shards, of which {index.written} are there")
-    with show_progress() as show:
-        store.write(out, index, examples, source, show)
+            store.write(out, index, examples, source, show)
 
 
 def _tell_left_out(left_out: Mapping[str, int]) -> None:

@@ -5,8 +5,8 @@ It knows options, not how training works. What needs torch is imported when a tr
 
 import json
 import os
-import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.heads import Head, HeadShape, Kind
     from dovetail.workers.training.peers import Peers
     from dovetail.workers.training.trainer import Plan, Trained
+    from dovetail.workers.training.workplace import Workplace
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -33,6 +34,8 @@ KINDS: "dict[Kind, str]" = {
     "dovetail": "a Dovetail head: gated fusion and one to six decoder layers",
     "jakiro": "a Jakiro head: experts, and a contrast that predicts one token further",
 }
+TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
+"""Files of a head's folder besides those that a draft loads."""
 HELP = """Train {what}.
 
 \b
@@ -154,41 +157,44 @@ def train_head(wish: Wish) -> "Trained | None":
         raise UserError("give --data FILE, or --features DIR with what `dovetail features` made of it; one of them")
     if wish.regenerate and not wish.data:
         raise UserError("--regenerate answers the chats of --data; with --features it is `dovetail features --regenerate` that lets the target write")
-    from dovetail.workers.training.folder import config_of, read_target, write_head
+    from dovetail.workers.training.folder import workplace
     from dovetail.workers.training.peers import ALONE, Accelerated
-    from dovetail.workers.training.run import silent, unfinished
-    from dovetail.workers.training.start import begin_from_target
-    from dovetail.workers.training.trainer import train_head as train
     from dovetail.workers.training.trainer import use_threads
 
     if wish.threads is not None:
         use_threads(wish.threads)
     peers = Accelerated() if wish.processes > 1 else ALONE
+    place = workplace(wish.out, wish.kind, TEXTS)
+    with nullcontext() if peers.rank else place.hold():
+        return _train(wish, place, peers)
+
+
+def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
+    from dovetail.workers.training.folder import config_of, read_target, write_head
+    from dovetail.workers.training.run import silent
+    from dovetail.workers.training.start import begin_from_target
+    from dovetail.workers.training.trainer import train_head as train
+
     features, name = _features(wish)
     target = read_target(name)
     _check_features(features, target, name)
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
-    wish.out.parent.mkdir(parents=True, exist_ok=True)
+    about = {"target": target.digest, "taps": features.origin.taps, "data": features.digest, "begin": wish.begin}
 
     def prepare(head: "Head") -> None:
         if wish.begin == "target":
             begin_from_target(head, target)
 
     with show_progress() as show:
-        trained = train(
-            shape, features, target.frozen, plan, prepare=prepare, checkpoint=unfinished(wish.out), peers=peers, progress=silent if peers.rank else show
-        )
+        told = silent if peers.rank else show
+        trained = train(shape, features, target.frozen, plan, prepare=prepare, checkpoint=place.checkpoint, about=about, peers=peers, progress=told)
     if peers.rank:
         return None
     log = log_of(wish.kind, features.origin, trained)
     texts = {"README.md": card(wish.kind, KINDS[wish.kind], features, trained), "training.json": json.dumps(log, indent=2) + "\n", **curves(trained)}
-    write_head(wish.out, trained.head, config_of(shape, trained_for=target.digest, taps=features.origin.taps), texts)
-    _remove(unfinished(wish.out))
+    with place.result() as folder:
+        write_head(folder, trained.head, config_of(shape, trained_for=target.digest, taps=features.origin.taps), texts)
     return trained
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _features(wish: Wish) -> "tuple[Features, str]":

@@ -114,6 +114,8 @@ def train_small(
 ) -> "run.Outcome":
     """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`), and write the folder `out`."""
     _check_sources(texts, target, prompts, init, tokenizer)
+    if out.resolve() in {folder.resolve() for folder in (target, init, tokenizer) if folder is not None}:
+        raise UserError(f"--out {out} is what the training begins with, and would be replaced: give another folder")
     from dovetail.workers.training import small
     from dovetail.workers.training.corpus import open_reader
     from dovetail.workers.training.regenerate import Writing, regenerate_files
@@ -125,17 +127,17 @@ def train_small(
             _check_shape(wanted, len(small.load_tokenizer(source)), max_parameters)
         rate = small.Settings.rate if init is not None else RATE_OF_A_NEW_MODEL
         settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled, rate=rate)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with show_progress() as show:
+        place = small.workplace(out)
+        with place.hold(), show_progress() as show:
             if target is None:
-                return small.train_folder(texts, out, settings, init=init, shape=wanted, tokenizer=tokenizer, progress=show)
+                return small.train_folder(texts, place, settings, init=init, shape=wanted, tokenizer=tokenizer, progress=show)
             files = list(texts)
             if prompts is not None:
                 written = out.with_name(out.name + ".answers.jsonl")
                 renderer = open_reader(str(target)).renderer
                 regenerate_files([prompts], str(target), renderer, written, Writing(new_tokens=ANSWER_TOKENS, seed=seed), progress=show)
                 files.append(written)
-            return small.distil_folder(target, files, out, wanted, settings, init=init, progress=show)
+            return small.distil_folder(target, files, place, wanted, settings, init=init, progress=show)
 
 
 def _check_sources(texts: Sequence[Path], target: Path | None, prompts: Path | None, init: Path | None, tokenizer: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
-from dovetail.protocol.errors import DecodeError, ProtocolError
+from dovetail.protocol.errors import DecodeError, ProtocolError, printable
 from dovetail.protocol.messages import MAX_TOKENS, Command, Event, Message, Reply, Request
 
 MAX_FRAMES = 4
@@ -73,7 +73,7 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
             max_map_len=MAX_FIELDS,
         )
     except (ValueError, RecursionError, TypeError, OverflowError, MemoryError, msgpack.exceptions.UnpackException) as error:
-        raise DecodeError(f"no MessagePack: {_printable(f'{type(error).__name__}: {error}'[:200])}") from None
+        raise DecodeError(f"no MessagePack: {printable(f'{type(error).__name__}: {error}'[:200])}") from None
     if not isinstance(body, dict):
         raise DecodeError(f"a message is a map, not {type(body).__name__}")
     return body
@@ -122,12 +122,7 @@ def _explain(error: ValidationError) -> str:
     """The first complaint, without the offending value: it may be large and hostile."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part)[:64] for part in first["loc"][:8])
-    return _printable(f"{where or 'message'}: {first['msg'][:300]}")
-
-
-def _printable(text: str) -> str:
-    """One line, whatever a peer put into it."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return printable(f"{where or 'message'}: {first['msg'][:300]}")
 
 
 INBOUND: Dialect[Event | Request] = Dialect(Event | Request)

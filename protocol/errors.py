@@ -5,6 +5,11 @@ A `ProtocolError` is a peer's mistake: the message is dropped and counted, and n
 """
 
 
+def printable(text: str) -> str:
+    """One line that no terminal takes for commands, whatever a peer or a file put into it."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 class DovetailError(Exception):
     """Every exception that this project declares."""
 
@@ -18,7 +23,10 @@ class SettingsError(UserError):
 
 
 class CheckpointError(UserError):
-    """A model folder that cannot be loaded: names the file and the tensor."""
+    """A model folder that cannot be loaded: names the file and the tensor, in one printable line whatever these are called."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 class KeysError(UserError):

@@ -31,8 +31,8 @@ MAX_TAPS = 8
 MAX_WIDTH = 1 << 16
 MAX_ROW = 1 << 17
 """Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array that may travel."""
-MAX_CANDIDATES = 256
-"""Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of MAX_NODES rows are an array that may travel."""
+MAX_CANDIDATES = 128
+"""Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of MAX_NODES rows and their probabilities travel together."""
 
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -297,8 +297,8 @@ class Drafted(AboutSession):
     """Whether the root lay in the tree that was there already."""
     spans: SpanFields = ()
     candidates: Array | None = None
-    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among which the children of the root (row 0) and of node i (row i + 1) were drawn,
-    without replacement and siblings in the order of their nodes."""
+    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among which the children of the root (row 0) and of node i
+    (row i + 1) were drawn, without replacement and siblings in the order of their nodes."""
     probabilities: Array | None = None
     """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind the last candidate, are 0."""
 

@@ -298,8 +298,17 @@ class Coordinator:
         log.warning("%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code)
         if worker is live.draft and worker is not live.target:
             self._drop_draft(live)
+        elif worker is live.target and event.code == "protocol" and live.session.doubtful:
+            self._verify_without_tree(live, event.text)
         elif worker is live.target:
             self._fail(live, RequestError(event.code, event.text))
+
+    def _verify_without_tree(self, live: Live, why: str) -> None:
+        """The target can make nothing of what the draft proposed, such as laws that its nodes cannot have been drawn from; that changed nothing there."""
+        if live.draft is not None:
+            self._go_on_alone(live, live.draft, why)
+        live.interrupted(self._now())
+        self._perform(live, live.session.tree_refused())
 
     def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
         worker.awaiting_probe = False

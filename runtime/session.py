@@ -189,6 +189,16 @@ class Session:
         self.speculating, self._features = False, None
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether a proposal is being verified, in which the target may find something that cannot be."""
+        return self.state is State.VERIFYING and len(self._tree) > 0
+
+    def tree_refused(self) -> list[Action]:
+        """The target can make nothing of the proposal: the same round without it, and from now on the target alone."""
+        self.speculating, self._features = False, None
+        return self._verify(NO_TREE)
+
     def cancel(self) -> list[Action]:
         """End now, with what has been committed."""
         return [] if self.state is State.DONE else self._finish("cancelled")

@@ -76,6 +76,7 @@ class Drafter(Grower[DraftSession]):
             key=key,
             sampling=sampling,
             sharpening=SHARPENING if tree.sharpening == "auto" else tree.sharpening,
+            noise_share=1.0,
             end=end,
             device=self.model.device,
         )

@@ -34,7 +34,6 @@ CHUNK = 256
 MAX_TREE_ROWS = 4096
 """Rows that the trees of one session may take at most, four times the nodes that a proposal can have."""
 
-
 NOTHING = Shape(0, 0, 0)
 
 
@@ -47,6 +46,8 @@ class Ranking:
 
     sampling: Sampling
     sharpening: float
+    noise_share: float
+    """How much of the target's noise is added."""
     vocabulary_size: int
     rank: Callable[..., tuple[Ints, Floats]]
     """`growth.likeliest`, or the kernels' of the same arguments."""
@@ -61,14 +62,23 @@ class Ranking:
 
     @classmethod
     def begin(
-        cls, prompt: Sequence[int], *, vocabulary_size: int, key: bytes, sampling: Sampling, sharpening: float, end: Sequence[int], device: torch.device
+        cls,
+        prompt: Sequence[int],
+        *,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        sharpening: float,
+        noise_share: float,
+        end: Sequence[int],
+        device: torch.device,
     ) -> "Ranking":
         """That of a session that begins with `prompt`; `end`: ids that end the reply. No id at or beyond `vocabulary_size` has a rank."""
         noise = NoiseCache(key, vocabulary_size, device) if sampling.temperature > 0 and not sampling.rejects else None
         back = LookingBack(sampling, prompt, end, vocabulary_size, device) if sampling.looks_back else None
         rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
         processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
-        return cls(sampling, sharpening, vocabulary_size, rank, processed, noise, back, Draws(key) if sampling.rejects else None)
+        return cls(sampling, sharpening, noise_share, vocabulary_size, rank, processed, noise, back, Draws(key) if sampling.rejects else None)
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
         """The log has grown by `tokens` to `length`."""
@@ -89,8 +99,14 @@ class Ranking:
         if self.draws is not None:
             return self.draws.children(nodes, logits, width)
         noise = None if self.noise is None else [self.noise.row(root + level) for level in tree.levels_of(nodes).tolist()]
-        temperature = 0.0 if self.processed else self.sampling.temperature
-        return self.rank(logits, width, temperature=temperature, noise=noise, sharpening=self.sharpening)
+        if noise is None:
+            return self.rank(logits, width, temperature=0.0, noise=None, sharpening=self.sharpening)
+        # (z + share * noise) / sharpening, with the share moved to what stands beside the noise
+        if self.processed:
+            logits, temperature = logits / self.noise_share, 0.0
+        else:
+            temperature = self.sampling.temperature * self.noise_share
+        return self.rank(logits, width, temperature=temperature, noise=noise, sharpening=self.sharpening / self.noise_share)
 
     def prepare(self, first: int, count: int) -> bool:
         """Compute the noise of one of the positions first..first+count-1; False if there is none to compute."""

@@ -1,6 +1,6 @@
 """How often a target's choice is among the children that a draft names, context by context of the same text, at temperature 0 and at temperature 1.
 
-At temperature 1 both add the same noise; what the other rules would accept there stands beside it (`nodes.py`). Rows of a head are the true ones, of
+At temperature 1 both add the same noise, the draft as much of it as it does when it drafts; what the other rules would accept there stands beside it (`nodes.py`). Rows of a head are the true ones, of
 features that the target computed.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.nodes import coupled, matched, rejected
+from dovetail.workers.head_drafter import NOISE_SHARE
 from dovetail.workers.models.heads import Head, classify, open_head
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
@@ -57,6 +58,10 @@ class Guesser(Protocol):
     def wanted(self) -> tuple[int, ...]:
         """Places of the target whose states it reads."""
 
+    @property
+    def noise_share(self) -> float:
+        """How much of the noise it adds when it drafts."""
+
     def __call__(self, tokens: Tensor, states: Sequence[Tensor]) -> Tensor:
         """tokens [T], states [T, hidden] of the wanted places -> logits [T - 1, V] of what follows the tokens from the second on."""
 
@@ -65,6 +70,7 @@ class SmallGuesser:
     """A smaller model."""
 
     wanted: tuple[int, ...] = ()
+    noise_share = 1.0
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -76,6 +82,8 @@ class SmallGuesser:
 
 class HeadGuesser:
     """A head of the target's."""
+
+    noise_share = NOISE_SHARE
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -98,7 +106,7 @@ def agreements(target: str, draft: str, texts: Sequence[Text], children: Sequenc
     """For each number of children, over the contexts of all texts; and the mean entropy of the target's choices there at temperature 1, in nats."""
     model, guesser = load_language_model(target, weights="fp32", device="cpu"), open_guesser(draft, target)
     pairs = [(*_logits(model, guesser, text), text.key) for text in texts if len(text.reply) > 1]
-    found = [_agreement([_shares(*pair, number) for pair in pairs], number) for number in children]
+    found = [_agreement([_shares(*pair, number, guesser.noise_share) for pair in pairs], number) for number in children]
     laws = torch.cat([choices for choices, _, _ in pairs]).log_softmax(-1)
     return found, float(-(laws.exp() * laws).sum(-1).mean())
 
@@ -110,13 +118,9 @@ def _agreement(shares: Sequence[Sequence[Tensor]], children: int) -> Agreement:
     return Agreement(children, at_zero, shared, sampled, drawn, ratio)
 
 
-def _shares(choices: Tensor, guesses: Tensor, key: bytes, children: int) -> list[Tensor]:
-    return [
-        greedy(choices, guesses, children),
-        coupled(choices, guesses, children, key),
-        matched(choices, guesses, children),
-        rejected(choices, guesses, children, key),
-    ]
+def _shares(choices: Tensor, guesses: Tensor, key: bytes, children: int, noise_share: float) -> list[Tensor]:
+    at_zero, sampled = greedy(choices, guesses, children), coupled(choices, guesses, children, key, noise_share)
+    return [at_zero, sampled, matched(choices, guesses, children), rejected(choices, guesses, children, key)]
 
 
 @torch.inference_mode()

@@ -13,10 +13,10 @@ from dovetail.workers.speculation.rejection import Draws, Remaining
 from dovetail.workers.speculation.sampling import choose
 
 
-def coupled(target: Tensor, draft: Tensor, children: int, key: bytes) -> Tensor:
-    """Whether the target's choice is among the draft's best, both with the noise of the context's number as its position."""
+def coupled(target: Tensor, draft: Tensor, children: int, key: bytes, share: float = 1.0) -> Tensor:
+    """Whether the target's choice is among the draft's best, both with the noise of the context's number as its position; the draft adds a share of it."""
     noise = torch.stack([gumbel_noise(key, position, target.shape[1]) for position in range(len(target))])
-    named = (draft + noise[:, : draft.shape[1]]).topk(children, dim=-1).indices
+    named = (draft + share * noise[:, : draft.shape[1]]).topk(children, dim=-1).indices
     return (named == choose(target, noise)[0].unsqueeze(1)).any(-1).double()
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,26 @@ def test_the_folder_is_in_the_public_format_with_card_and_pictures(kind: str, wr
         xml.parse(folder / picture)
     assert not list(folder.parent.glob("*.unfinished"))
     assert not list(folder.parent.glob("*.new"))
+
+
+def test_what_is_in_the_way_of_a_head_stays(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match=r"letter\.txt"):
+        train_head(wish("eagle", tokens, tmp_path / "head"))
+    assert (tmp_path / "head" / "letter.txt").is_file()
+
+
+def test_an_unfinished_run_is_resumed_by_the_same_command_only(tokens: Path, tmp_path: Path) -> None:
+    out, often = tmp_path / "head", wish("eagle", tokens, tmp_path / "head", rate=1e30)  # whose weights cannot be written in the end
+    with pytest.raises(UserError, match="do not fit into fp16"):
+        train_head(often)
+    for name, other in {"begin": {"begin": "random"}, "rate": {"rate": 1e-3}, "kind": {"kind": "jakiro", "experts": 3}, "recipe.noise": {"noise": 0.1}}.items():
+        with pytest.raises(UserError, match=f"unfinished run of other {name} "):
+            train_head(replace(often, **other))
+    with pytest.raises(UserError, match="do not fit into fp16"):
+        train_head(often)
+    assert not out.exists()
 
 
 def test_the_papers_losses_are_a_preset(tokens: Path, tmp_path: Path) -> None:

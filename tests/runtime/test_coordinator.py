@@ -807,6 +807,25 @@ def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_none_where_the_s
     assert (result.drafted_tokens, house.report().refused) == (0, 1)
 
 
+class Judging(ScriptedTarget):
+    """Looks at what nodes were drawn from, as the real one does before it computes anything."""
+
+    def work(self, command: Command) -> list[Event]:
+        if not isinstance(command, Verify) or command.candidates is None:
+            return super().work(command)
+        return [Failed(epoch=self.epoch, session=i.session, round=i.round, code="protocol", text="the law below node -1 is none") for i in command.items]
+
+
+def test_laws_that_the_target_finds_impossible_are_the_drafts_fault_and_not_the_clients() -> None:
+    house = House(draft=False, target=False)
+    house.add(Judging, "target")
+    house.add(Drawing, "draft")
+    result = house.complete(sampling=REJECTION, tree=STATIC).result
+    assert list(result.token_ids) == continuation(PROMPT, 60)
+    assert (result.accepted_tokens, house.report().refused, house.report().failed) == (0, 1, 0)
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
 def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
     house = House()
     house.submit(sampling=REJECTION, tree=TreeSettings(policy="dynamic"))

@@ -3,6 +3,8 @@
 import pytest
 
 from dovetail.protocol.arrays import ITEM_BYTES, MAX_ARRAY_BYTES, Array
+from dovetail.protocol.codec import MAX_BODY_BYTES
+from dovetail.protocol.links import MAX_MESSAGE_BYTES
 from dovetail.protocol.messages import MAX_CANDIDATES, MAX_NODES, MAX_SESSIONS, Draft, Drafted, Fed, Feed, Verified, Verify, VerifyItem
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.runtime.scheduler import Owed, Turns
@@ -88,7 +90,8 @@ def test_a_message_that_cannot_be_built_is_owed_by_nobody() -> None:
 
 def test_the_laws_of_as_many_trees_as_a_pass_may_have_can_travel_together() -> None:
     assert CANDIDATES <= MAX_CANDIDATES
-    assert MAX_SESSIONS * MAX_NODES * MAX_CANDIDATES * ITEM_BYTES["float32"] <= MAX_ARRAY_BYTES
+    numbers = MAX_SESSIONS * MAX_NODES * MAX_CANDIDATES
+    assert numbers * (ITEM_BYTES["int32"] + ITEM_BYTES["float32"]) <= MAX_ARRAY_BYTES <= MAX_MESSAGE_BYTES - MAX_BODY_BYTES
     assert MAX_GAMMA + 1 <= MAX_NODES
 
 

@@ -19,7 +19,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices import open_device
-from dovetail.workers.head_drafter import HeadDrafter
+from dovetail.workers.head_drafter import NOISE_SHARE, HeadDrafter
 from dovetail.workers.head_levels import Capture
 from dovetail.workers.models.heads import Head, Predicted, open_head
 from dovetail.workers.models.segment import Segment
@@ -130,7 +130,7 @@ class Story:
         processed = reference_processed(logits.tolist(), sampling, PROMPT, said, END)
         if sampling.temperature > 0:
             law = reference_law(processed, sampling)
-            processed = [math.log(p) + gumbel(KEY, len(self.log) + len(above), v) if p else -math.inf for v, p in enumerate(law)]
+            processed = [math.log(p) + NOISE_SHARE * gumbel(KEY, len(self.log) + len(above), v) if p else -math.inf for v, p in enumerate(law)]
         return float(torch.log_softmax(torch.tensor(processed) / session.ranking.sharpening, 0)[path[-1]])
 
     def check(self, shape: Shape = SHAPE, *, contrast: bool = False) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, silu
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.head_spec import MisfitError
+from dovetail.workers.models.head_config import HeadConfig, MisfitError, read_config
 from dovetail.workers.models.heads import Head, Predicted, classify, open_head
 from dovetail.workers.models.rope import frequencies
 from dovetail.workers.models.segment import Paths, Segment
@@ -467,11 +467,31 @@ def test_pickled_weights_are_opened_only_when_asked_and_only_as_tensors(tmp_path
     found = chain(open_head(str(folder), target=str(case.target), weights="fp32", allow_bin=True), tokens, features)
     assert_close(found.logits, chain(case.open("auto"), tokens, features).logits.double())
     torch.save({"fc.weight": Path("/")}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="cannot be read as plain tensors"):
+    with pytest.raises(CheckpointError, match="cannot be read as plain tensors") as refusal:
         open_head(str(folder), target=str(case.target), allow_bin=True)
+    assert "weights_only" not in str(refusal.value), "the advice to run what is in there is not ours"
     torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds something else than named tensors"):
         open_head(str(folder), target=str(case.target), allow_bin=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Tensor.to_sparse, r"tensors that are sparse, .* \(fc\.weight, "),
+        (lambda matrix: matrix.to("meta"), r"without numbers \(fc\.weight, "),
+        (lambda matrix: matrix.to(torch.complex64), r"numbers of the wrong type \(complex64\) in fc\.weight, "),
+        (lambda matrix: matrix.to(torch.int8), r"numbers of the wrong type \(int8\) in fc\.weight, "),
+        (lambda matrix: matrix.fill_(math.nan), r"tensor \S+ holds NaN"),
+        (lambda matrix: torch.zeros(1).expand(1 << 25, 1 << 26), "is a head for a target of|no draft head"),
+    ],
+)
+def test_pickled_tensors_that_are_no_plain_numbers_are_refused(change: Callable[[Tensor], Tensor], message: str, tmp_path: Path, llama_folder: Path) -> None:
+    folder = write_head(tmp_path, "eagle")
+    (folder / "model.safetensors").unlink()
+    torch.save({name: change(t) if t.ndim == 2 else t for name, t in head_tensors(VARIANTS["eagle"]).items()}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        open_head(str(folder), target=str(llama_folder), allow_bin=True)
 
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
@@ -540,12 +560,50 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         r"reads layers \[2, 1, -1\]|name three different ones",
     ),
     "no embedding for a narrow head": ("eagle3-narrow", lambda t, c: t.pop("embed_tokens.weight"), r"lacks embed_tokens\.weight, which .* cannot give"),
-    "no heads": ("eagle", lambda t, c: c.pop("num_attention_heads"), r"num_attention_heads None in config\.json"),
+    "no heads": ("eagle", lambda t, c: c.pop("num_attention_heads"), r"has no num_attention_heads in config\.json"),
     "another activation": ("eagle", lambda t, c: c.update(hidden_act="relu"), "hidden_act 'relu'"),
     "an unknown rotation": ("eagle", lambda t, c: c.update(rope_scaling={"type": "spiral"}), "rotary positions of type 'spiral'"),
     "half a rotation": ("eagle", lambda t, c: c.update(rope_scaling={"type": "llama3"}), "rotary positions of type 'llama3' that cannot be computed"),
     "not a number": ("eagle", lambda t, c: t["fc.bias"].fill_(math.nan), r"tensor fc\.bias holds NaN"),
     "quantised": ("eagle", lambda t, c: c.update(quantization_config={"quant_method": "awq"}), r"is quantised \(awq\)"),
+    "heads that do not share evenly": (
+        "jakiro",
+        lambda t, c: t.update({f"layers.0.self_attn.{name}_proj.weight": torch.zeros(48, 64) for name in "kv"}),
+        "4 attention heads of 16 numbers and 3 key heads",
+    ),
+    "no key heads": (
+        "eagle3",
+        lambda t, c: t.update({f"midlayer.self_attn.{name}_proj.weight": torch.zeros(0, 128) for name in "kv"}),
+        r"has empty tensors midlayer\.self_attn\.k_proj\.weight, midlayer\.self_attn\.v_proj\.weight",
+    ),
+    "heads of an odd size": (
+        "jakiro",
+        lambda t, c: t.update(
+            {f"layers.0.self_attn.{name}_proj.weight": torch.zeros(rows * 15, 64) for name, rows in (("q", 4), ("k", 2), ("v", 2))},
+            **{"layers.0.self_attn.o_proj.weight": torch.zeros(64, 60)},
+        ),
+        "4 attention heads of 15 numbers",
+    ),
+    "a rotation of more than there is": ("jakiro", lambda t, c: c.update(partial_rotary_factor=64), r"partial_rotary_factor 64 .* less than or equal to 1"),
+    "a vocabulary of nothing": (
+        "eagle3",
+        lambda t, c: (t.update({"lm_head.weight": torch.zeros(0, 64), "d2t": torch.zeros(0, dtype=torch.int64)}), t.pop("t2d")),
+        r"has empty tensors d2t, lm_head\.weight",
+    ),
+    "an output head of fewer tokens": (
+        "dovetail",
+        lambda t, c: t.update({"lm_head.weight": torch.zeros(40, 64)}),
+        r"the wrong shape for lm_head\.weight \[40, 64\] instead of \[48, 64\]",
+    ),
+    "whole numbers for weights": (
+        "eagle",
+        lambda t, c: t.update({"fc.bias": torch.zeros(64, dtype=torch.int64)}),
+        r"numbers of the wrong type \(int64\) in fc\.bias: weights are floats",
+    ),
+    "numbers of few bits": ("eagle", lambda t, c: t.update({"fc.bias": torch.zeros(64, dtype=torch.uint8)}), r"wrong type \(another type\) in fc\.bias"),
+    "fractions for ids": ("eagle3", lambda t, c: t.update(d2t=t["d2t"].float()), r"numbers of the wrong type \(float32\) in d2t"),
+    "a name that a terminal obeys": ("eagle", lambda t, c: t.update({"x\n\x1b[31m": torch.zeros(1)}), r"unknown tensors x\?\?\[31m$"),
+    "a name without end": ("eagle", lambda t, c: t.update({"x" * 9999: torch.zeros(1)}), r"unknown tensors x{100}\.\.\.$"),
     "a format that leaves something to be guessed": ("eagle3", lambda t, c: c.update(transformer_layer_config={}), "norm_before_residual"),
 }
 
@@ -560,6 +618,35 @@ def test_a_broken_head_is_refused_in_one_line_that_names_what_is_wrong(what: str
         open_head(str(tmp_path), target=str(llama_folder))
     assert str(tmp_path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+ILL = ("abc", -1, 0, math.inf, math.nan, True, [1], {"a": 1}, 10**30, "7")
+ILL_VALUES = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "target_hidden_size", "intermediate_size", "vocab_size"), (*ILL, 3.5)),
+    **dict.fromkeys(("num_hidden_layers", "max_position_embeddings"), (*ILL, 10**10)),
+    **dict.fromkeys(("rms_norm_eps", "partial_rotary_factor"), (*ILL, 1.5)),
+    "rope_theta": ILL,
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ("abc", 7, True, [1], [1, 2], {"type": [1]}, {"type": "linear", "factor": 0}, {"rope_theta": "x"})),
+    **dict.fromkeys(("bias", "qkv_bias", "fc_norm", "dgf_silu", "dgf_embed_norm", "norm_before_residual", "norm_output"), ("yes", 1, [1])),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), (5, True, "abc", {"a": 1}, [True, 2, 3], [1.5], [-1], ["a"], [1] * 9)),
+    "eagle_config": (5, "abc", *({"eagle_aux_hidden_state_layer_ids": ids} for ids in ("abc", 5, True, ["a"], {"a": 1}, [1] * 9))),
+    "dovetail": (5, {"trained_for": 5}, {"trained_for": "x" * 121}),
+    "hidden_act": (5, ["silu"]),
+    "transformer_layer_config": (5, "abc", [1]),
+}
+
+
+@pytest.mark.parametrize("key", ILL_VALUES)
+def test_a_value_in_config_json_that_cannot_be_is_named_with_its_key(key: str) -> None:
+    for value in ILL_VALUES[key]:
+        with pytest.raises(MisfitError, match=rf"^has {key}\S* .* in config\.json: .*; take the config\.json that belongs to its weights$") as refusal:
+            configured({key: value})
+        assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("key", sorted(set(ILL_VALUES) - {"hidden_size", "num_attention_heads"}))
+def test_a_value_in_config_json_that_is_null_or_empty_is_not_there(key: str) -> None:
+    assert configured({key: None}) == configured({}) == configured({key: []} if key == "aux_hidden_state_layer_ids" else {})
 
 
 def test_taps_that_coincide_by_default_are_refused(tmp_path: Path) -> None:
@@ -613,13 +700,28 @@ def test_frequencies_are_transformers_own(spelling: str, scaling: dict[str, Any]
     config: dict[str, Any] = {"rope_parameters": own}
     if spelling == "rope_scaling":
         config = {"rope_theta": own.pop("rope_theta"), "rope_scaling": {"type": own.pop("rope_type"), **own} if scaling else None}
-    found, factor = frequencies(config, heads=2, head_dim=24, context=256)
+    found, factor = frequencies(configured(config), heads=2, head_dim=24, context=256)
     assert torch.allclose(found, reference.inv_freq, rtol=1e-6)
     assert factor == pytest.approx(reference.attention_scaling)
 
 
 def test_a_base_of_ten_thousand_is_taken_where_none_is_named() -> None:
-    found, _ = frequencies({}, heads=2, head_dim=4, context=8)
+    found, _ = frequencies(configured({}), heads=2, head_dim=4, context=8)
     assert torch.allclose(found, torch.tensor([1.0, 0.01]))
     with pytest.raises(MisfitError, match="longrope"):
-        frequencies({"rope_scaling": {"rope_type": "longrope"}}, heads=2, head_dim=4, context=8)
+        frequencies(configured({"rope_scaling": {"rope_type": "longrope"}}), heads=2, head_dim=4, context=8)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_no_more_of_a_head_is_rotated_than_there_is(kind: str) -> None:
+    rotary = {"rope_type": kind, "factor": 2.0, "partial_rotary_factor": 0.5}
+    found, _ = frequencies(configured({"rope_parameters": rotary}), heads=2, head_dim=16, context=64)
+    assert found.shape == (4,)
+    for share in (0.1, 0.2):
+        with pytest.raises(MisfitError, match="partial_rotary_factor"):
+            frequencies(configured({"rope_parameters": {**rotary, "partial_rotary_factor": share}}), heads=2, head_dim=16, context=64)
+
+
+def configured(values: dict[str, Any]) -> HeadConfig:
+    """The content of a config.json that says this and what every one says."""
+    return read_config({"hidden_size": 64, "num_attention_heads": 2} | values)

@@ -281,6 +281,7 @@ class Attention:
     """Head norms, rotation, cache and attention of the rows of a pass: what stands between a layer's two matrices."""
 
     def __init__(self, plan: AttentionPlan) -> None:
+        _check_heads(plan)
         self.plan = plan
         self._width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
         self._struct = LayerStruct(norm_kind=NormKind.RMS, epsilon=plan.epsilon, scale=plan.head_dim**-0.5)
@@ -356,8 +357,14 @@ def _check_shapes(plan: LayerPlan) -> None:
         matrix = getattr(plan, name)
         if (matrix.n, matrix.k) != shape:
             raise ValueError(f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {shape}")
-    if plan.heads % plan.kv_heads or (plan.rotary is not None and 2 * plan.rotary.cosines.shape[1] > plan.head_dim):
-        raise ValueError(f"{plan.heads} heads of {plan.head_dim} with {plan.kv_heads} key heads")
+    _check_heads(plan)
+
+
+def _check_heads(plan: LayerPlan | AttentionPlan) -> None:
+    """ValueError for heads that do not share their keys evenly, or of which more is rotated than there is: the kernels do not look."""
+    rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
+    if plan.kv_heads < 1 or plan.heads % plan.kv_heads or rotated > plan.head_dim:
+        raise ValueError(f"{plan.heads} heads of {plan.head_dim} with {plan.kv_heads} key heads, of which {rotated} numbers are rotated")
 
 
 def _norm_struct(norm: Norm | None, width: int) -> NormStruct:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoint import (
+    COUNT_TYPES,
     FLOAT_TYPES,
     HUB_FILES,
     PICKLED_FILES,
@@ -25,12 +26,15 @@ from dovetail.workers.models.checkpoint import (
     reason,
     stored_tensors,
 )
-from dovetail.workers.models.head_spec import HeadSpec, Kind, MisfitError, Shape, TargetShape, flat, kind_of, names_of, read_spec, refuse_strange
+from dovetail.workers.models.head_config import MisfitError, read_config
+from dovetail.workers.models.head_spec import HeadSpec, Kind, Shape, TargetShape, kind_of, listed, names_of, read_spec, refuse_strange
 from dovetail.workers.models.rope import frequencies
 
 EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight", "wte.weight", "model.decoder.embed_tokens.weight")
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """What the families call their embedding and their output head; one without an output head has tied it to the embedding."""
+TABLES = ("d2t", "t2d")
+"""Of token ids; all other tensors are weights."""
 PICKLED = "pytorch_model.bin"
 PICKLED_REMEDY = "set draft.pickled = true if you trust it, or convert it to safetensors"
 
@@ -46,7 +50,8 @@ class HeadFiles:
     digest: str
     """SHA-256 of config.json and the weights, in hexadecimal."""
     shapes: Mapping[str, Shape]
-    types: Mapping[str, torch.dtype]
+    types: Mapping[str, torch.dtype | None]
+    """None: of a type that nothing here reads."""
     read: Callable[[str], Tensor]
 
 
@@ -107,7 +112,7 @@ def _is_pickled(folder: Path) -> bool:
 
 def _open_safetensors(folder: Path, config: Mapping[str, Any]) -> HeadFiles:
     weights = open_weights(folder)
-    types = {name: FLOAT_TYPES.get(stored.kind, torch.int64) for name, stored in weights.tensors.items()}
+    types = {name: {**FLOAT_TYPES, **COUNT_TYPES}.get(stored.kind) for name, stored in weights.tensors.items()}
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     return HeadFiles(folder, config, weights.digest, shapes, types, lambda name: weights.tensors[name].read(name))
 
@@ -118,20 +123,33 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
         raise CheckpointError(f"{folder} has only pickled weights ({PICKLED}), which can run code when read; {PICKLED_REMEDY}")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever an unpickler of strange bytes stumbles over
-        raise CheckpointError(f"{file} cannot be read as plain tensors ({reason(error)}); convert it to safetensors") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+    except Exception as error:  # whatever an unpickler stumbles over; its words may advise to run what is in there
+        raise CheckpointError(f"{file} cannot be read as plain tensors ({type(error).__name__}); take a head that is saved as safetensors") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()):
         raise CheckpointError(f"{file} holds something else than named tensors; save the head's state_dict")
-    for name, tensor in content.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
+    if strange := [name for name, tensor in content.items() if not _is_plain(tensor)]:
+        raise CheckpointError(f"{file} holds tensors that are sparse, quantised, nested or without numbers ({listed(strange)}); save them dense, as floats")
     configuration = (folder / "config.json").read_bytes()
     digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
     with file.open("rb") as weights:
         digest.update(hashlib.file_digest(weights, "sha256").digest())
     shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
     types = {name: tensor.dtype for name, tensor in content.items()}
-    return HeadFiles(folder, config, digest.hexdigest(), shapes, types, content.__getitem__)
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = content[name].detach()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
+        return tensor
+
+    return HeadFiles(folder, config, digest.hexdigest(), shapes, types, read)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether all of a tensor's numbers are there, side by side, and are what they seem."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not (tensor.is_quantized or tensor.is_nested)
 
 
 class _Target:
@@ -146,9 +164,13 @@ class _Target:
             raise CheckpointError(f"{source} has no embedding under a name that is known ({EMBEDDINGS[0]}, ...), which a draft head needs")
         tied = config.get("tie_word_embeddings") is True
         self._output = next((name for name in OUTPUTS if name in self._stored and not tied), self._embedding)
+        for name in (self._embedding, self._output):
+            stored = self._stored[name]
+            if stored.kind not in FLOAT_TYPES or len(stored.shape) != 2 or stored.shape != self._stored[self._embedding].shape:
+                raise CheckpointError(f"{source}: {name} is {stored.kind} {list(stored.shape)}, no matrix of floats as a draft head needs it of its target")
         rows, width = self._stored[self._embedding].shape
         layers = config.get("num_hidden_layers") or config.get("n_layer")
-        if not isinstance(layers, int):
+        if type(layers) is not int or layers < 1:
             raise CheckpointError(f"{source} has no num_hidden_layers in config.json")
         self.shape = TargetShape(source, width, layers, rows)
         self.type = FLOAT_TYPES.get(self._stored[self._embedding].kind, torch.float32)
@@ -168,16 +190,23 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
         raise MisfitError("is no draft head of a kind that is known (EAGLE-1/2, EAGLE-3, Dovetail, Jakiro): its tensors are those of another model")
     names = names_of(kind, files.shapes)
     shapes = {plain: files.shapes[name] for plain, name in names.items()}
-    spec = read_spec(kind, files.config, shapes, target.shape, _feature_type(weights, files, target))
-    refuse_strange(spec, files.config, shapes)
-    config = flat(files.config)
+    config = read_config(files.config)
+    spec = read_spec(kind, config, shapes, target.shape, _feature_type(weights, files, target))
+    refuse_strange(spec, config, shapes)
+    _refuse_types({plain: files.types[name] for plain, name in names.items()})
     turns, scaling = frequencies(config, heads=spec.heads, head_dim=spec.head_dim, context=spec.context)
     tensors = {plain: files.read(name) for plain, name in names.items()}
     embedding, output = _shared(source, spec, tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None), target)
     tokens = _tokens(spec, tensors.pop("d2t", None), tensors.pop("t2d", None))
-    own = config.get("dovetail")
-    trained_for = str(own.get("trained_for", "")) if isinstance(own, Mapping) else ""
-    return HeadCheckpoint(source, files.digest, trained_for, spec, turns, scaling, tensors, embedding, output, tokens)
+    return HeadCheckpoint(source, files.digest, config.dovetail.trained_for, spec, turns, scaling, tensors, embedding, output, tokens)
+
+
+def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
+    """`MisfitError` where tables of token ids hold anything but whole numbers, or weights anything but fractions."""
+    wrong = [name for name, kind in types.items() if kind not in (COUNT_TYPES if name in TABLES else FLOAT_TYPES).values()]
+    if wrong:
+        found = ", ".join(sorted({str(types[name] or "another type").removeprefix("torch.") for name in wrong}))
+        raise MisfitError(f"has numbers of the wrong type ({found}) in {listed(wrong)}: weights are floats, {' and '.join(TABLES)} integers; convert it again")
 
 
 def _feature_type(weights: str, files: HeadFiles, target: _Target) -> Literal["float16", "bfloat16"]:

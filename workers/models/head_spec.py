@@ -5,24 +5,23 @@ Dovetail, Jakiro and Jakiro*. Knows names and shapes; reads no tensor and comput
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from dovetail.protocol.messages import MAX_ROW
+from dovetail.workers.models.head_config import REMEDY, HeadConfig, MisfitError
 
 Kind = Literal["eagle", "eagle3", "dovetail", "jakiro", "jakiro*"]
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
-TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-"""In config.json: vLLM's, the layers whose incoming stream is read. Inside `eagle_config` (SGLang, SpecForge, ModelOpt) they count outputs: one less."""
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 """Buffers of old transformers, which follow from config.json."""
 NAMED = 8
 """So many tensors of each complaint are named; a checkpoint of something else would fill a page."""
-
-
-class MisfitError(Exception):
-    """What is wrong with a head: a sentence whose subject, the checkpoint, its reader puts in front."""
+LONGEST_NAME = 100
+"""Of a tensor, in characters; a longer one is shown by its beginning."""
 
 
 @dataclass(frozen=True)
@@ -118,73 +117,62 @@ def names_of(kind: Kind, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def read_spec(kind: Kind, config: Mapping[str, Any], shapes: Shapes, target: TargetShape, dtype: Literal["float16", "bfloat16"]) -> HeadSpec:
+def read_spec(kind: Kind, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: Literal["float16", "bfloat16"]) -> HeadSpec:
     """The head of a config.json and its tensors' shapes (by the names of `names_of`); `MisfitError` where it cannot be one or does not fit its target."""
-    config = flat(config)
     layer = "midlayer." if kind == "eagle3" else "layers.0."
-    heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
+    heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = _rows(shapes, f"{layer}self_attn.q_proj.weight", hidden) // heads
     experts = len({name.split(".")[4] for name in shapes if name.startswith("layers.0.mlp_moe.experts.")})
     spec = HeadSpec(
         kind=kind,
-        blocks=int(config.get("num_hidden_layers") or 1) if kind == "dovetail" else 1,
+        blocks=config.num_hidden_layers if kind == "dovetail" else 1,
         hidden=hidden,
-        target_width=int(config.get("target_hidden_size") or hidden) if kind == "eagle3" else hidden,
-        taps=_taps(config, shapes, target) if kind == "eagle3" else (),
+        target_width=config.target_hidden_size or hidden if kind == "eagle3" else hidden,
+        taps=_taps(config, target) if kind == "eagle3" else (),
         heads=heads,
         kv_heads=_rows(shapes, f"{layer}self_attn.k_proj.weight", hidden) // max(1, head_dim),
         head_dim=head_dim,
         intermediate=_intermediate(kind, shapes, layer, config),
-        vocabulary_size=_rows(shapes, "embed_tokens.weight", int(config.get("vocab_size") or target.vocabulary_size)),
-        draft_vocabulary=_rows(shapes, "lm_head.weight", target.vocabulary_size),
-        context=int(config.get("max_position_embeddings") or 2048),
+        vocabulary_size=_rows(shapes, "embed_tokens.weight", config.vocab_size or target.vocabulary_size),
+        draft_vocabulary=_rows(shapes, "lm_head.weight", target.vocabulary_size) if kind == "eagle3" else target.vocabulary_size,
+        context=config.max_position_embeddings,
         dtype=dtype,
-        epsilon=float(config.get("rms_norm_eps") or 1e-6),
+        epsilon=config.rms_norm_eps,
         experts=experts,
         contrast=kind == "jakiro" and _rows(shapes, "layers.0.mlp_moe.gate.weight", experts) > experts,
-        dgf_silu=bool(config.get("dgf_silu", True)),
-        dgf_embed_norm=bool(config.get("dgf_embed_norm", True)),
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_output=bool(config.get("norm_output", False)),
+        dgf_silu=config.dgf_silu,
+        dgf_embed_norm=config.dgf_embed_norm,
+        norm_before_residual=config.norm_before_residual,
+        norm_output=config.norm_output,
         fc_norm="fc_norm.0.weight" in shapes,
     )
     _refuse_misfit(spec, shapes, target)
-    activation = config.get("hidden_act", "silu")
-    if kind != "jakiro*" and activation not in ("silu", "swish"):
-        raise MisfitError(f"has hidden_act {activation!r}; heads compute with silu")
+    if kind != "jakiro*" and config.hidden_act not in ("silu", "swish"):
+        raise MisfitError(f"has hidden_act {config.hidden_act!r}; heads compute with silu")
     return spec
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose description of the decoder layer may stand in `transformer_layer_config` (the speculators library)."""
-    inner = config.get("transformer_layer_config")
-    if not isinstance(inner, Mapping):
-        return dict(config)
-    if "norm_before_residual" not in config:
-        raise MisfitError("says nothing of norm_before_residual in config.json, which its format leaves to be guessed; add it")
-    return {**inner, **config}
-
-
-def _taps(config: Mapping[str, Any], shapes: Shapes, target: TargetShape) -> tuple[int, ...]:
+def _taps(config: HeadConfig, target: TargetShape) -> tuple[int, ...]:
     """The streams that an EAGLE-3 head reads: as config.json says, else those entering layers 2, L // 2 and L - 3."""
-    nested = config.get("eagle_config")
-    nested = nested if isinstance(nested, Mapping) else {}
-    if nested.get("use_aux_hidden_state") is False:
+    nested = config.eagle_config
+    if not nested.use_aux_hidden_state:
         return ()
-    given = next((config[key] for key in TAP_KEYS if config.get(key)), None)
-    if given is None and (outputs := next((nested[key] for key in TAP_KEYS if nested.get(key)), None)) is not None:
-        given = [output + 1 for output in outputs]
-    taps = tuple(given) if given is not None else (2, target.layers // 2, target.layers - 3)
-    if given is None and len(set(taps)) < len(taps):
-        raise MisfitError(f"reads layers {list(taps)} of {target.name}, which has {target.layers}: name three different ones in {TAP_KEYS[0]}")
-    if not all(isinstance(tap, int) and 0 <= tap < target.layers for tap in taps):
+    outputs = nested.eagle_aux_hidden_state_layer_ids or nested.aux_hidden_state_layer_ids
+    given = config.eagle_aux_hidden_state_layer_ids or config.aux_hidden_state_layer_ids or tuple(output + 1 for output in outputs)
+    taps = given or (2, target.layers // 2, target.layers - 3)
+    if not given and len(set(taps)) < len(taps):
+        where = f"{target.name}, which has {target.layers}"
+        raise MisfitError(f"reads layers {list(taps)} of {where}: name three different ones in eagle_aux_hidden_state_layer_ids")
+    if not all(0 <= tap < target.layers for tap in taps):
         raise MisfitError(f"reads layers {list(taps)}, but {target.name} has layers 0 to {target.layers - 1}: take the head that was trained for it")
+    if len(taps) * target.width > MAX_ROW:
+        raise MisfitError(f"reads {len(taps)} layers of width {target.width}; {MAX_ROW} numbers are the most that a row of features may have")
     return taps
 
 
-def _intermediate(kind: Kind, shapes: Shapes, layer: str, config: Mapping[str, Any]) -> int:
+def _intermediate(kind: Kind, shapes: Shapes, layer: str, config: HeadConfig) -> int:
     name = {"jakiro": "mlp_moe.experts.0.gate_proj", "jakiro*": "mlp_moe.experts.0.fc"}.get(kind, "mlp.gate_proj")
-    return _rows(shapes, f"{layer}{name}.weight", int(config.get("intermediate_size") or 0))
+    return _rows(shapes, f"{layer}{name}.weight", config.intermediate_size or 0)
 
 
 def _refuse_misfit(spec: HeadSpec, shapes: Shapes, target: TargetShape) -> None:
@@ -199,21 +187,32 @@ def _refuse_misfit(spec: HeadSpec, shapes: Shapes, target: TargetShape) -> None:
         )
 
 
-def refuse_strange(spec: HeadSpec, config: Mapping[str, Any], shapes: Shapes) -> None:
-    """`MisfitError` naming every tensor that is missing, that a head of this kind does not have, or that has another shape."""
-    groups = _groups(spec)
-    wanted = [group for group in groups if _is_wanted(group, config, shapes)]
+def refuse_strange(spec: HeadSpec, config: HeadConfig, shapes: Shapes) -> None:
+    """`MisfitError` naming every tensor that is missing, that a head of this kind does not have, that is empty or that has another shape."""
+    wanted = [group for group in _groups(spec, config) if group.needed or any(name in shapes for name in group.shapes)]
     expected = {name: shape for group in wanted for name, shape in group.shapes.items()}
     missing = [name for name in expected if name not in shapes]
     unexpected = [name for name in shapes if name not in expected]
     misshapen = [f"{name} {list(shapes[name])} instead of {list(shape)}" for name, shape in expected.items() if name in shapes and shapes[name] != shape]
+    empty = [name for name, shape in shapes.items() if 0 in shape]
     complaints = [
-        f"{what} {', '.join(names[:NAMED])}" + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        for what, names in (("lacks", missing), ("has unknown tensors", unexpected), ("has the wrong shape for", misshapen))
+        f"{what} {listed(names)}"
+        for what, names in (("lacks", missing), ("has unknown tensors", unexpected), ("has the wrong shape for", misshapen), ("has empty tensors", empty))
         if names
     ]
     if complaints:
         raise MisfitError(f"is no whole {spec.kind} head: it {'; '.join(complaints)}")
+    if spec.head_dim < 2 or spec.head_dim % 2 or spec.kv_heads < 1 or spec.heads % spec.kv_heads:
+        raise MisfitError(
+            f"has {spec.heads} attention heads of {spec.head_dim} numbers and {spec.kv_heads} key heads (num_attention_heads in config.json, and its tensors); "
+            f"a head needs an even number of them, and each key head equally many heads: {REMEDY}"
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names of tensors, which may be anything."""
+    shown = ", ".join(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:NAMED])
+    return shown + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 @dataclass(frozen=True)
@@ -223,17 +222,11 @@ class _Group:
     shapes: Shapes
     needed: bool = True
     """False: only where any of them is there."""
-    flag: str = ""
-    """The key of config.json that says that they are there, if there is one."""
 
 
-def _is_wanted(group: _Group, config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return group.needed or any(name in shapes for name in group.shapes) or (group.flag != "" and config.get(group.flag) is True)
-
-
-def _groups(spec: HeadSpec) -> list[_Group]:
+def _groups(spec: HeadSpec, config: HeadConfig) -> list[_Group]:
     """All tensors of a head."""
-    hidden, fusion = spec.hidden, _fusion_groups(spec)
+    hidden, fusion = spec.hidden, _fusion_groups(spec, config)
     embedding = _Group({"embed_tokens.weight": (spec.vocabulary_size, hidden)}, needed=False)
     own_head = spec.draft_vocabulary != spec.vocabulary_size or spec.target_width != hidden
     output = _Group({"lm_head.weight": (spec.draft_vocabulary, hidden)}, needed=own_head)
@@ -241,39 +234,39 @@ def _groups(spec: HeadSpec) -> list[_Group]:
     if spec.kind == "eagle3":
         layer = "midlayer."
         norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
-        groups += [_Group({f"{name}.weight": (hidden,) for name in norms}), *_attention_groups(spec, layer, 2 * hidden), _mlp_group(spec, layer)]
+        groups += [_Group({f"{name}.weight": (hidden,) for name in norms}), *_attention_groups(spec, config, layer, 2 * hidden), _mlp_group(spec, layer)]
         mapped = spec.draft_vocabulary != spec.vocabulary_size
         return [*groups, _Group({"d2t": (spec.draft_vocabulary,)}, needed=mapped), _Group({"t2d": (spec.vocabulary_size,)}, needed=False)]
     for index in range(spec.blocks):
         layer = f"layers.{index}."
         names = ("post_attention_layernorm", "input_layernorm")[: 1 if index == 0 else 2]
-        groups += [_Group({f"{layer}{name}.weight": (hidden,) for name in names}), *_attention_groups(spec, layer, hidden), _mlp_group(spec, layer)]
+        groups += [_Group({f"{layer}{name}.weight": (hidden,) for name in names}), *_attention_groups(spec, config, layer, hidden), _mlp_group(spec, layer)]
     return groups
 
 
-def _fusion_groups(spec: HeadSpec) -> list[_Group]:
+def _fusion_groups(spec: HeadSpec, config: HeadConfig) -> list[_Group]:
     hidden = spec.hidden
     if spec.kind == "dovetail":
         norm = _Group({"input_layernorm.weight": (hidden,)}, needed=spec.dgf_embed_norm)
         return [_Group({"W_1": (hidden, hidden), "W_2": (hidden, hidden), "W_z": (2 * hidden, hidden)}), norm]
     if spec.kind != "eagle3":
-        return [_Group({"fc.weight": (hidden, 2 * hidden)}), _Group({"fc.bias": (hidden,)}, needed=False, flag="bias")]
+        return [_Group({"fc.weight": (hidden, 2 * hidden)}), _Group({"fc.bias": (hidden,)}, needed=config.bias)]
     fused = spec.taps != () or spec.target_width != hidden
     norms = {f"fc_norm.{i}.weight": (spec.target_width,) for i in range(max(1, len(spec.taps)))}
     return [
         _Group({"fc.weight": (hidden, spec.feature_width)}, needed=fused),
         _Group({"fc.bias": (hidden,)}, needed=False),
-        _Group(norms, needed=False, flag="fc_norm"),
+        _Group(norms, needed=config.fc_norm),
     ]
 
 
-def _attention_groups(spec: HeadSpec, layer: str, width: int) -> list[_Group]:
+def _attention_groups(spec: HeadSpec, config: HeadConfig, layer: str, width: int) -> list[_Group]:
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     at = f"{layer}self_attn."
     outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     return [
         _Group({**{f"{at}{name}.weight": (rows, width) for name, rows in outputs.items()}, f"{at}o_proj.weight": (spec.hidden, queries)}),
-        _Group({f"{at}{name}.bias": (rows,) for name, rows in outputs.items()}, needed=False, flag="qkv_bias"),
+        _Group({f"{at}{name}.bias": (rows,) for name, rows in outputs.items()}, needed=config.qkv_bias),
         _Group({f"{at}o_proj.bias": (spec.hidden,)}, needed=False),
         _Group({f"{at}{name}.weight": (spec.head_dim,) for name in ("q_norm", "k_norm")}, needed=False),
     ]
@@ -293,10 +286,3 @@ def _rows(shapes: Shapes, name: str, otherwise: int) -> int:
     """Rows of a tensor; of one that is missing what it should have, so that it is named as missing and nothing else."""
     shape = shapes.get(name, ())
     return shape[0] if shape else otherwise
-
-
-def _number(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise MisfitError(f"has {name} {value!r} in config.json; it must be a number of at least 1")
-    return value

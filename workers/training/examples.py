@@ -55,10 +55,15 @@ class Examples:
 
     def digest(self) -> str:
         """SHA-256 of all sequences."""
-        content = hashlib.sha256()
-        for row in self.rows:
-            content.update(len(row.tokens).to_bytes(8, "little") + row.tokens.astype("<i8").tobytes() + row.learn.tobytes())
-        return content.hexdigest()
+        return digest_of(self.rows)
+
+
+def digest_of(rows: Iterable[Example]) -> str:
+    """SHA-256 of sequences."""
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(len(row.tokens).to_bytes(8, "little") + row.tokens.astype("<i8").tobytes() + row.learn.tobytes())
+    return content.hexdigest()
 
 
 def arrange(rows: Iterable[Example], *, context: int, vocabulary_size: int, drop_long: bool = False, left_out: Mapping[str, int] | None = None) -> Examples:

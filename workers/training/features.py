@@ -62,6 +62,10 @@ class Features(Protocol):
         """Whose states, and which."""
 
     @property
+    def digest(self) -> str:
+        """SHA-256 of the sequences, and of those that are not in view."""
+
+    @property
     def count(self) -> int:
         """Sequences."""
 
@@ -85,6 +89,8 @@ class Features(Protocol):
 class Source(Protocol):
     """Sequences one behind the other, T tokens in all, S sequences, and the states of any slice of them."""
 
+    digest: str
+    """SHA-256 of the sequences."""
     tokens: NDArray[Any]
     """[T]"""
     learn: NDArray[Any]
@@ -111,6 +117,7 @@ class Online:
     """Computes the states of a slice: those of the sequences that it touches, each as far as it reaches. A `Source`."""
 
     def __init__(self, examples: Examples, reader: StatesReader) -> None:
+        self.digest = examples.digest()
         self.tokens = np.concatenate([row.tokens for row in examples.rows])
         self.learn = np.concatenate([row.learn for row in examples.rows])
         self.offsets = np.concatenate([[0], np.cumsum([len(row.tokens) for row in examples.rows], dtype=np.int64)])
@@ -136,6 +143,11 @@ class Packed:
     source: Source
     first: int
     last: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all sequences of the source."""
+        return self.source.digest
 
     @property
     def count(self) -> int:

@@ -1,12 +1,11 @@
 """A finished head as a folder in the public format of its kind, and what a new one takes over from its target.
 
-The folder appears whole or not at all: it is written beside and renamed. Embedding and output head of the target are left out: who loads a head
+Embedding and output head of the target are left out: who loads a head
 takes them from the target (EAGLE-3's own output head is the head's). Knows checkpoints; trains nothing.
 """
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers.models.checkpoint import Stored, find_folder, open_weights, read_json
 from dovetail.workers.training.heads import Head, HeadShape, Kind
 from dovetail.workers.training.losses import Frozen
-from dovetail.workers.training.run import replace_folder
+from dovetail.workers.training.workplace import Workplace
 
 ARCHITECTURES: dict[Kind, str] = {
     "eagle": "LlamaForCausalLMEagle",
@@ -28,6 +27,12 @@ ARCHITECTURES: dict[Kind, str] = {
     "jakiro": "LlamaForCausalLMJakiro",
 }
 """The first two are SGLang's names; the others are nobody's yet."""
+FILES = frozenset(("config.json", "model.safetensors"))
+
+
+def workplace(out: Path, kind: Kind, texts: Iterable[str]) -> Workplace:
+    """Where a head of that kind is trained; `texts` are the names of the further files that it will have."""
+    return Workplace(out.resolve(), f"{kind} head", FILES.union(texts), {"architectures": [ARCHITECTURES[kind]]})
 
 
 @dataclass(frozen=True)
@@ -122,19 +127,13 @@ def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> d
     return config
 
 
-def write_head(out: Path, head: Head, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Write the folder `out`: weights in fp16, the config, and further text files by name."""
-    beside = out.with_name(out.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+def write_head(folder: Path, head: Head, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Fill in a folder: weights in fp16, the config, and further text files by name."""
     tensors = {name: _stored_as(value) for name, value in head.state_dict().items()}
-    save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
-    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name, text in texts.items():
-        (beside / name).write_text(text, encoding="utf-8")
-    for file in beside.iterdir():
-        file.chmod(0o644)
-    replace_folder(beside, out)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _stored_as(value: Tensor) -> Tensor:

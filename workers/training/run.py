@@ -1,12 +1,12 @@
 """One training run: the optimizer, the rate over time, what has been spent, and a checkpoint that a run of the same command goes on from.
 
-A checkpoint is a folder of safetensors and JSON; nothing is ever pickled. Every step is given its number, from which the batch is drawn, so a
-resumed run goes on with fresh data. Knows no model, no data and no loss; it shows no progress itself: it calls back.
+A checkpoint is a safetensors file with the counters as JSON in its metadata; nothing is ever pickled. Every step is given its number, from which the
+batch is drawn, so a resumed run goes on with fresh data; only the same run is resumed, with the same settings and data. Knows no model, no data and no
+loss; it shows no progress itself: it calls back.
 """
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.peers import ALONE, Peers
+from dovetail.workers.training.workplace import replace_tensors
+
+SETTINGS = ("seed", "rate", "warm_up", "decay", "weight_decay", "clip")
+"""Of the pace: what a resumed run may not change. How long it goes it may."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,17 @@ def silent(_: Progress) -> None:
 
 
 class Run:
-    """A model in training: its optimizer, what has been spent, and its checkpoint in `folder`."""
+    """A model in training: its optimizer, what has been spent, and its checkpoint in a file; `about` tells it from other runs, as JSON."""
 
-    def __init__(self, model: nn.Module, pace: Pace, folder: Path | None, peers: Peers = ALONE) -> None:
-        self.model, self.pace, self.folder, self.peers = model.to(pace.device), pace, folder, peers
+    def __init__(self, model: nn.Module, pace: Pace, checkpoint: Path | None, about: Mapping[str, Any], peers: Peers = ALONE) -> None:
+        self.model, self.pace, self.checkpoint, self.peers = model.to(pace.device), pace, checkpoint, peers
+        self.about: dict[str, Any] = json.loads(json.dumps({**about, **{name: getattr(pace, name) for name in SETTINGS}}))
         self.optimizer = optimizer_of(model, pace)
         self.steps, self.tokens, self.spent_s, self.loss = 0, 0, 0.0, math.nan
         self.notes: list[dict[str, Any]] = []
         """What is to be kept with the checkpoint besides, as JSON."""
-        if folder is not None and (folder / "run.json").is_file():
-            self._resume(folder)
+        if checkpoint is not None and checkpoint.is_file():
+            self._resume(checkpoint)
         self._kept = time.monotonic()
 
     @property
@@ -125,42 +130,49 @@ class Run:
             self.keep()
 
     def keep(self) -> None:
-        """Write the checkpoint: weights and moments as safetensors, the counters as JSON."""
+        """Write the checkpoint: weights and moments as tensors, the rest as JSON."""
         self._kept = time.monotonic()
-        if self.folder is None or self.peers.rank:
+        if self.checkpoint is None or self.peers.rank:
             return
-        beside = self.folder.with_name(self.folder.name + ".new")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        save_file({n: p.detach().contiguous().cpu() for n, p in self.model.named_parameters()}, beside / "weights.safetensors")
-        save_file(dict(self._moments()), beside / "moments.safetensors")
-        counters = {"steps": self.steps, "tokens": self.tokens, "spent_s": self.spent_s, "loss": self.loss, "seed": self.pace.seed, "notes": self.notes}
-        (beside / "run.json").write_text(json.dumps(counters))
-        replace_folder(beside, self.folder)
+        counters = {"steps": self.steps, "tokens": self.tokens, "spent_s": self.spent_s, "loss": self.loss, "notes": self.notes}
+        replace_tensors(self.checkpoint, dict(self._state()), {"about": json.dumps(self.about), "counters": json.dumps(counters)})
 
     def outcome(self) -> Outcome:
         """What the run has used up."""
         return Outcome(self.steps, self.tokens, self.spent_s / 60, self.loss, count_parameters(self.model))
 
-    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
+            yield f"weight:{name}", parameter.detach().contiguous().cpu()
             for key, value in self.optimizer.state[parameter].items():
                 yield f"{key}:{name}", value.detach().clone().cpu()
 
-    def _resume(self, folder: Path) -> None:
-        weights, moments = load_file(folder / "weights.safetensors"), load_file(folder / "moments.safetensors")
-        counters: Mapping[str, Any] = json.loads((folder / "run.json").read_text())
+    def _resume(self, file: Path) -> None:
+        about, counters, tensors = read_checkpoint(file)
+        for name, value in self.about.items():
+            if about.get(name) != value:
+                raise UserError(f"{file.parent} holds an unfinished run of other {name} ({about.get(name)}, now {value}): give another --out, or remove it")
         parameters = dict(self.model.named_parameters())
-        if {n: p.shape for n, p in parameters.items()} != {n: w.shape for n, w in weights.items()}:
-            raise UserError(f"{folder} holds the unfinished run of a model of another shape: remove it to begin anew")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
-        for key, value in moments.items():
+        if {f"weight:{n}": p.shape for n, p in parameters.items()} != {n: t.shape for n, t in tensors.items() if n.startswith("weight:")}:
+            raise UserError(f"{file.parent} holds the unfinished run of a model of another shape: give another --out, or remove it")
+        for key, value in tensors.items():
             kind, name = key.split(":", 1)
-            self.optimizer.state[parameters[name]][kind] = value if kind == "step" else value.to(self.pace.device)
+            if kind == "weight":
+                parameters[name].data.copy_(value)
+            else:
+                self.optimizer.state[parameters[name]][kind] = value if kind == "step" else value.to(self.pace.device)
         self.steps, self.tokens = counters["steps"], counters["tokens"]
         self.spent_s, self.loss, self.notes = counters["spent_s"], counters["loss"], counters["notes"]
+
+
+def read_checkpoint(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """What tells its run from others, its counters, and its tensors; `UserError` if the file is damaged."""
+    try:
+        with safe_open(file, framework="pt") as content:
+            metadata, tensors = content.metadata(), {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - it is no mapping
+        return json.loads(metadata["about"]), json.loads(metadata["counters"]), tensors
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}): remove it to begin anew") from None
 
 
 def optimizer_of(model: nn.Module, pace: Pace) -> torch.optim.AdamW:
@@ -186,18 +198,3 @@ def carry_out(stage: str, run: Run, step: Step, *, progress: Callback = silent, 
 def count_parameters(model: nn.Module) -> int:
     """Every parameter once, tied ones too."""
     return sum(p.numel() for p in model.parameters())
-
-
-def unfinished(out: Path) -> Path:
-    """Where the checkpoint of the run that will write `out` lies."""
-    return out.with_name(out.name + ".unfinished")
-
-
-def replace_folder(new: Path, old: Path) -> None:
-    """Put a whole folder in the place of another."""
-    gone = old.with_name(old.name + ".old")
-    shutil.rmtree(gone, ignore_errors=True)
-    if old.exists():
-        old.rename(gone)
-    new.rename(old)
-    shutil.rmtree(gone, ignore_errors=True)

@@ -4,10 +4,11 @@ The sequences are those of files of chats or of token files (`corpus.py`). A run
 This module does not know where a text came from, and it shows no progress itself: it calls back.
 """
 
+import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +20,12 @@ from transformers.utils import logging
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.corpus import read_rows, renderer_of
-from dovetail.workers.training.examples import Example
-from dovetail.workers.training.run import Callback, Outcome, Pace, Run, carry_out, replace_folder, silent, unfinished
+from dovetail.workers.training.examples import Example, digest_of
+from dovetail.workers.training.run import Callback, Outcome, Pace, Run, carry_out, silent
+from dovetail.workers.training.workplace import Workplace
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+FILES = frozenset(("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES))
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Text:
     """Sequences as one row of ids."""
 
     def __init__(self, rows: Sequence[Example], context: int) -> None:
-        self.context = context
+        self.context, self.digest = context, digest_of(rows)
         self.ids = np.concatenate([row.tokens for row in rows]) if rows else np.empty(0, dtype=np.int64)
         self.learn = np.concatenate([row.learn for row in rows]) if rows else np.empty(0, dtype=np.bool_)
         starts = np.cumsum([0, *(len(row.tokens) for row in rows[:-1])])
@@ -139,18 +142,18 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def save_model(model: nn.Module, tokenizer_folder: Path, out: Path) -> None:
-    """Write weights in fp16 with their tokenizer. The folder appears whole or not at all: it is written beside and renamed."""
-    beside = out.with_name(out.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
+def workplace(out: Path) -> Workplace:
+    """Where a model is trained whose folder `out` will be."""
+    return Workplace(out.resolve(), "small model", FILES)
+
+
+def save_model(model: nn.Module, tokenizer_folder: Path, folder: Path) -> None:
+    """Fill in a folder: weights in fp16 with their tokenizer."""
     half = cast(Any, _copy_in(model, torch.float16))
-    half.save_pretrained(beside)
+    half.save_pretrained(folder)
     for name in TOKENIZER_FILES:
         if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, beside / name)
-    for file in beside.iterdir():
-        file.chmod(0o644)
-    replace_folder(beside, out)
+            shutil.copyfile(tokenizer_folder / name, folder / name)
 
 
 def _copy_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -162,9 +165,18 @@ def _copy_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 # One training run
 
 
-def _run(stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, folder: Path | None, progress: Callback) -> Outcome:
+@dataclass(frozen=True)
+class Checkpoint:
+    """The file that a run goes on from, and what it is known by beside its data and settings."""
+
+    file: Path
+    about: Mapping[str, Any]
+
+
+def _run(stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, kept: Checkpoint | None, progress: Callback) -> Outcome:
     """Train on batches that are drawn by seed and step."""
-    run = Run(model, settings, folder)
+    about = {"stage": stage, "data": text.digest, "batch": settings.batch, "context": settings.context, "cross_entropy": settings.cross_entropy}
+    run = Run(model, settings, kept.file if kept else None, {**about, **(kept.about if kept else {})})
     computed = cast(StepLoss, torch.compile(loss_of)) if settings.compiled else loss_of
 
     def step(number: int, _: float) -> tuple[Tensor, int]:
@@ -195,14 +207,14 @@ def _mean(losses: Tensor, learn: Tensor) -> Tensor:
     return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
 
 
-def train(model: nn.Module, rows: Sequence[Example], settings: Settings, *, checkpoint: Path | None = None, progress: Callback = silent) -> Outcome:
+def train(model: nn.Module, rows: Sequence[Example], settings: Settings, *, checkpoint: Checkpoint | None = None, progress: Callback = silent) -> Outcome:
     """Train the model in place."""
     return _run("training", model, Text(rows, settings.context), next_token_loss, settings, checkpoint, progress)
 
 
 def train_folder(
     files: Sequence[Path],
-    out: Path,
+    place: Workplace,
     settings: Settings,
     *,
     init: Path | None = None,
@@ -210,15 +222,29 @@ def train_folder(
     tokenizer: Path | None = None,
     progress: Callback = silent,
 ) -> Outcome:
-    """Train a model on files and write its folder: from the weights in `init`, or from a shape and a tokenizer."""
+    """Train a model on files and write its folder: from the weights in `init`, or from a shape and a tokenizer. `place` is held by who calls."""
     source = init or tokenizer
     if source is None:
         raise UserError("training needs a model to begin with, or a tokenizer for a new one")
     model = load_model(init) if init is not None else new_model(shape or Shape(), source, settings.context, settings.seed)
-    outcome = train(model, read_text(files, source), settings, checkpoint=unfinished(out), progress=progress)
-    save_model(model, source, out)
-    shutil.rmtree(unfinished(out), ignore_errors=True)
+    about = _begun_from(init, model, shape or Shape())
+    outcome = train(model, read_text(files, source), settings, checkpoint=Checkpoint(place.checkpoint, about), progress=progress)
+    with place.result() as folder:
+        save_model(model, source, folder)
     return outcome
+
+
+def _begun_from(init: Path | None, model: nn.Module, shape: Shape) -> dict[str, Any]:
+    """What a run is known by: the weights that it begins with, or the shape of a new model."""
+    return {"init": digest_of_weights(model)} if init is not None else asdict(shape)
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """SHA-256 of all weights."""
+    content = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        content.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    return content.hexdigest()
 
 
 # Distilling a draft
@@ -244,7 +270,7 @@ def distil(
     rows: Sequence[Example],
     settings: Settings,
     *,
-    checkpoint: Path | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Callback = silent,
 ) -> Outcome:
     """Distil the draft from the target in place."""
@@ -256,19 +282,20 @@ def distil(
 def distil_folder(
     target: Path,
     files: Sequence[Path],
-    out: Path,
+    place: Workplace,
     shape: Shape,
     settings: Settings,
     *,
     init: Path | None = None,
     progress: Callback = silent,
 ) -> Outcome:
-    """Distil a draft of that shape, or the one in `init`, from the model in `target`, and write its folder."""
+    """Distil a draft of that shape, or the one in `init`, from the model in `target`, and write its folder; see `train_folder`."""
     teacher = load_model(target)
     draft = load_model(init) if init is not None else new_model(shape, target, settings.context, settings.seed)
-    outcome = distil(teacher, draft, read_text(files, target), settings, checkpoint=unfinished(out), progress=progress)
-    save_model(draft, target, out)
-    shutil.rmtree(unfinished(out), ignore_errors=True)
+    about = {**_begun_from(init, draft, shape), "target": digest_of_weights(teacher)}
+    outcome = distil(teacher, draft, read_text(files, target), settings, checkpoint=Checkpoint(place.checkpoint, about), progress=progress)
+    with place.result() as folder:
+        save_model(draft, target, folder)
     return outcome
 
 

@@ -112,6 +112,7 @@ class Store:
         self._folder, self.index = folder, read_index(folder)
         if self.index.written < len(self.index.shards):
             raise UserError(f"{folder} holds {self.index.written} of {len(self.index.shards)} shards: run dovetail features again with the same options")
+        self.digest = self.index.examples
         self.tokens = self._map("tokens.bin", "<u4", self.index.tokens)
         self.learn = self._map("learn.bin", "u1", self.index.tokens)
         lengths = self._map("lengths.bin", "<u4", self.index.count)

@@ -5,11 +5,11 @@ begins and never trained on. Knows neither files of text nor options; a finished
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,20 +84,27 @@ def train_head(
     *,
     prepare: Callable[[Head], object] = id,
     checkpoint: Path | None = None,
+    about: Mapping[str, Any] | None = None,
     peers: Peers = ALONE,
     progress: Callback = silent,
 ) -> Trained:
-    """Train a new head; `prepare` may change the random weights that it begins with."""
+    """Train a new head; `prepare` may change the random weights that it begins with. `about` is what else its checkpoint is to be known by."""
     learning, held = features.split(plan.held)
     device = plan.pace.device
     frozen = Frozen(frozen.embedding.float().to(device), frozen.head.float().to(device))
     head = new_head(shape, seed=plan.pace.seed)
     prepare(head)
     coverage = _begin_output(head, frozen, learning.counts()) if isinstance(head, Eagle3Head) else None
-    run = Run(head, plan.pace, checkpoint, peers)
+    run = Run(head, plan.pace, checkpoint, {**(about or {}), **_about(shape, plan)}, peers)
     watch = _Watch(run, head, frozen, [held.batch(np.random.default_rng(HELD_SEED), plan.check_rows, plan.length).to(device)], plan)
     outcome = carry_out(f"training {shape.kind}", run, _step(head, frozen, learning, plan, peers), progress=progress, between=watch.look)
     return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, coverage)
+
+
+def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
+    """What a run shares with those that may resume it, beside its pace. Not `number`: which is faster may be found otherwise tomorrow."""
+    recipe = {f"recipe.{name}": value for name, value in asdict(plan.recipe).items()}
+    return {**asdict(shape), **recipe, "batch": plan.batch, "length": plan.length, "alone": plan.alone, "held": plan.held, "depth": plan.depth}
 
 
 def _step(head: Head, frozen: Frozen, features: Features, plan: Plan, peers: Peers) -> Step:

@@ -1,0 +1,132 @@
+"""What a draft head's config.json says: every key that is read, with its type and its range.
+
+A value that is null or empty counts as one that is not there, which is how transformers writes it; keys that nothing reads may hold what they like. Knows one
+file, neither the tensors beside it nor the target.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dovetail.protocol.messages import MAX_LAYERS, MAX_TAPS, MAX_WIDTH, Label
+
+REMEDY = "take the config.json that belongs to its weights"
+
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
+Positions = Annotated[int, Field(ge=1, lt=1 << 31)]
+Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
+"""Of frequencies and angles, which stay numbers by it."""
+Base = Annotated[float, Field(ge=1.0, le=1e12)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)]
+Outputs = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...], Field(max_length=MAX_TAPS, strict=False)]
+
+
+class MisfitError(Exception):
+    """What is wrong with a head: a sentence whose subject, the checkpoint, its reader puts in front."""
+
+
+class Read(BaseModel):
+    """An object in config.json of which some keys are read, without coercion."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        return {key: value for key, value in values.items() if value not in (None, {}, [])} if isinstance(values, dict) else values
+
+
+class RotaryConfig(Read):
+    """`rope_parameters` of transformers 5, or `rope_scaling` of those before."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    """Its older name."""
+    rope_theta: Base | None = None
+    partial_rotary_factor: Share | None = None
+    factor: Factor | None = None
+    attention_factor: Factor | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    mscale: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    original_max_position_embeddings: Positions | None = None
+    truncate: bool | None = None
+
+
+class EagleConfig(Read):
+    """What SGLang, SpecForge and ModelOpt say of an EAGLE-3 head, in an object of its own; layers are counted by their outputs: one less."""
+
+    use_aux_hidden_state: bool = True
+    eagle_aux_hidden_state_layer_ids: Outputs = ()
+    aux_hidden_state_layer_ids: Outputs = ()
+
+
+class OwnConfig(Read):
+    """What this project says of the heads that it trains."""
+
+    trained_for: Label = ""
+    """Digest of the target."""
+
+
+class HeadConfig(Read):
+    """A config.json; what has no default has to be there, and what is None by default follows from something else."""
+
+    hidden_size: Width
+    num_attention_heads: Width
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = 1
+    target_hidden_size: Width | None = None
+    intermediate_size: Size | None = None
+    vocab_size: Size | None = None
+    max_position_embeddings: Positions = 2048
+    hidden_act: str = "silu"
+    rms_norm_eps: Share = 1e-6
+    rope_theta: Base | None = None
+    rope_parameters: RotaryConfig | None = None
+    rope_scaling: RotaryConfig | None = None
+    partial_rotary_factor: Share | None = None
+    bias: bool = False
+    qkv_bias: bool = False
+    fc_norm: bool = False
+    dgf_silu: bool = True
+    dgf_embed_norm: bool = True
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    eagle_aux_hidden_state_layer_ids: Layers = ()
+    """vLLM's: the layers whose incoming stream is read; () also stands for the usual ones."""
+    aux_hidden_state_layer_ids: Layers = ()
+    eagle_config: EagleConfig = EagleConfig()
+    dovetail: OwnConfig = OwnConfig()
+
+
+def read_config(values: Mapping[str, Any]) -> HeadConfig:
+    """The content of a config.json, checked; `MisfitError` names the first key that is wrong, its value, and what it should be.
+
+    The description of the decoder layer may stand in `transformer_layer_config` (the speculators library).
+    """
+    inner = values.get("transformer_layer_config")
+    if isinstance(inner, Mapping):
+        if "norm_before_residual" not in values:
+            raise MisfitError("says nothing of norm_before_residual in config.json, which its format leaves to be guessed; add it")
+        values = {**inner, **values}
+    elif inner is not None:
+        raise MisfitError(f"has transformer_layer_config {reprlib.repr(inner)} in config.json: it should be an object; {REMEDY}")
+    try:
+        return HeadConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise MisfitError(_complaint(error)) from None
+
+
+def _complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"has no {key} in config.json; {REMEDY}"
+    should = "it should be an object" if first["type"] == "model_type" else first["msg"].replace("Input", "it")
+    return f"has {key} {reprlib.repr(first['input'])} in config.json: {should}; {REMEDY}"
