@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 CARD = """# {title}
 
-{what}, trained by `dovetail train {kind}` for the target
+Trained by `dovetail train {kind}` for the target
 
 - {target}
 - checkpoint digest `{digest}`
 
-Name this folder with `--draft.model` to draft with it for that target. Embedding{and_head} of the target are not in here: they are taken from it.
+`dovetail generate --target TARGET --draft THIS_FOLDER "..."` drafts with it. Embedding{and_head} of the target are not in here: they are taken from it.
 
 | | |
 | --- | --- |
@@ -37,7 +37,7 @@ the target takes at temperature 0.
 | | |
 | --- | --- |
 | tokens a round, the target's own included | **{tau:.2f}** |
-| accepted at depth {depths} | {at} |
+| accepted at depth {depths}, of those that got so far | {at} |
 {more}
 ![Loss](loss.svg)
 ![Acceptance](acceptance.svg)
@@ -51,7 +51,6 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
     plan, last, shape = trained.plan, trained.checks[-1], trained.head.shape
     return CARD.format(
         title=what[0].upper() + what[1:].split(":")[0],
-        what=what[0].upper() + what[1:],
         kind=kind,
         target=public_name(features.origin.target),
         digest=features.origin.digest,

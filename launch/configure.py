@@ -295,6 +295,7 @@ def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Cal
             given = {name: text for name, text in texts.items() if text is not None}
             if draft_short is not None:
                 name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
+                _check_misspelling(draft_short)
                 if given.setdefault(name, draft_short) != draft_short:
                     raise SettingsError(f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one of them out")
             return function(configuration=configure(flags=given, file=config, demo=parameters.get("connect") is None), **parameters)
@@ -321,6 +322,13 @@ def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[
             text = "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or its model; none decodes with the target alone"
             options.append(click.option("--draft", "draft_short", metavar="MODEL|KIND|none", cls=SettingsOption, help=text))
     return options
+
+
+def _check_misspelling(draft: str) -> None:
+    """`SettingsError` if `draft` is nearly a kind and no folder: it would be looked for on the hub."""
+    near: list[str] = [] if draft in DRAFT_KINDS or Path(draft).expanduser().exists() else difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75)
+    if near:
+        raise SettingsError(f"--draft {draft} is no kind of draft and no folder: did you mean {near[0]}? (a model of the hub: --draft.model {draft})")
 
 
 def _names(sections: Sequence[str]) -> list[str]:

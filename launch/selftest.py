@@ -77,6 +77,8 @@ def command(context: click.Context, configuration: Configuration, connect: str |
     """
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
         raise UserError("without a draft there is nothing to compare: leave --draft none and --gamma 0 out")
+    if configuration.settings.sampling.acceptance == "rejection":
+        raise UserError("rejection keeps the target's law and not its tokens, so there is nothing to compare: leave --sampling.acceptance out")
     chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
     tokens = configuration.settings.sampling.max_tokens if configuration.given("sampling.max_tokens") else TOKENS
     cases = _cases(configuration.settings.tree, tokens)

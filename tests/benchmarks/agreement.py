@@ -1,7 +1,7 @@
 """How often a target's choice is among the children that a draft names, context by context of the same text, at temperature 0 and at temperature 1.
 
-At temperature 1 both add the same noise, the draft as much of it as it does when it drafts; what the other rules would accept there stands beside it (`nodes.py`). Rows of a head are the true ones, of
-features that the target computed.
+At temperature 1 both add the same noise, the draft as much of it as it does when it drafts; what the other rules would accept there stands beside it
+(`nodes.py`). Rows of a head are the true ones, of features that the target computed.
 """
 
 from collections.abc import Sequence

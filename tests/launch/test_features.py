@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.workers.training.features import open_features
+from dovetail.workers.training.workplace import held
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -84,3 +85,11 @@ def test_broken_line_is_named(run: Run, tmp_path: Path) -> None:
     done = run("features", "--data", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "bad.jsonl, line 2: it has none of" in done.stderr
+
+
+def test_a_folder_that_another_process_is_writing_is_refused(run: Run, chats: Path, tmp_path: Path) -> None:
+    with held(tmp_path / "out"):
+        done = run("features", "--data", str(chats), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "another process is writing" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

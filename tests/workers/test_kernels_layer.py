@@ -19,6 +19,8 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import (
     LANES,
     Activation,
+    Attention,
+    AttentionPlan,
     CacheRows,
     DecoderLayer,
     LayerPass,
@@ -522,3 +524,9 @@ def _on_all_isas(function: Any) -> Tensor:
         results.append(function())
     assert len({result.numpy().tobytes() for result in results}) == 1
     return results[-1]
+
+
+@pytest.mark.parametrize(("kv_heads", "pairs"), [(0, 8), (3, 8), (4, 9), (2, 1024)])
+def test_an_attention_that_would_read_or_turn_what_is_not_there_is_refused(kv_heads: int, pairs: int) -> None:
+    with pytest.raises(ValueError, match="4 heads of 16"):
+        Attention(AttentionPlan(0, 4, kv_heads, 16, rotary_table(torch.ones(pairs), 8)))
