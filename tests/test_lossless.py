@@ -219,7 +219,7 @@ def demo_head(folder: Path, kind: str) -> Path:
     return write_head(folder, Variant(kind, **{**shape, **sizes, **HEADS[kind]}))  # type: ignore[arg-type]
 
 
-def check_head(client: Client, flags: dict[str, str], prompts: Sequence[Sequence[str]], *, trees: Sequence[str] = ("6/5/10",), tokens: int = 24) -> Finished:
+def check_head(client: Client, flags: dict[str, str], prompts: Sequence[Sequence[str]], *, trees: Sequence[str] = ("6/5/10",), tokens: int = 32) -> Finished:
     """With this draft every prompt gives what the target alone gives; the last reply."""
     with running({"draft.device": "cpu", **flags}) as drafted:
         for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, **PENALTIES["all"]}):
