@@ -25,6 +25,7 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_recipe_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: Path) -> None:
     command = ("features", "--data", str(chats), "--regenerate", "--temperature", "0", "--new-tokens", "24", "--out", str(tmp_path / "out"))
     first = run(*command)

@@ -65,7 +65,8 @@ def test_an_embedded_head_is_taken_where_there_is_one_and_else_it_is_said_how_to
     monkeypatch.setattr(embedded, "DEMO_FOLDER", tmp_path)
     settings = configure(flags={"draft.kind": "eagle3"}, environment={}).settings
     with pytest.raises(
-        UserError, match=r"^draft\.kind = 'eagle3': no head .* make one with `dovetail train eagle3 --data CHATS.jsonl --out FOLDER`, and name it: --draft FOLDER$"
+        UserError,
+        match=r"^draft\.kind = 'eagle3': no head .* make one with `dovetail train eagle3 --data CHATS.jsonl --out FOLDER`",
     ):
         check_draft(settings)
     (tmp_path / "heads").mkdir()
