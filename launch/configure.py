@@ -79,7 +79,7 @@ class Setting:
     @property
     def is_table(self) -> bool:
         """Whether it maps things to things: a flag for it can be given several times."""
-        return get_origin(self.field.annotation) is tuple
+        return get_origin(self.field.annotation) is tuple and get_origin(get_args(self.field.annotation)[0]) is tuple
 
     def parse(self, text: str, origin: str) -> Any:
         """The value that a flag or a variable spells; `SettingsError` if it spells none."""
@@ -97,12 +97,14 @@ class Setting:
 
     def flag_text(self, value: Any) -> str:
         """The text that `parse` reads as this value."""
-        return ",".join(f"{key}={number!r}" for key, number in value) if self.is_table else str(value)
+        if isinstance(value, tuple):
+            return ",".join(f"{part[0]}={part[1]!r}" if self.is_table else str(part) for part in value)
+        return str(value)
 
     def toml(self, value: Any) -> str:
         """The value as a TOML file has it."""
         if not self.is_table:
-            return json.dumps(value)
+            return json.dumps(list(value) if isinstance(value, tuple) else value)
         return f"{{ {', '.join(f'{key} = {number!r}' for key, number in value)} }}" if value else "{}"
 
 
@@ -247,6 +249,8 @@ def _expected(kind: Any) -> list[str]:
         return [_bounded(words, bounds) for words in _expected(inner)]
     if get_origin(kind) is Literal:
         return [repr(value) for value in get_args(kind)]
+    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is not tuple:
+        return [f"one or more with commas between them, each {' or '.join(_expected(get_args(kind)[0]))}"]
     if get_origin(kind) is tuple:  # of pairs
         key, value = (_expected(part)[0] for part in get_args(get_args(kind)[0]))
         return [f"one or more of A=B with commas between them, A {key} and B {value}"]
@@ -342,6 +346,8 @@ def _parameter(name: str) -> str:
 def _metavar(setting: Setting) -> str:
     if setting.is_table:
         return "A=B"
+    if get_origin(setting.field.annotation) is tuple:
+        return "A,B,..."
     kinds = {"whole number": "INTEGER", "number": "NUMBER"}
     return next((metavar for words, metavar in kinds.items() if words in setting.expected), "TEXT")
 

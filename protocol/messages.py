@@ -13,15 +13,21 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from dovetail.protocol.arrays import Array
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 2)
+VERSION = (1, 3)
 
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
 MAX_SESSIONS = 64
 MAX_SPANS = 256
+MAX_CORES = 4096
+MAX_CURVES = 16
+MAX_PASSES = 256
+MAX_PAIRS = 64
+MAX_DECISIONS = 64
 MAX_TEXT = 4 << 20
 MAX_TURNS = 1024
 MAX_STOPS = 16
@@ -167,6 +173,10 @@ class Hello(Message):
     """Of a target: what a draft may read of it."""
     reads: Reads | None = None
     """Of a draft: what it reads of its target."""
+    cores: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...], Field(max_length=MAX_CORES, fail_fast=True)] = ()
+    """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a core in common share a device."""
+    curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
+    """Of a target: T_V over rows at some lengths of the cache, as its machine's profile file has them; none if it has not been calibrated."""
 
 
 class Welcome(Message):
@@ -273,13 +283,23 @@ class Draft(AboutSession):
     """Committed length including `accepted` and `bonus`."""
     accepted: Nodes
     bonus: Token
+    more: Tokens = ()
+    """What was committed behind the bonus in rounds in which nothing was drafted; `round` has moved on by as many as it took."""
     max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
     max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
     max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
     deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
     """Growth stops at the first level that ends after it; none: no deadline."""
+    rate: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
+    """Tokens that a second is worth to the session: growth whose expected gain is below this price of its time is not waited for. None: whatever the policy
+    asks for is grown."""
+    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """A node less likely than this to be accepted would not be verified: it need not be offered, and nothing is grown below it."""
+    ahead: bool = False
+    """Whether growth goes on while the proposal is verified, until the next command."""
     features: Array | None = None
-    """[1 + accepted, row] for a draft that reads its target: of the last root and the accepted nodes. None in round 1, before which the prompt was fed."""
+    """[1 + accepted + more, row] for a draft that reads its target: of the last root and the accepted nodes, and of the tokens before the last of
+    bonus and `more`. None in round 1, before which the prompt was fed."""
 
 
 class Drafted(AboutSession):
@@ -292,9 +312,17 @@ class Drafted(AboutSession):
     scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
     """Path log-probabilities (float32 values)."""
     grown: Annotated[int, Field(ge=0, le=1 << 24)]
-    """Nodes computed for this proposal."""
+    """Nodes that joined the tree between the order and this proposal."""
     hit: bool
     """Whether the root lay in the tree that was there already."""
+    ahead: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Nodes that had joined the tree between the last proposal and the order."""
+    wasted: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Nodes, neither offered nor below the new root, that were dropped when the root moved."""
+    passes: Annotated[tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...], Field(max_length=MAX_PASSES, fail_fast=True)] = ()
+    """(rows, duration) of the draft's passes between the order and this proposal, and of the last ones before it."""
+    entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the policy asks for it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
     candidates: Array | None = None
     """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among which the children of the root (row 0) and of node i
@@ -413,6 +441,8 @@ class Submit(Message):
     """False: the target alone, even where a draft worker is there."""
     trace: bool = False
     """True: the result comes with the spans of all processes."""
+    record: bool = False
+    """True: every round comes as a Recorded."""
 
 
 class Cancel(Message):
@@ -441,6 +471,41 @@ class Emitted(Message):
     drafted: Annotated[tuple[bool, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
     """Of each of them, whether the draft had proposed it."""
     text: Text
+
+
+class RoundRecord(Frozen):
+    """What happened in a round: what was offered, what of it was verified, the verdict, and where the time went."""
+
+    round: Count
+    prefix: Count
+    """Committed tokens before it; the last one is the root."""
+    tokens: NodeTokens
+    parents: NodeParents
+    """The whole of what was offered, best first; the first `verified` nodes went to the target."""
+    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
+    verified: Count
+    accepted: Nodes
+    bonus: Token
+    entropy: float | None = None
+    hit: bool = False
+    grown: Count = 0
+    ahead: Count = 0
+    wasted: Count = 0
+    passes: Annotated[tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...], Field(max_length=MAX_PASSES, fail_fast=True)] = ()
+    draft_ns: Nanoseconds = 0
+    """Drafting that the round waited for."""
+    verify_ns: Nanoseconds = 0
+    transport_ns: Nanoseconds = 0
+    queue_ns: Nanoseconds = 0
+    coordinator_ns: Nanoseconds = 0
+
+
+class Recorded(Message):
+    """A round of a request that asked for records, after the Emitted of its tokens."""
+
+    type: Literal["recorded"] = "recorded"
+    request: Count
+    record: RoundRecord
 
 
 class Result(Frozen):
@@ -472,6 +537,16 @@ class Result(Frozen):
     coordinator_s: float
     unaccounted_s: float
     bytes_per_round: float
+    ahead_nodes: Count = 0
+    """Nodes grown while the target verified."""
+    wasted_nodes: Count = 0
+    """Nodes that were neither offered nor kept when the root moved."""
+    verified_rows: Count = 0
+    """Rows of all passes of the target, roots included."""
+    plain_rounds: Count = 0
+    """Rounds that were verified without a tree."""
+    predicted_tokens_per_s: float | None = None
+    """What the cost model expected of these rounds before each began; None where it knows too little."""
 
 
 class Finished(Message):
@@ -507,6 +582,30 @@ class WorkerState(Frozen):
     stale: Count
 
 
+class PairState(Frozen):
+    """What is known of a draft and a target that work together: measured costs and what follows from them."""
+
+    draft: Name
+    target: Name
+    speculating: bool
+    """False: at present it does not pay, or nobody has asked."""
+    rounds: Count
+    hit_rate: float | None
+    gamma: float | None
+    """Nodes verified a round, lately."""
+    tokens_per_s: float | None
+    """Of one session, lately."""
+    alone_tokens_per_s: float | None
+    """What the target alone would do."""
+    predicted_tokens_per_s: float | None
+    hops_us: float | None
+    """What the messages of a round cost beside the work."""
+    t_v: RowsSeconds | None
+    """The target's pass over rows, at the context of late."""
+    t_d: RowsSeconds | None
+    """The draft's pass over rows."""
+
+
 class Reported(Message):
     """The coordinator's state: the fields of `dovetail status --json`."""
 
@@ -527,9 +626,12 @@ class Reported(Message):
     """Peers and messages that broke the protocol."""
     degraded: bool
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
+    pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
+    decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
+    """The last changes of how is speculated, oldest first, each with its reason."""
 
 
 Command = Welcome | Open | Feed | Draft | Verify | Close | Probe | Drain | Failed
 Event = Hello | Prefilled | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
 Request = Hello | Submit | Cancel | Status | Stop
-Reply = Welcome | Emitted | Finished | Reported | Failed
+Reply = Welcome | Emitted | Recorded | Finished | Reported | Failed

@@ -22,6 +22,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Frozen
 
 MAX_BYTES = 64 << 20
+MAX_POINTS = 256
 
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -63,8 +64,8 @@ class LinearChoice(Frozen):
 class RowsSeconds(Frozen):
     """A measured curve: a pass over rows[i] rows took seconds[i]; rows ascend."""
 
-    rows: tuple[Positive, ...]
-    seconds: tuple[Seconds, ...]
+    rows: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MAX_POINTS)]
+    seconds: Annotated[tuple[Seconds, ...], Field(min_length=1, max_length=MAX_POINTS)]
 
     def at(self, rows: int) -> float:
         """Seconds of a pass over so many rows: linear between the measured ones, and level or along the last piece beyond them."""

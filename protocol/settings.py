@@ -13,8 +13,8 @@ from annotated_types import MaxLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_serializer, field_validator
 
 POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
-BUILT_POLICIES = ("static", "dynamic", "budget", "beam")
-LOOKUP_POLICIES = ("dynamic", "budget")
+BUILT_POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
+LOOKUP_POLICIES = ("dynamic", "budget", "goodput")
 """What a draft without a model can do."""
 DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
 BUILT_DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "none")
@@ -26,6 +26,8 @@ BACKENDS = ("auto", "kernels", "library")
 BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
+MAX_BINS = 8
+"""Bins of entropy that heterospec may tell apart."""
 MAX_BIASES = 1024
 """Tokens that one request may bias."""
 
@@ -94,6 +96,9 @@ class DraftSettings(Frozen):
     contrast: bool | Literal["auto"] = Field(
         "auto", description="whether a head's contrast output (jakiro) guesses the last level without a pass of its own; auto: where the head has one"
     )
+    ahead: bool | Literal["auto"] = Field(
+        "auto", description="keep drafting while the target verifies; auto: where the two share no device, or where measuring says that it pays"
+    )
     pickled: bool = Field(False, description="read the weights of a head from a *.bin where it has no *.safetensors; only numbers are loaded, never code")
 
     @field_validator("kind")
@@ -107,19 +112,66 @@ class DraftSettings(Frozen):
         return built(value, ("int3", "int2", *BUILT_DRAFT_WEIGHTS), BUILT_DRAFT_WEIGHTS, "type of draft weights")
 
 
+def _listed(value: Any) -> Any:
+    """A list of TOML or JSON, or the text "0.3,0.6", as a tuple; anything else as it is, for the types to judge."""
+    if isinstance(value, list):
+        return tuple(value)
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _numbers(value: Any) -> Any:
+    parts = _listed(value)
+    try:
+        return tuple(float(part) if isinstance(part, str) else part for part in parts) if isinstance(parts, tuple) else parts
+    except ValueError:
+        raise ValueError("write numbers, such as 0.3,0.6,1.0 on a command line or [0.3, 0.6, 1.0] in a file") from None
+
+
+def _path_or_numbers(value: Any) -> Any:
+    """Numbers where there are only such, else the name of a file."""
+    try:
+        return _numbers(value) or ""
+    except ValueError:
+        return value
+
+
+def _ascending(bounds: tuple[float, ...] | str) -> tuple[float, ...] | str:
+    if not isinstance(bounds, str) and any(after <= before for before, after in pairwise(bounds)):
+        raise ValueError("the bounds between bins ascend")
+    return bounds
+
+
+Shares = Annotated[tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...], FailFast(), MaxLen(MAX_BINS), BeforeValidator(_numbers)]
+Thresholds = Annotated[
+    str | Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], MaxLen(MAX_BINS - 1)], BeforeValidator(_path_or_numbers), AfterValidator(_ascending)
+]
+Adaptations = Annotated[tuple[Literal["extend", "prune", "compute"], ...], FailFast(), MaxLen(3), BeforeValidator(_listed)]
+
+
 class TreeSettings(Frozen):
     """The shape of the token tree of a round; gamma 0 decodes with the target alone."""
 
     policy: str = Field(
         "dynamic",
         description="how the tree is shaped: dynamic (expand and rerank, EAGLE-2), static (a fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to "
-        "gamma, SpecExec) or beam (the best of every level, SubSpec: gamma = width x depth)",
+        "gamma, SpecExec), beam (the best of every level, SubSpec: gamma = width x depth), heterospec (deeper and narrower where the draft is sure) or "
+        "goodput (as large as it pays, down to none)",
     )
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(15, description="drafted nodes verified in a round, root not counted")
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(8, description="levels below the root")
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(10, description="nodes expanded a level, and children considered a node")
     sharpening: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["auto"] = Field(
-        "auto", description="scores of children are log_softmax(z / sharpening); 1.0 is EAGLE-2"
+        "auto", description="scores of children are log_softmax(z / sharpening); 1.0 is EAGLE-2; auto: fitted to what the target accepts"
+    )
+    thresholds: Thresholds = Field(
+        "", description="heterospec: the file that `dovetail stratify` wrote, or the bounds between its bins of entropy in nats, ascending"
+    )
+    prune: Shares = Field(
+        (0.3, 0.6, 1.0), description="heterospec: which share of the gamma + 1 rows is verified in each of the bins of lowest entropy"
+    )
+    adapt: Adaptations = Field(
+        ("extend", "prune", "compute"),
+        description="heterospec: what follows the entropy - extend (more levels), prune (fewer rows), compute (a prepared shape for each bin)",
     )
 
     @field_validator("policy")

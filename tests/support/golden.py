@@ -47,7 +47,9 @@ def representative() -> dict[str, Any]:
         min_tokens=4,
         acceptance="rejection",
     )
-    tree = settings.TreeSettings(gamma=6, depth=5, width=10, sharpening=0.5)
+    tree = settings.TreeSettings(
+        policy="heterospec", gamma=6, depth=5, width=10, sharpening=0.5, thresholds=(0.5, 1.25), prune=(0.3, 0.6), adapt=("extend", "prune")
+    )
     spans = (("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000))
     fingerprint = m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local")
     vocabulary = m.VocabularyFacts(
@@ -85,6 +87,48 @@ def representative() -> dict[str, Any]:
         coordinator_s=0.002,
         unaccounted_s=0.027,
         bytes_per_round=412.5,
+        ahead_nodes=64,
+        wasted_nodes=30,
+        verified_rows=14,
+        plain_rounds=1,
+        predicted_tokens_per_s=11.5,
+    )
+    rows_seconds = m.RowsSeconds(rows=(1, 16), seconds=(0.0625, 0.125))
+    curve = m.ContextCurve(context=512, t_v=rows_seconds)
+    record = m.RoundRecord(
+        round=2,
+        prefix=18,
+        tokens=(11, 13, 1879),
+        parents=(-1, -1, 0),
+        scores=(-0.25, -1.5, -2.0),
+        verified=2,
+        accepted=(0,),
+        bonus=1879,
+        entropy=1.5,
+        hit=True,
+        grown=40,
+        ahead=20,
+        wasted=10,
+        passes=((1, 250_000), (10, 300_000)),
+        draft_ns=500_000,
+        verify_ns=9_000_000,
+        transport_ns=100_000,
+        queue_ns=1,
+        coordinator_ns=150_000,
+    )
+    pair = m.PairState(
+        draft="draft-1",
+        target="target-1",
+        speculating=True,
+        rounds=40,
+        hit_rate=0.5,
+        gamma=9.5,
+        tokens_per_s=31.0,
+        alone_tokens_per_s=15.0,
+        predicted_tokens_per_s=32.0,
+        hops_us=180.0,
+        t_v=rows_seconds,
+        t_d=rows_seconds,
     )
     worker = m.WorkerState(
         name="target-1",
@@ -122,6 +166,8 @@ def representative() -> dict[str, Any]:
             tokenizer=tokenizer,
             states=m.States(width=4, layers=36, checkpoint="2d" * 32),
             reads=reads,
+            cores=(0, 1),
+            curves=(curve,),
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
@@ -146,14 +192,18 @@ def representative() -> dict[str, Any]:
             epoch=1,
             session=3,
             round=2,
-            prefix=18,
+            prefix=19,
             accepted=(0, 2),
             bonus=1879,
             max_nodes=6,
             max_depth=5,
             max_width=10,
             deadline_ms=12.5,
-            features=array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72))),
+            more=(7,),
+            rate=62.5,
+            floor=0.03125,
+            ahead=True,
+            features=array(dtype="bfloat16", shape=(4, 12), data=bytes(range(96))),
         ),
         "drafted": m.Drafted(
             epoch=3,
@@ -164,6 +214,10 @@ def representative() -> dict[str, Any]:
             scores=(-0.25, -1.5, -2.0),
             grown=40,
             hit=True,
+            ahead=20,
+            wasted=10,
+            passes=((1, 250_000), (10, 300_000)),
+            entropy=1.5,
             spans=spans,
             candidates=candidates,
             probabilities=probabilities,
@@ -198,11 +252,13 @@ def representative() -> dict[str, Any]:
             tree=tree,
             speculate=False,
             trace=True,
+            record=True,
         ),
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "stop": m.Stop(epoch=5),
         "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=(True, False), text="Hello,"),
+        "recorded": m.Recorded(epoch=1, request=9, record=record),
         "finished": m.Finished(epoch=1, request=9, result=result, margins=(0.5, 0.25, 1.0), spans=(("target-1", spans[0]),)),
         "reported": m.Reported(
             epoch=1,
@@ -220,6 +276,8 @@ def representative() -> dict[str, Any]:
             refused=0,
             degraded=True,
             reasons=("there is no draft worker",),
+            pairs=(pair,),
+            decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),
         ),
     }
 

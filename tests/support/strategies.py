@@ -47,6 +47,8 @@ def _field(model: type[Frozen], name: str, field: FieldInfo) -> st.SearchStrateg
         return st.sampled_from(WORDS[model, name])
     if model is messages.Reads and name == "width":
         return WIDTHS
+    if name == "thresholds":
+        return st.just("") | st.lists(st.floats(0.0, 1e6), min_size=1, max_size=settings.MAX_BINS - 1, unique=True).map(lambda bounds: tuple(sorted(bounds)))
     return BIASES if name == "logit_bias" else _value(field.annotation, field.metadata)
 
 
