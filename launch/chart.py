@@ -1,4 +1,8 @@
-"""A chart of curves as an SVG file, written by hand so that nothing has to be installed for it. Knows numbers and names, not what they mean."""
+"""Charts of curves as SVG files, written by hand so that nothing has to be installed for it. Knows numbers and names, not what they mean.
+
+One chart, or several small ones beside each other that share their legend. Readable on a light and on a dark page: where a viewer says that it is dark, other
+colours are taken.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +16,17 @@ WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 170, 48, 56
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e", "#c77f00", "#4d4d4d")
 """Distinct in print and for those who do not tell red from green."""
+AT_NIGHT = ("#63b3ed", "#ff8896", "#7ccf8a", "#c9a0dc", "#f2b84b", "#c4c4c4")
+"""The same on a dark page."""
 TICKS = 6
+ACROSS = 2
+"""Small charts in a line."""
+PANEL_WIDTH, PANEL_HEIGHT = 400, 270
+GAPS = (62, 22, 40, 48)
+"""Left of the axes of a small chart, right of them, above and below."""
+LETTER = 6.6
+"""Width of a letter of the legend, about."""
+HEAD, LINE = 44, 20
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,19 @@ class Curve:
     name: str
     points: Sequence[tuple[float, float]]
     dashed: bool = False
+    band: Sequence[tuple[float, float]] = ()
+    """(low, high) of each point, such as an interval of confidence; none: no band."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A small chart; `across` and `up` name its axes with their units, `level` is a height to compare with."""
+
+    title: str
+    across: str
+    up: str
+    curves: Sequence[Curve]
+    level: float | None = None
 
 
 def check_chart(path: Path | None) -> None:
@@ -32,23 +59,29 @@ def check_chart(path: Path | None) -> None:
 
 def draw(title: str, across: str, up: str, curves: Sequence[Curve]) -> str:
     """The SVG of curves over common axes, both from 0; `across` and `up` name the axes with their units."""
-    right = max(x for curve in curves for x, _ in curve.points)
-    ticks = ticks_to(max(y for curve in curves for _, y in curve.points))
-    frame = _Frame(right, ticks[-1])
-    body = [
-        *(_horizontal(frame, tick) for tick in ticks),
-        *(_vertical(frame, tick) for tick in ticks_to(right, TICKS + 2) if tick <= right),
-        *(part for index, curve in enumerate(curves) for part in _curve(frame, curve, COLOURS[index % len(COLOURS)])),
-        *_legend(curves),
-    ]
-    middle, centre = LEFT + frame.width / 2, TOP + frame.height / 2
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">'
-    labels = (
-        f'<text x="{LEFT}" y="26" font-size="15" font-weight="bold">{escape(title)}</text>',
-        f'<text x="{middle:.0f}" y="{HEIGHT - 14}" text-anchor="middle">{escape(across)}</text>',
-        f'<text transform="translate(18 {centre:.0f}) rotate(-90)" text-anchor="middle">{escape(up)}</text>',
-    )
-    return "\n".join((head, '<rect width="100%" height="100%" fill="#ffffff"/>', *labels, *body, "</svg>", ""))
+    panel = Panel("", across, up, curves)
+    names = [curve.name for curve in curves]
+    frame = _Frame.of(panel, LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
+    legend = (part for index, curve in enumerate(curves) for part in _key(WIDTH - RIGHT + 14, TOP + 12 + LINE * index, names.index(curve.name), curve))
+    return _page(WIDTH, HEIGHT, title, LEFT, [*_panel(frame, panel, names), *legend])
+
+
+def draw_panels(title: str, panels: Sequence[Panel]) -> str:
+    """The SVG of small charts in lines of two. A curve of the same name has the same colour in all of them, and stands in the legend below once."""
+    curves = {curve.name: curve for panel in reversed(panels) for curve in reversed(panel.curves)}
+    names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
+    width = PANEL_WIDTH * min(ACROSS, len(panels))
+    foot = HEAD + PANEL_HEIGHT * math.ceil(len(panels) / ACROSS)
+    places = _places(names, width) if len(names) > 1 else []
+    body: list[str] = []
+    for index, panel in enumerate(panels):
+        left, top = PANEL_WIDTH * (index % ACROSS), HEAD + PANEL_HEIGHT * (index // ACROSS)
+        frame = _Frame.of(panel, left + GAPS[0], top + GAPS[2], PANEL_WIDTH - GAPS[0] - GAPS[1], PANEL_HEIGHT - GAPS[2] - GAPS[3])
+        body += _panel(frame, panel, names)
+    for name, (x, line) in zip(names, places, strict=False):
+        body += _key(x, foot + 14 + LINE * line, names.index(name), curves[name])
+    lines = 1 + places[-1][1] if places else 0
+    return _page(width, foot + LINE * lines + (12 if lines else 0), title, GAPS[0], body)
 
 
 def ticks_to(most: float, wanted: int = TICKS) -> list[float]:
@@ -61,44 +94,105 @@ def ticks_to(most: float, wanted: int = TICKS) -> list[float]:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where a number stands on the page."""
+    """Where a number stands on the page: the axes begin at 0 and end at `most_x` and `most_y`."""
 
-    right: float
+    left: float
     top: float
-    width: int = WIDTH - LEFT - RIGHT
-    height: int = HEIGHT - TOP - BOTTOM
+    width: float
+    height: float
+    most_x: float
+    most_y: float
+
+    @classmethod
+    def of(cls, panel: Panel, left: float, top: float, width: float, height: float) -> "_Frame":
+        heights = [y for curve in panel.curves for y in (*(y for _, y in curve.points), *(high for _, high in curve.band))]
+        most_y = ticks_to(max((*heights, panel.level or 0.0), default=0.0))[-1]
+        most_x = max((x for curve in panel.curves for x, _ in curve.points), default=0.0)
+        return cls(left, top, width, height, most_x or 1.0, most_y or 1.0)
+
+    @property
+    def foot(self) -> float:
+        return self.top + self.height
 
     def x(self, value: float) -> float:
-        return LEFT + self.width * value / self.right
+        return self.left + self.width * value / self.most_x
 
     def y(self, value: float) -> float:
-        return TOP + self.height * (1 - value / self.top)
+        return self.top + self.height * (1 - value / self.most_y)
+
+
+def _page(width: float, height: float, title: str, left: float, body: Sequence[str]) -> str:
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" fill="#222222">'
+    page = f'<rect class="page" width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>'
+    heading = f'<text x="{left:.0f}" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
+    return "\n".join((head, f"<style>{_night()}</style>", page, heading, *body, "</svg>", ""))
+
+
+def _night() -> str:
+    """The rules for a dark page; on a light one the colours stand in the elements themselves, for viewers that know no rules."""
+    plain = ".page{fill:#16191d}text{fill:#e3e3e3}.grid{stroke:#3a3f45}.axis{stroke:#a3a8ad}"
+    coloured = "".join(f".line{index}{{stroke:{colour}}}.area{index}{{fill:{colour}}}" for index, colour in enumerate(AT_NIGHT))
+    return f"@media (prefers-color-scheme:dark){{{plain}{coloured}}}"
+
+
+def _panel(frame: _Frame, panel: Panel, names: Sequence[str]) -> Iterator[str]:
+    """Title, axes and curves; a name's place in `names` is its colour."""
+    if panel.title:
+        yield f'<text x="{frame.left:.0f}" y="{frame.top - 12:.0f}" font-weight="bold">{escape(panel.title)}</text>'
+    middle, centre = frame.left + frame.width / 2, frame.top + frame.height / 2
+    yield f'<text x="{middle:.0f}" y="{frame.foot + 40:.0f}" text-anchor="middle">{escape(panel.across)}</text>'
+    yield f'<text transform="translate({frame.left - 50:.0f} {centre:.0f}) rotate(-90)" text-anchor="middle">{escape(panel.up)}</text>'
+    yield from (_horizontal(frame, tick) for tick in ticks_to(frame.most_y))
+    yield from (_vertical(frame, tick) for tick in ticks_to(frame.most_x, TICKS + 2) if tick <= frame.most_x)
+    if panel.level is not None:
+        y, right = frame.y(panel.level), frame.left + frame.width
+        yield f'<line class="axis" x1="{frame.left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}" stroke="#333333" stroke-dasharray="3 3"/>'
+    for curve in panel.curves:
+        yield from _curve(frame, curve, names.index(curve.name) % len(COLOURS))
 
 
 def _horizontal(frame: _Frame, tick: float) -> str:
-    y = frame.y(tick)
-    line = f'<line x1="{LEFT}" y1="{y:.1f}" x2="{LEFT + frame.width}" y2="{y:.1f}" stroke="{"#333333" if tick == 0 else "#dddddd"}"/>'
-    return f'{line}<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
+    y, right = frame.y(tick), frame.left + frame.width
+    look = 'class="axis" stroke="#333333"' if tick == 0 else 'class="grid" stroke="#dddddd"'
+    line = f'<line {look} x1="{frame.left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}"/>'
+    return f'{line}<text x="{frame.left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
 
 
 def _vertical(frame: _Frame, tick: float) -> str:
-    x, foot = frame.x(tick), TOP + frame.height
-    return (
-        f'<line x1="{x:.1f}" y1="{foot}" x2="{x:.1f}" y2="{foot + 5}" stroke="#333333"/><text x="{x:.1f}" y="{foot + 19}" text-anchor="middle">{tick:g}</text>'
-    )
+    x, foot = frame.x(tick), frame.foot
+    line = f'<line class="axis" x1="{x:.1f}" y1="{foot:.1f}" x2="{x:.1f}" y2="{foot + 5:.1f}" stroke="#333333"/>'
+    return f'{line}<text x="{x:.1f}" y="{foot + 19:.1f}" text-anchor="middle">{tick:g}</text>'
 
 
-def _curve(frame: _Frame, curve: Curve, colour: str) -> Iterator[str]:
-    points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in curve.points)
-    dash = ' stroke-dasharray="6 4"' if curve.dashed else ""
-    yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
+def _curve(frame: _Frame, curve: Curve, colour: int) -> Iterator[str]:
+    if curve.band:
+        xs = [x for x, _ in curve.points]
+        edge = [*zip(xs, (high for _, high in curve.band), strict=True), *reversed([*zip(xs, (low for low, _ in curve.band), strict=True)])]
+        yield f'<polygon class="area{colour}" points="{_places_of(frame, edge)}" fill="{COLOURS[colour]}" fill-opacity="0.18"/>'
+    yield f'<polyline points="{_places_of(frame, curve.points)}" {_stroke(curve, colour)}/>'
     if not curve.dashed:
-        yield from (f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.2" fill="{colour}"/>' for x, y in curve.points)
+        dots = (f'<circle class="area{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.2"' for x, y in curve.points)
+        yield from (f'{dot} fill="{COLOURS[colour]}"/>' for dot in dots)
 
 
-def _legend(curves: Sequence[Curve]) -> Iterator[str]:
-    left = WIDTH - RIGHT + 14
-    for index, curve in enumerate(curves):
-        y, dash = TOP + 12 + 20 * index, ' stroke-dasharray="6 4"' if curve.dashed else ""
-        yield f'<line x1="{left}" y1="{y}" x2="{left + 22}" y2="{y}" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"{dash}/>'
-        yield f'<text x="{left + 28}" y="{y + 4}">{escape(curve.name)}</text>'
+def _places_of(frame: _Frame, points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+
+
+def _stroke(curve: Curve, colour: int) -> str:
+    dash = ' stroke-dasharray="6 4"' if curve.dashed else ""
+    return f'class="line{colour}" fill="none" stroke="{COLOURS[colour]}" stroke-width="2"{dash}'
+
+
+def _key(x: float, y: float, index: int, curve: Curve) -> Iterator[str]:
+    """A line of the legend."""
+    yield f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{x + 22:.0f}" y2="{y:.0f}" {_stroke(curve, index % len(COLOURS))}/>'
+    yield f'<text x="{x + 28:.0f}" y="{y + 4:.0f}">{escape(curve.name)}</text>'
+
+
+def _places(names: Sequence[str], width: float) -> list[tuple[float, int]]:
+    """(x, line) of each name of a legend in lines of this width."""
+    column = 50 + LETTER * max(map(len, names))
+    columns = max(1, int((width - GAPS[0]) // column))
+    return [(GAPS[0] + column * (index % columns), index // columns) for index in range(len(names))]

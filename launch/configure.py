@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -129,8 +129,14 @@ class Configuration:
 
     settings: Settings
     origins: Mapping[str, str]
+    local: bool = True
+    """Whether the workers are started with these settings; else somebody else has started them, with settings of their own."""
+    thresholds: str | tuple[float, ...] = ""
+    """`tree.thresholds` as it was given. The settings have the numbers, or nothing where they are not needed: no name of a file leaves this process."""
 
     def value(self, name: str) -> Any:
+        if name == "tree.thresholds":
+            return self.thresholds
         section, key = name.split(".")
         return getattr(getattr(self.settings, section), key)
 
@@ -145,15 +151,31 @@ class Configuration:
 
     def over(self, origin: str, values: Mapping[str, Any]) -> "Configuration":
         """These settings with some replaced, by dotted name."""
-        return _validated({**{name: self.value(name) for name in SETTINGS}, **values}, {**self.origins, **dict.fromkeys(values, origin)})
+        given = {**{name: self.value(name) for name in SETTINGS}, **values}
+        return _validated(given, {**self.origins, **dict.fromkeys(values, origin)}, self.local).stratified()
+
+    def stratified(self) -> "Configuration":
+        """The same with the thresholds of `heterospec` read; `SettingsError` if there are none that hold for its draft."""
+        if self.settings.tree.policy != "heterospec" or self.settings.draft.kind == "none":
+            return self
+        from dovetail.launch.thresholds import thresholds_of  # which asks here where the embedded models are
+
+        found = thresholds_of(self.thresholds, self.settings, local=self.local)
+        return replace(self, settings=_with_thresholds(self.settings, found))
 
 
 def configure(
-    *, flags: Mapping[str, str] | None = None, file: Path | None = None, environment: Mapping[str, str] | None = None, demo: bool = True
+    *,
+    flags: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    demo: bool = True,
+    stratified: bool = True,
 ) -> Configuration:
     """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the value, where it came from and the remedy.
 
-    `demo`: whether no named target means the embedded one; it does not where the workers are somebody else's.
+    `demo`: whether no named target means the embedded one; it does not where the workers are somebody else's. `stratified`: whether the thresholds of
+    `heterospec` are needed.
     """
     environment = os.environ if environment is None else environment
     layers: list[tuple[str, dict[str, Any]]] = []
@@ -168,7 +190,8 @@ def configure(
     for origin, layer in layers:
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
-    return _validated(values, origins)
+    merged = _validated(values, origins, demo)
+    return merged.stratified() if stratified else merged
 
 
 def parse_setting(name: str, text: str, origin: str) -> Any:
@@ -223,7 +246,7 @@ def _suggest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> Configuration:
+def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: bool) -> Configuration:
     tree: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, key = name.split(".")
@@ -234,7 +257,12 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> Configu
         raise SettingsError(_explain(error, values, origins)) from None
     if (text := misfit(settings.sampling, settings.tree, settings.draft.kind)) is not None:
         raise SettingsError(text)
-    return Configuration(settings, origins)
+    named = settings.tree.thresholds
+    return Configuration(_with_thresholds(settings, "" if isinstance(named, str) else named), origins, local, named)
+
+
+def _with_thresholds(settings: Settings, thresholds: str | tuple[float, ...]) -> Settings:
+    return settings.model_copy(update={"tree": settings.tree.model_copy(update={"thresholds": thresholds})})
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -285,11 +313,13 @@ class SettingsCommand(click.Command):
                     formatter.write_dl(rows)
 
 
-def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command the flags of these sections and `--config`, and calls it with the settings in force as `configuration`.
 
-    `without` are short forms that the command has another use for.
+    `without` are short forms that the command has another use for. `stratified`: whether a command that has flags for the tree needs the thresholds of
+    `heterospec`.
     """
+    stratified = stratified and "tree" in sections
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -302,7 +332,8 @@ def settings_flags(*sections: str, without: Sequence[str] = ()) -> Callable[[Cal
                 _check_misspelling(draft_short)
                 if given.setdefault(name, draft_short) != draft_short:
                     raise SettingsError(f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one of them out")
-            return function(configuration=configure(flags=given, file=config, demo=parameters.get("connect") is None), **parameters)
+            local = parameters.get("connect") is None
+            return function(configuration=configure(flags=given, file=config, demo=local, stratified=stratified), **parameters)
 
         decorated: Callable[..., Any] = with_configuration
         for option in reversed(_options(sections, without)):

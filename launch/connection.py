@@ -1,6 +1,6 @@
 """Which coordinator a command speaks with: the one it is told, the only one of this user, or one of its own for as long as it runs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until
 from dovetail.launch.terminal import note, spinner
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import Failed, Finished, Reported, WorkerState
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.messages import Failed, Finished, Recorded, Reported, RoundRecord, WorkerState
+from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
@@ -39,14 +39,27 @@ class Connection:
         return " · ".join(parts)
 
     def decode(
-        self, turns: Sequence[str], *, sampling: Sampling, tree: TreeSettings, max_tokens: int, seed: int | None = None, speculate: bool = True
+        self,
+        turns: Sequence[str],
+        *,
+        sampling: Sampling,
+        tree: TreeSettings,
+        max_tokens: int,
+        seed: int | None = None,
+        speculate: bool = True,
+        ahead: bool | None = None,
+        record: Callable[[RoundRecord], None] | None = None,
     ) -> Finished:
-        """Decode one request to its end. What went wrong is raised as `failure` says it; so is the loss of a process of ours, even where the request
-        survived it: what is measured or compared here needs all of them.
+        """Decode one request to its end; `record`, if there is one, hears of every round as it ends. What went wrong is raised as `failure` says it; so is
+        the loss of a process of ours, even where the request survived it: what is measured or compared here needs all of them.
         """
-        request = self.client.submit(turns=turns, sampling=sampling, tree=tree, max_tokens=max_tokens, seed=seed, speculate=speculate)
+        request = self.client.submit(
+            turns=turns, sampling=sampling, tree=tree, max_tokens=max_tokens, seed=seed, speculate=speculate, ahead=ahead, record=record is not None
+        )
         while True:
             reply = self.client.receive(None)
+            if isinstance(reply, Recorded) and reply.request == request and record is not None:
+                record(reply.record)
             if isinstance(reply, Finished) and reply.request == request:
                 if losses := self.stack.losses() if self.stack is not None else []:
                     raise losses[0]
@@ -93,6 +106,11 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         yield Connection(client, state, stack)
 
 
+def ahead_of(draft: DraftSettings) -> bool | None:
+    """What `draft.ahead` asks for in a request; None leaves it to the coordinator."""
+    return None if draft.ahead == "auto" else draft.ahead
+
+
 def is_lossy(worker: WorkerState) -> bool:
     """Whether the tokens of a target depend on what is computed beside them."""
     return weights_of(worker) == LOSSY
@@ -121,9 +139,10 @@ def find_coordinator(configuration: Configuration, address: str | None) -> Clien
 
 
 def _names_models(configuration: Configuration) -> str:
-    """The first flag that is about the workers; `--draft none` is not, it is a wish that any coordinator can fulfil."""
+    """The first flag that is about the workers; `--draft none` and `--draft.ahead` are not, they are wishes that any coordinator can fulfil."""
     flags = (n for n, origin in configuration.origins.items() if n.split(".")[0] in ("target", "draft") and origin.startswith("--"))
-    return next((f"--{name}" for name in flags if not (name == "draft.kind" and configuration.value(name) == "none")), "")
+    wishes = {"draft.ahead", *(("draft.kind",) if configuration.value("draft.kind") == "none" else ())}
+    return next((f"--{name}" for name in flags if name not in wishes), "")
 
 
 def _describe(role: str, worker: WorkerState, inflation: str) -> str:

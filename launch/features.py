@@ -4,20 +4,22 @@ Knows options and what people see while they wait; how states are computed and k
 begins, so that help does not wait for it.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.terminal import note, spinner
-from dovetail.launch.training import show_progress
+from dovetail.launch.training import json_option, show_progress
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
     from dovetail.workers.training.states import HalfType
+    from dovetail.workers.training.store import Index
 
 
 @click.command()
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 @click.option("--new-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Tokens of the longest answer that it writes.")
 @click.option("--sessions", type=click.IntRange(1, 512), default=64, show_default=True, help="How many answers it writes at a time.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the answers at temperatures above 0.")
+@json_option
 def command(
     target: str,
     files: tuple[Path, ...],
@@ -59,6 +62,7 @@ def command(
     new_tokens: int,
     sessions: int,
     seed: int,
+    as_json: bool,
 ) -> None:
     """Store what a target's draft heads are trained on: its hidden states for every token of a set of chats, in 16 bits.
 
@@ -93,7 +97,15 @@ def command(
         stored = "the last hidden state" + (f" and what enters layers {', '.join(map(str, index.origin.taps))}" if index.origin.taps else "")
         note(f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in {len(index.shards)} shards, of which {index.written} are there")
         with show_progress() as show:
-            store.write(out, index, examples, source, show)
+            index = store.write(out, index, examples, source, show)
+        if as_json:
+            click.echo(json.dumps(_told(out, index)))
+
+
+def _told(out: Path, index: "Index") -> dict[str, Any]:
+    """What stands in the folder now."""
+    counts = {"sequences": index.count, "tokens": index.tokens, "learned": index.learned, "shards": len(index.shards), "bytes": index.bytes}
+    return {"out": str(out), **counts, "dtype": index.origin.dtype, "taps": index.origin.taps}
 
 
 def _tell_left_out(left_out: Mapping[str, int]) -> None:

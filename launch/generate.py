@@ -4,7 +4,8 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -12,12 +13,13 @@ from pydantic import ValidationError
 
 from dovetail.launch.answers import Answers, open_answers
 from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
-from dovetail.launch.connection import Connection, connected
+from dovetail.launch.connection import Connection, ahead_of, connected
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
+from dovetail.launch.records import RecordFile, open_records
 from dovetail.launch.terminal import note, progress_bar
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
-from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Result
+from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Result
 from dovetail.runtime.trace import write_trace
 
 CANCEL_GRACE_S = 2.0
@@ -36,6 +38,12 @@ class Wish:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     trace: bool = False
+    records: RecordFile | None = None
+    """Gets every round."""
+
+    @property
+    def speculates(self) -> bool:
+        return self.configuration.settings.draft.kind != "none"
 
     def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
         """Ask for the reply to these turns (user first, then alternating), or for the plain continuation of a text."""
@@ -49,8 +57,10 @@ class Wish:
                 stop=self.stop,
                 seed=self.seed,
                 tree=settings.tree,
-                speculate=settings.draft.kind != "none",
+                speculate=self.speculates,
                 trace=self.trace,
+                record=self.records is not None,
+                ahead=ahead_of(settings.draft),
             )
         except ValidationError as error:  # too many turns, or too long ones
             first = error.errors(include_url=False, include_input=False)[0]
@@ -69,6 +79,7 @@ class Wish:
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Seed of the sampling.  [default: a random one, reported]")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text before which the reply ends; can be given several times.")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the time line of all processes, for ui.perfetto.dev.")
+@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="File that gets a line for every round: offered, verified, accepted, times.")
 @click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")
 @settings_flags(*ALL_SECTIONS)
 def command(
@@ -82,6 +93,7 @@ def command(
     seed: int | None,
     stop: tuple[str, ...],
     trace: Path | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Decode PROMPT, or what stands on standard input, and stream the reply; or a file of prompts.
@@ -95,17 +107,23 @@ def command(
         assert out is not None
         if out.exists() and prompts.exists() and out.samefile(prompts):
             raise UserError(f"--out {out} is the file of --prompts itself: choose another one for the answers")
-        _decode_file(wish, connect, read_prompts(prompts), out, parallel)
+        if record is not None and record.resolve() == out.resolve():
+            raise UserError(f"--out and --record both name {out}: choose a file for each")
+        asked = read_prompts(prompts)
+        with open_records(record, go_on=True) if record is not None else nullcontext() as records:
+            _decode_file(replace(wish, records=records), connect, asked, out, parallel)
         return
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
     text = _read_prompt(prompt)
     check_output(trace, "the trace")
-    with connected(configuration, connect) as connection:
-        finished = _decode_one(wish, connection, text, stream=not as_json)
+    with open_records(record) if record is not None else nullcontext() as records, connected(configuration, connect) as connection:
+        finished = _decode_one(replace(wish, records=records), connection, text, stream=not as_json)
         for loss in connection.stack.losses() if connection.stack else []:
             note(f"the target went on alone: {loss}")
         note(summary(finished.result, connection.models()))
+        if wish.speculates and finished.result.plain_rounds:
+            note(without_speculation(finished.result, connection.client.status().decisions))
     if trace is not None:
         write_trace(trace, finished.spans)
     if as_json:
@@ -164,6 +182,8 @@ def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) 
             if isinstance(reply, Emitted) and stream:
                 click.echo(reply.text, nl=False)
                 shown = reply.text or shown
+            elif isinstance(reply, Recorded) and wish.records is not None:
+                wish.records.write("", 0, reply.record)
             elif isinstance(reply, Finished):
                 if stream and not shown.endswith("\n"):
                     click.echo()
@@ -193,16 +213,29 @@ def _cancel(connection: Connection, requests: list[int]) -> None:
 
 def summary(result: Result, models: str) -> str:
     """One line on what a request cost, in the field's words."""
-    parts = [f"{result.completion_tokens} tokens in {result.wall_s:.2f} s", f"{result.tokens_per_s:.1f} tokens/s"]
+    parts = [f"{result.completion_tokens} tokens in {result.wall_s:.2f} s", f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}"]
     if result.tau is not None:
         parts.append(f"tau {result.tau:.2f}")
     if result.acceptance_rate is not None:
         parts.append(f"acceptance {result.acceptance_rate:.2f}")
+    if result.hit_rate is not None and result.ahead_nodes:
+        parts.append(f"hit {100 * result.hit_rate:.0f} %")
     parts.append(f"{result.rounds} rounds")
     prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
     shares = (("prefill", prefill), ("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
     parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
     return " · ".join((*parts, f"seed {result.seed}", models))
+
+
+def _predicted(result: Result) -> str:
+    return "" if result.predicted_tokens_per_s is None else f" ({result.predicted_tokens_per_s:.1f} predicted)"
+
+
+def without_speculation(result: Result, decisions: Sequence[str]) -> str:
+    """How many rounds the target decoded alone, and what the coordinator last decided about that."""
+    which = "every round" if result.plain_rounds == result.rounds else f"{result.plain_rounds} of {result.rounds} rounds"
+    about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers
+    return f"without speculation in {which}{f': {about[-1]}' if about else ''}"
 
 
 # -- a file of prompts -------------------------------------------------------------------------------------------------------------------------
@@ -268,6 +301,9 @@ class _Batch:
                         continue
                     self._answers.write(dialogue.prompt.id, dialogue.results)
                     step(dialogue.prompt.id)
+                elif isinstance(reply, Recorded) and self._wish.records is not None:
+                    dialogue = self._flying[reply.request]
+                    self._wish.records.write(dialogue.prompt.id, len(dialogue.results), reply.record)
                 elif isinstance(reply, Failed):
                     errors.append((self._fallen(reply).prompt, self._connection.failure(reply)))
                     step("")

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ import click
 
 from dovetail.launch.card import card, curves, log_of
 from dovetail.launch.configure import DEMO_FOLDER
-from dovetail.launch.training import show_progress
+from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -139,14 +139,16 @@ def head_commands() -> list[click.Command]:
 
 
 def _command(kind: "Kind", what: str) -> click.Command:
-    def run(**options: Any) -> None:
+    def run(*, as_json: bool, **options: Any) -> None:
         trained = train_head(Wish(kind=kind, processes=int(os.environ.get("WORLD_SIZE", "1")), **options))
         if trained is not None:
-            last = trained.checks[-1]
-            click.echo(f"{options['out']}: tau {last.length:.2f} in simulation, {trained.outcome.parameters:,} parameters, {trained.outcome.tokens:,} tokens")
+            last, outcome = trained.checks[-1], trained.outcome
+            simulated = {"tau": last.length, "accepted_at": last.at, "contrast": last.contrast}
+            line = f"{options['out']}: tau {last.length:.2f} in simulation, {outcome.parameters:,} parameters, {outcome.tokens:,} tokens"
+            tell({"out": str(options["out"]), "kind": kind, **asdict(outcome), **simulated}, line, as_json=as_json)
 
     decorated: Callable[..., Any] = run
-    for option in reversed((*COMMON, *OWN[kind])):
+    for option in reversed((*COMMON, *OWN[kind], json_option)):
         decorated = option(decorated)
     return click.command(name=kind, help=HELP.format(what=what, kind=kind), short_help=f"Train {what.split(':')[0]}.")(decorated)
 

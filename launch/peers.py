@@ -155,6 +155,7 @@ def result_of(generated: "Generated", codec: "TextCodec", prompt_tokens: int, se
         coordinator_s=0.0,
         unaccounted_s=0.0,
         bytes_per_round=0.0,
+        verified_rows=sum(r.rows for r in later),
     )
 
 

@@ -1,13 +1,18 @@
-"""`dovetail status`: the coordinator, its workers and its sessions."""
+"""`dovetail status`: the coordinator, its workers, its sessions, and what drafts and targets bring together."""
 
 import json
+from collections.abc import Sequence
 
 import click
 
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import find_coordinator, shorten_model
 from dovetail.launch.terminal import format_cell, print_table
-from dovetail.protocol.messages import Reported, WorkerState
+from dovetail.protocol.messages import PairState, Reported, WorkerState
+from dovetail.protocol.profile import RowsSeconds
+
+SHOWN_DECISIONS = 8
+"""Of the last; `--json` has them all."""
 
 
 @click.command(cls=SettingsCommand)
@@ -29,7 +34,7 @@ def _show(state: Reported) -> None:
     click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
     click.echo(f"sessions    {counts}; {state.rounds} rounds, tau {format_cell(state.tau)}; {state.stale} stale, {state.refused} refused")
     for reason in state.reasons:
-        click.echo(f"degraded    {reason}")
+        click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
     if state.workers:
         headings = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "MB", "host", "pid")
         print_table(headings, [_row(worker) for worker in state.workers])
@@ -38,6 +43,32 @@ def _show(state: Reported) -> None:
         for worker in state.workers:
             if worker.fingerprint:
                 click.echo(f"fingerprint of {worker.name}: {worker.fingerprint}")
+    _show_pairs(state.pairs)
+    if state.decisions:
+        click.echo("last decisions")
+    for decision in state.decisions[-SHOWN_DECISIONS:]:
+        click.echo(f"  {decision}")
+
+
+def _show_pairs(pairs: Sequence[PairState]) -> None:
+    if not pairs:
+        return
+    headings = ("draft", "target", "drafting", "rounds", "hits", "gamma", "tokens/s", "alone", "predicted", "hops us")
+    print_table(headings, [_pair(pair) for pair in pairs])
+    for pair in pairs:
+        for name, curve in (("T_V", pair.t_v), ("t_D", pair.t_d)):
+            if curve is not None:
+                click.echo(f"{name} of {pair.draft} and {pair.target}, ms by rows: {_curve(curve)}")
+
+
+def _pair(pair: PairState) -> tuple[object, ...]:
+    hits = None if pair.hit_rate is None else f"{pair.hit_rate:.0%}"
+    rates = (pair.tokens_per_s, pair.alone_tokens_per_s, pair.predicted_tokens_per_s)
+    return (pair.draft, pair.target, "on" if pair.speculating else "off", pair.rounds, hits, pair.gamma, *rates, pair.hops_us)
+
+
+def _curve(curve: RowsSeconds) -> str:
+    return ", ".join(f"{rows}: {1e3 * seconds:.3g}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
 
 
 def _row(worker: WorkerState) -> tuple[object, ...]:

@@ -5,13 +5,14 @@ wait for it.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dovetail.launch.heads import head_commands
-from dovetail.launch.training import show_progress
+from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ for head_command in head_commands():
 @click.option("--kv-heads", type=click.IntRange(min=1), default=2, show_default=True, help="Key and value heads of a new model.")
 @click.option("--mlp", type=click.IntRange(min=8), default=352, show_default=True, help="Width of the MLP of a new model.")
 @click.option("--max-parameters", type=click.IntRange(min=1), help="Refuse a new model with more parameters than this.")
+@json_option
 def small_command(
     texts: tuple[Path, ...],
     target: Path | None,
@@ -74,6 +76,7 @@ def small_command(
     mlp: int,
     max_parameters: int | None,
     compiled: bool,
+    as_json: bool,
 ) -> None:
     """Train a small model on chats or token files, or distil a draft from a target.
 
@@ -95,7 +98,8 @@ def small_command(
         max_parameters=max_parameters,
         compiled=compiled,
     )
-    click.echo(f"{out}: {result.parameters:,} parameters, {result.tokens:,} tokens in {result.minutes:.1f} minutes, loss {result.loss:.3f}")
+    line = f"{out}: {result.parameters:,} parameters, {result.tokens:,} tokens in {result.minutes:.1f} minutes, loss {result.loss:.3f}"
+    tell({"out": str(out), **asdict(result)}, line, as_json=as_json)
 
 
 def train_small(

@@ -1,8 +1,9 @@
-"""How a training shows itself: a bar on a terminal, plain lines elsewhere. Knows no training."""
+"""How a training shows itself: a bar on a terminal, plain lines elsewhere; and how its result is told. Knows no training."""
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from dovetail.workers.training.run import Progress
 
 PLAIN_LINE_EVERY_S = 15.0
+json_option = click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")
+
+
+def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:
+    """The result on stdout: one JSON object, or a line for people."""
+    click.echo(json.dumps(result) if as_json else line)
 
 
 @contextlib.contextmanager

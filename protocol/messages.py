@@ -443,6 +443,8 @@ class Submit(Message):
     """True: the result comes with the spans of all processes."""
     record: bool = False
     """True: every round comes as a Recorded."""
+    ahead: bool | None = None
+    """Whether the draft goes on growing while the target verifies; None: where the two share no device, or where measuring says that it pays."""
 
 
 class Cancel(Message):

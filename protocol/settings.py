@@ -4,6 +4,7 @@ Where a setting comes from (flag, environment, file, default) is the business of
 messages. Sizes are in bytes, probabilities within 0..1.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -166,9 +167,7 @@ class TreeSettings(Frozen):
     thresholds: Thresholds = Field(
         "", description="heterospec: the file that `dovetail stratify` wrote, or the bounds between its bins of entropy in nats, ascending"
     )
-    prune: Shares = Field(
-        (0.3, 0.6, 1.0), description="heterospec: which share of the gamma + 1 rows is verified in each of the bins of lowest entropy"
-    )
+    prune: Shares = Field((0.3, 0.6, 1.0), description="heterospec: which share of the gamma + 1 rows is verified in each of the bins of lowest entropy")
     adapt: Adaptations = Field(
         ("extend", "prune", "compute"),
         description="heterospec: what follows the entropy - extend (more levels), prune (fewer rows), compute (a prepared shape for each bin)",
@@ -178,6 +177,34 @@ class TreeSettings(Frozen):
     @classmethod
     def _policy(cls, value: str) -> str:
         return built(value, POLICIES, BUILT_POLICIES, "tree policy")
+
+    @property
+    def low_bins(self) -> int:
+        """In how many bins of entropy, from the lowest on, heterospec adapts the tree; never in the last one, which has no upper bound."""
+        return 0 if self.policy != "heterospec" or isinstance(self.thresholds, str) else min(len(self.prune), len(self.thresholds))
+
+    def size_in(self, stratum: int) -> tuple[int, int]:
+        """Nodes and levels of the tree in a bin of entropy, counted from 0, the lowest (HeteroSpec, section 4.3).
+
+        The paper's depth counts the levels below the first one; in levels its alpha is ceil((depth - 1) / 2), and Delta = alpha - bin. Of the gamma + 1 rows
+        (the paper's N counts the root) the bin's share is verified, and Delta more; never fewer than it takes for a path to the deepest level.
+        """
+        if stratum >= self.low_bins or not self.gamma:
+            return self.gamma, self.depth
+        longer = max(0, self.depth // 2 - stratum) if "extend" in self.adapt else 0
+        levels = min(self.depth + longer, MAX_DEPTH)
+        rows = math.ceil(round(self.prune[stratum] * (self.gamma + 1), 6)) + longer if "prune" in self.adapt else self.gamma + 1
+        return min(max(rows - 1, levels), MAX_GAMMA), levels
+
+    @property
+    def most_nodes(self) -> int:
+        """Of any proposal."""
+        return max(self.size_in(stratum)[0] for stratum in range(self.low_bins + 1))
+
+    @property
+    def most_levels(self) -> int:
+        """Of any proposal."""
+        return max(self.size_in(stratum)[1] for stratum in range(self.low_bins + 1))
 
 
 def _pairs(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import LinkClosed, RequestError
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import VERSION, Cancel, Emitted, Failed, Finished, Hello, Message, Reply, Reported, Status, Stop, Submit, Welcome
+from dovetail.protocol.messages import VERSION, Cancel, Emitted, Failed, Finished, Hello, Message, Recorded, Reply, Reported, Status, Stop, Submit, Welcome
 from dovetail.protocol.settings import Sampling, TreeSettings
 
 REGISTRATION_S = 10.0
@@ -54,8 +54,13 @@ class Client:
         tree: TreeSettings | None = None,
         speculate: bool = True,
         trace: bool = False,
+        record: bool = False,
+        ahead: bool | None = None,
     ) -> int:
-        """Ask for a completion of token ids, of text or of chat turns; returns the request's number, under which the replies come."""
+        """Ask for a completion of token ids, of text or of chat turns; returns the request's number, under which the replies come.
+
+        `record`: every round comes as a Recorded too; `ahead`: whether drafting goes on while the target verifies, None: where that pays.
+        """
         self._requests += 1
         self._send(
             Submit(
@@ -71,6 +76,8 @@ class Client:
                 tree=tree or TreeSettings(),
                 speculate=speculate,
                 trace=trace,
+                record=record,
+                ahead=ahead,
             )
         )
         return self._requests
@@ -109,7 +116,7 @@ class Client:
                 return reply
             if isinstance(reply, Failed) and reply.session in (request, None):
                 raise RequestError(reply.code, reply.text)
-            if not isinstance(reply, Emitted | Finished | Failed):
+            if not isinstance(reply, Emitted | Recorded | Finished | Failed):
                 raise LinkClosed(f"the coordinator answered a completion with {type(reply).__name__}")
 
     def _send(self, message: Message) -> None:

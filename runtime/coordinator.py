@@ -11,7 +11,9 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from dovetail.protocol.arrays import Array
@@ -19,6 +21,8 @@ from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
+    MAX_DECISIONS,
+    MAX_PAIRS,
     Cancel,
     Close,
     Closed,
@@ -37,27 +41,35 @@ from dovetail.protocol.messages import (
     Prefilled,
     Probe,
     Probed,
+    Recorded,
     Reported,
     Status,
     Stop,
     Submit,
     Verified,
+    VerifiedItem,
+    Verify,
+    VerifyItem,
     Welcome,
 )
 from dovetail.protocol.messages import Request as ClientRequest
+from dovetail.runtime.costs import PairCosts
 from dovetail.runtime.live import MAX_TRACE_SPANS, Live
-from dovetail.runtime.metrics import Accounts
+from dovetail.runtime.metrics import Accounts, RoundTimes, extent_ns
 from dovetail.runtime.outbox import EMIT_EVERY_NS
+from dovetail.runtime.pilot import Pair, Pilot, Plan, Round, share_device
+from dovetail.runtime.policies import cut
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
 from dovetail.runtime.scheduler import Owed
-from dovetail.runtime.session import Action, Ask, Emit, Finish, Request, Session, State
+from dovetail.runtime.session import MAX_HELD_BYTES, Action, Ask, Emit, Finish, Note, Request, Session, State
 
 log = logging.getLogger("dovetail.coordinator")
 
 MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
 MAX_BACKLOG = 16384
+MAX_REASONS = 64
 STUCK_NS = 10 * 10**9
 """A draft that has been waited for so long is done without."""
 
@@ -92,6 +104,11 @@ class Coordinator:
         self._finished = self._failed = self._cancelled = self._stale = self._refused = 0
         self._rounds = self._round_tokens = 0
         self._lost_draft = False
+        self._pairs: dict[tuple[bytes, bytes], Pair] = {}
+        """By the addresses of draft and target."""
+        self._alone: dict[bytes, PairCosts] = {}
+        """What rounds of a target alone cost, by its address."""
+        self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
 
     # -- what arrives ---------------------------------------------------------------------------------------------------------------------------
 
@@ -176,6 +193,7 @@ class Coordinator:
             for warning in self.registry.warnings(admitted):
                 log.warning("%s", warning)
             self._lost_draft &= not admitted.plays("draft")
+            admitted.turns.cut = partial(self._cut, admitted)
             self._probe(admitted)
 
     def _refuse(self, peer: bytes, refusal: RequestError) -> None:
@@ -258,18 +276,46 @@ class Coordinator:
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle every verdict of a pass; those that are stale are dropped one by one."""
+        self._passed(worker, event)
         for item, features in zip(event.items, _shares(event), strict=True):
             try:
                 live = self._answer(worker, item.session, Owed(Verified, item.round), "target")
                 live.answered(worker, now_ns, size // len(event.items), event.spans)
+                times = self._learn(live, item)
                 if not live.session.readable(features, len(item.accepted)):
                     self._go_on_alone(live, worker, f"features {features and features.shape} with a path of {len(item.accepted)}")
-                self._perform(live, live.session.verified(item, features))
+                self._perform(live, live.session.verified(item, features, times))
+                self._relieve(live)
             except StaleError:
                 self._stale += 1
             except ProtocolError as error:
                 self._refused += 1
                 self._fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
+
+    def _passed(self, worker: Worker, event: Verified) -> None:
+        """Remember what the pass took that these are the first verdicts of."""
+        if worker.passing is not None and any(item.session in worker.turns.owed for item in event.items):
+            rows, context = worker.passing
+            worker.passing = None
+            worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
+
+    def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
+        """A round has ended: what it cost and brought says how the next is drafted."""
+        times, session = live.round_ended(), live.session
+        done = Round(times, session.length, 1 + len(item.accepted), session.verifying, session.proposal, live.company)
+        live.pilot.learn(done)
+        return times
+
+    def _relieve(self, live: Live) -> None:
+        """A draft that has not been asked for long would have too much to catch up with."""
+        if live.session.held_bytes > MAX_HELD_BYTES:
+            self._decide(f"session {live.session.number} gives its draft up: {live.session.held_bytes >> 20} MiB of features wait for it")
+            self._drop_draft(live)
+
+    def _decide(self, words: str) -> None:
+        """Tell and keep a change of how is speculated."""
+        log.info("%s", words)
+        self._decisions.append(words[:512])
 
     def _answer(self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]) -> Live:
         """The session that waits for this answer of this worker in one of these roles; `StaleError` if none does, and then it waits on."""
@@ -359,6 +405,7 @@ class Coordinator:
             self._turn_down(client, submit, request)
             return
         live = self._place(client, submit, target, request, now_ns)
+        live.session.plan = partial(self._plan, live)
         self._live[live.session.number] = live
         client.sessions[submit.request] = live.session.number
         for worker in filter(None, {id(w): w for w in (live.target, live.draft)}.values()):
@@ -388,7 +435,25 @@ class Coordinator:
             accounts=Accounts(now_ns),
             reads=draft.hello.reads if draft is not None else None,
         )
-        return Live(session, client, submit.request, target, draft, now_ns, submit.trace)
+        pair = self._pair(draft, target) if draft is not None else None
+        costs = pair.costs if pair is not None else self._alone.setdefault(target.peer, PairCosts(target.verifying))
+        greedy = request.sampling.temperature == 0.0
+        pilot = Pilot(self._sessions, tree=request.tree, pair=pair, costs=costs, greedy=greedy, ahead=submit.ahead, say=self._decide)
+        return Live(session, client, submit.request, target, draft, now_ns, submit.trace, pilot)
+
+    def _pair(self, draft: Worker, target: Worker) -> Pair:
+        """What these two have learned together."""
+        key = (draft.peer, target.peer)
+        if key not in self._pairs:
+            costs = PairCosts(target.verifying, draft.drafting)
+            self._pairs[key] = Pair(draft.name, target.name, costs, shared=share_device(draft.hello, target.hello))
+        return self._pairs[key]
+
+    def _plan(self, live: Live) -> Plan | None:
+        """How to draft for a session's next round."""
+        if live.draft is None:
+            return None
+        return live.pilot.plan(live.session.length, ready=not live.draft.turns.busy_with(live.session.number))
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
         self._failed += 1
@@ -409,6 +474,8 @@ class Coordinator:
                 break
             if isinstance(action, Emit):
                 self._emit(live, action)
+            elif isinstance(action, Note):
+                self._tell(live.client, Recorded(epoch=self.epoch, request=live.request, record=action.record))
             elif isinstance(action, Finish):
                 self._finish(live, action)
         if ended:
@@ -437,12 +504,42 @@ class Coordinator:
         message, sessions = turn
         size = self._send_to_worker(worker, message)
         now_ns = self._now()
+        if isinstance(message, Verify):
+            self._passing(worker, message)
         for number in sessions:
             live = self._live.get(number)
             if live is not None and isinstance(message, Feed):
                 live.passed_on(size)
             elif live is not None and live.awaited() is worker and _awaits(live.session, message):
                 live.left(now_ns, size // len(sessions))
+
+    def _cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
+        """How many nodes of each item of a pass are verified: whatever was offered, but where a session's policy leaves that to be decided."""
+        counts = [len(item.tokens) for item in items]
+        lives = [self._live[item.session] for item in items if item.session in self._live]
+        if len(lives) < len(items):
+            return counts
+        choosing = [place for place, live in enumerate(lives) if live.pilot.cuts and counts[place]]
+        context = sum(item.prefix for item in items) / len(items)
+        rate = sum(live.pilot.rate(live.session.length) for live in lives)
+        if not choosing or not worker.verifying.known or rate <= 0.0:
+            return counts
+        offers = [lives[place].session.scores for place in choosing]
+        seconds = worker.verifying.table(len(items) + sum(counts), context).__getitem__
+        fixed = sum(1 + count for place, count in enumerate(counts) if place not in choosing)
+        for place, kept in zip(choosing, cut(offers, rate=rate, seconds=seconds, fixed=fixed), strict=True):
+            counts[place] = kept
+        return counts
+
+    def _passing(self, worker: Worker, pass_: Verify) -> None:
+        """A pass begins: its sessions know what of theirs is in it, and what it is expected to take."""
+        rows = sum(1 + len(item.tokens) for item in pass_.items)
+        worker.passing = rows, sum(item.prefix for item in pass_.items) / len(pass_.items)
+        for item in pass_.items:
+            if (live := self._live.get(item.session)) is not None:
+                live.session.sent(len(item.tokens))
+                live.company = len(pass_.items)
+                live.pilot.sends(item.prefix, live.session.scores, rows)
 
     def _emit(self, live: Live, emit: Emit) -> None:
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
@@ -451,7 +548,8 @@ class Coordinator:
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
         live.session.accounts.add("coordinator", now_ns - live.mark_ns)
-        result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason)
+        predicted = live.pilot.predicted_tokens_per_s
+        result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason).model_copy(update={"predicted_tokens_per_s": predicted})
         self._finished += finish.reason != "cancelled"
         self._cancelled += finish.reason == "cancelled"
         self._rounds += result.rounds
@@ -481,6 +579,7 @@ class Coordinator:
     def _drop_draft(self, live: Live) -> None:
         """Go on with the target alone."""
         draft, live.draft = live.draft, None
+        live.pilot.leave()
         if draft is not None and draft is not live.target:
             draft.sessions -= 1
             draft.turns.forget(live.session.number)
@@ -498,6 +597,8 @@ class Coordinator:
         level = logging.INFO if self.ending else logging.WARNING
         log.log(level, "%s worker %s (pid %d on %s) %s", "/".join(worker.hello.roles), worker.name, worker.hello.pid, worker.hello.host, why)
         self._lost_draft |= worker.plays("draft")
+        self._alone.pop(worker.peer, None)
+        self._pairs = {peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers}
         for live in list(self._live.values()):
             if live.target is worker:
                 where = f"(pid {worker.hello.pid} on {worker.hello.host})"
@@ -599,6 +700,8 @@ class Coordinator:
         reasons = [] if self.registry.pick("target") else ["no target worker is registered"]
         if self._lost_draft:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
+        degraded = bool(reasons)
+        reasons += [off for live in self._live.values() if (off := live.pilot.off)]
         return Reported(
             epoch=self.epoch,
             address=self._hub.address,
@@ -613,8 +716,10 @@ class Coordinator:
             tau=self._round_tokens / self._rounds if self._rounds else None,
             stale=self._stale,
             refused=self._refused + self._hub.refused(),
-            degraded=bool(reasons),
-            reasons=tuple(reasons),
+            degraded=degraded,
+            reasons=tuple(reasons[:MAX_REASONS]),
+            pairs=tuple(pair.state() for pair in [*self._pairs.values()][:MAX_PAIRS]),
+            decisions=tuple(self._decisions),
         )
 
     def end(self) -> None:

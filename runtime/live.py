@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.spans import Span
-from dovetail.runtime.metrics import Account
+from dovetail.runtime.metrics import Account, RoundTimes
+from dovetail.runtime.pilot import Pilot
 from dovetail.runtime.registry import ClientPeer, Worker
 from dovetail.runtime.session import Session, State
 
@@ -26,9 +27,14 @@ class Live:
     draft: Worker | None
     mark_ns: int
     trace: bool
+    pilot: Pilot
     queued: bool = False
     sent: bool = False
     spans: list[tuple[str, Span]] = field(default_factory=list)
+    times: RoundTimes = field(default_factory=RoundTimes)
+    """Of the round that runs."""
+    company: int = 1
+    """Sessions in the pass that the session waits for."""
 
     def awaited(self) -> Worker | None:
         """The worker whose answer the session waits for."""
@@ -47,7 +53,14 @@ class Live:
 
     def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
         """The answer that the session waits for has come."""
-        self.session.accounts.reply(ACCOUNT_OF[self.session.state], now_ns - self.mark_ns, spans)
+        waited = now_ns - self.mark_ns
+        worked = self.session.accounts.reply(ACCOUNT_OF[self.session.state], waited, spans)
+        if self.session.state is State.DRAFTING:
+            self.times.draft_ns += worked
+            self.times.draft_hop_ns += waited - worked
+        elif self.session.state is State.VERIFYING:
+            self.times.verify_ns += worked
+            self.times.target_hop_ns += waited - worked
         self.session.accounts.bytes += size
         self.mark_ns, self.sent = now_ns, False
         self.keep(worker, spans)
@@ -66,6 +79,11 @@ class Live:
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)
 
+    def round_ended(self) -> RoundTimes:
+        """Where the time of the round went; that of the next begins."""
+        ended, self.times = self.times, RoundTimes()
+        return ended
+
     def keep(self, worker: Worker, spans: Sequence[Span]) -> None:
         """Remember the spans of a worker, on our clock, if the client wants a trace."""
         if self.trace and len(self.spans) < MAX_TRACE_SPANS:
@@ -74,6 +92,21 @@ class Live:
     def _spend(self, account: Account, now_ns: int) -> None:
         """Put down the time since the mark to an account, and to the coordinator's row of a trace."""
         self.session.accounts.add(account, now_ns - self.mark_ns)
+        self._time(account, now_ns - self.mark_ns)
         if self.trace and len(self.spans) < MAX_TRACE_SPANS:
             self.spans.append(("coordinator", (account, self.mark_ns, now_ns - self.mark_ns)))
         self.mark_ns = now_ns
+
+    def _time(self, account: Account, duration_ns: int) -> None:
+        """The same for the round that runs."""
+        times, drafting = self.times, self.session.state is State.DRAFTING
+        if account == "coordinator":
+            times.coordinator_ns += duration_ns
+        elif account == "draft_exposed":
+            times.draft_ns += duration_ns
+        elif account == "verify":
+            times.verify_ns += duration_ns
+        elif drafting:
+            times.draft_queue_ns += duration_ns
+        else:
+            times.target_queue_ns += duration_ns

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dovetail.protocol.messages import Drafted
 from dovetail.protocol.spans import Span
 
 Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"]
@@ -17,6 +18,35 @@ def extent_ns(spans: Sequence[Span]) -> int:
     if not spans:
         return 0
     return max(start + duration for _, start, duration in spans) - min(start for _, start, _ in spans)
+
+
+@dataclass
+class RoundTimes:
+    """Where the time of a round went, from the verdict (or the first token) before it to its own."""
+
+    draft_ns: int = 0
+    """Drafting that was waited for."""
+    draft_hop_ns: int = 0
+    """Between the order's departure and the proposal's arrival, beside drafting; `target_hop_ns` likewise."""
+    draft_queue_ns: int = 0
+    """Until the draft worker was free, or had read the prompt."""
+    verify_ns: int = 0
+    target_hop_ns: int = 0
+    target_queue_ns: int = 0
+    coordinator_ns: int = 0
+
+    @property
+    def own_ns(self) -> int:
+        """Without the wait for passes of other sessions, which a session without a draft has too."""
+        return self.draft_ns + self.draft_hop_ns + self.draft_queue_ns + self.verify_ns + self.target_hop_ns + self.coordinator_ns
+
+    @property
+    def transport_ns(self) -> int:
+        return self.draft_hop_ns + self.target_hop_ns
+
+    @property
+    def queue_ns(self) -> int:
+        return self.draft_queue_ns + self.target_queue_ns
 
 
 @dataclass
@@ -32,26 +62,34 @@ class Accounts:
     accepted: int = 0
     drafted: int = 0
     grown: int = 0
+    ahead: int = 0
+    wasted: int = 0
+    plain: int = 0
+    """Rounds that were verified without a tree."""
     bytes: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
 
     def add(self, account: Account, duration_ns: int) -> None:
         self.ns[account] += duration_ns
 
-    def reply(self, account: Account, waited_ns: int, spans: Sequence[Span]) -> None:
-        """Split the time between a command and its answer into work and transport."""
+    def reply(self, account: Account, waited_ns: int, spans: Sequence[Span]) -> int:
+        """Split the time between a command and its answer into work and transport; returns the work."""
         worked = min(extent_ns(spans), waited_ns)
         self.ns[account] += worked
         self.ns["transport"] += waited_ns - worked
+        return worked
 
-    def proposal(self, grown: int, hit: bool) -> None:
-        self.grown += grown
-        self.hits += hit
+    def proposal(self, drafted: Drafted) -> None:
+        self.grown += drafted.grown
+        self.ahead += drafted.ahead
+        self.wasted += drafted.wasted
+        self.hits += drafted.hit
         self.drafted_rounds += 1
 
     def verdict(self, drafted: int, accepted: int) -> None:
         """One target pass: `accepted` of its drafted nodes were committed."""
         self.rounds += 1
+        self.plain += drafted == 0
         self.drafted += drafted
         self.accepted += accepted
         self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
@@ -78,4 +116,8 @@ class Accounts:
             **{f"{account}_s": ns / 1e9 for account, ns in self.ns.items()},
             "unaccounted_s": (wall - sum(self.ns.values())) / 1e9,
             "bytes_per_round": self.bytes / self.rounds if self.rounds else 0.0,
+            "ahead_nodes": self.ahead,
+            "wasted_nodes": self.wasted,
+            "verified_rows": self.rounds + self.drafted,
+            "plain_rounds": self.plain,
         }

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from dovetail.protocol.errors import PeerBusy
-from dovetail.protocol.messages import Emitted, Message
+from dovetail.protocol.messages import Emitted, Message, Recorded
 
 EMIT_EVERY_NS = 2_000_000
 """A client is not woken more often for text: nobody reads faster, and where cores are few it would take one from a worker."""
@@ -32,8 +32,8 @@ class Outbox:
             self._waiting.append(message)
 
     def due(self, now_ns: int) -> bool:
-        """Whether to send now: text can wait, anything else cannot."""
-        return now_ns - self._sent_ns >= EMIT_EVERY_NS or not all(isinstance(message, Emitted) for message in self._waiting)
+        """Whether to send now: text and records can wait, anything else cannot."""
+        return now_ns - self._sent_ns >= EMIT_EVERY_NS or not all(isinstance(message, Emitted | Recorded) for message in self._waiting)
 
     def remind(self) -> bool:
         """Whether somebody has to come back for what waits; once until it is sent."""

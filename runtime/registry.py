@@ -12,6 +12,7 @@ from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, Role, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
+from dovetail.runtime.costs import RowCosts
 from dovetail.runtime.outbox import Outbox
 from dovetail.runtime.scheduler import Turns
 from dovetail.runtime.text import TextCodec
@@ -47,6 +48,11 @@ class Worker:
     stuck: bool = False
     """It owes an answer for too long; it gets no new sessions until it has given it."""
     sessions: int = 0
+    verifying: RowCosts = field(default_factory=RowCosts)
+    """What its passes as a target cost, by rows; `drafting`: as a draft."""
+    drafting: RowCosts = field(default_factory=RowCosts)
+    passing: tuple[int, float] | None = None
+    """Rows, and mean committed length of the sessions, of the pass that it computes as a target."""
 
     @property
     def name(self) -> str:
@@ -159,7 +165,12 @@ class Registry:
             raise RequestError("protocol", f"the worker {hello.name} introduced itself without limits")
         if "target" in hello.roles and hello.fingerprint is None:
             raise RequestError("protocol", f"the target worker {hello.name} introduced itself without a fingerprint")
-        return Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns)
+        worker = Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns)
+        if "target" in hello.roles:
+            worker.verifying = RowCosts(hello.curves)
+        else:
+            worker.drafting = RowCosts(hello.curves)
+        return worker
 
     def _others(self, worker: Worker, role: Role) -> list[Worker]:
         """The workers of a role whose partner this one is."""

@@ -34,6 +34,7 @@ def read_request(submit: Submit, target: Worker) -> Request:
         end=target.facts.end,
         vocabulary_size=target.facts.size,
         stop=submit.stop,
+        record=submit.record,
     )
 
 
@@ -43,6 +44,9 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
         raise RequestError("settings", f"token id {bad} of logit_bias is beyond the target's vocabulary of {target.facts.size}")
     if (why := misfit(sampling, submit.tree)) is not None:
         raise RequestError("settings", why)
+    if isinstance(submit.tree.thresholds, str) and submit.tree.thresholds:
+        text = f"tree.thresholds is the name of a file, {submit.tree.thresholds[:200]!r}, which is not read here: send the numbers that it holds"
+        raise RequestError("settings", text)
     if sampling.min_tokens > submit.max_tokens:
         raise RequestError("settings", f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the reply can never reach it")
 

@@ -2,15 +2,15 @@
 
 A worker does one command at a time; what else is asked of it waits here, in the order in which it came. Verdicts are the exception: everything that waits
 for a target worker when it falls idle goes out as one `Verify`, so that one pass over the weights serves several sessions. Knows no sockets and no
-clock, and nothing of what a session is but its number.
+clock, and nothing of what a session is but its number; how many of the nodes that are offered go into a pass, it asks.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.arrays import stack
-from dovetail.protocol.messages import MAX_SESSIONS, Draft, Drafted, Fed, Feed, Open, Opened, Verified, Verify
+from dovetail.protocol.messages import MAX_SESSIONS, Draft, Drafted, Fed, Feed, Open, Opened, Verified, Verify, VerifyItem
 
 Command = Open | Feed | Draft | Verify
 """A Verify of one item each: they are put together here."""
@@ -26,17 +26,32 @@ class Owed:
     """Of a Feed, of which there are several in a round."""
 
 
+Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
+"""How many nodes of each item of a pass are verified."""
+
+
+def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
+    """All of them."""
+    return [len(item.tokens) for item in items]
+
+
 @dataclass
 class Turns:
     """The commands that wait for one worker, and the answers it owes."""
 
     epoch: int
+    cut: Cut = whole
+    """Asked of items whose nodes were not drawn from a law."""
     waiting: deque[tuple[int, Command]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
 
     def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
+
+    def busy_with(self, session: int) -> bool:
+        """Whether the session has asked for something that has not been answered."""
+        return session in self.owed or any(number == session for number, _ in self.waiting)
 
     def answered(self, session: int, answer: Owed) -> bool:
         """Whether the worker owed this session this answer; it does no more."""
@@ -66,13 +81,19 @@ class Turns:
         return together, tuple(ready)
 
     def _together(self, commands: Sequence[Verify]) -> Verify:
+        items = [item for command in commands for item in command.items]
+        if commands[0].candidates is None:
+            counts = self.cut(items)
+            if len(commands) == 1 and counts[0] == len(items[0].tokens):
+                return commands[0]
+            return Verify(epoch=self.epoch, items=tuple(_beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)))
         if len(commands) == 1:
             return commands[0]
         return Verify(
             epoch=self.epoch,
-            items=tuple(item for command in commands for item in command.items),
-            candidates=stack([c.candidates for c in commands if c.candidates]) if commands[0].candidates else None,
-            probabilities=stack([c.probabilities for c in commands if c.probabilities]) if commands[0].probabilities else None,
+            items=tuple(items),
+            candidates=stack([c.candidates for c in commands if c.candidates]),
+            probabilities=stack([c.probabilities for c in commands if c.probabilities]),
         )
 
 
@@ -80,6 +101,13 @@ def _answer(command: Open | Feed | Draft) -> Owed:
     if isinstance(command, Feed):
         return Owed(Fed, command.round, command.start)
     return Owed(Opened if isinstance(command, Open) else Drafted, command.round)
+
+
+def _beginning(item: VerifyItem, nodes: int) -> VerifyItem:
+    """The item with the first so many of its nodes."""
+    if nodes == len(item.tokens):
+        return item
+    return VerifyItem(session=item.session, round=item.round, prefix=item.prefix, tokens=item.tokens[:nodes], parents=item.parents[:nodes])
 
 
 def _candidates(command: Verify) -> int:

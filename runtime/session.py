@@ -3,16 +3,17 @@
 The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt from it. A round asks the draft worker for a tree,
 the target worker for its verdict, commits the accepted tokens and the bonus one by one - an end token, a stop string or the length limit cuts inside an
 accepted path, so the output does not depend on how many tokens a round brought - and begins the next round. What a draft reads of its target is handed
-on as it comes, the prompt's features by Feed and a verdict's with the next Draft; nothing looks into it, and nothing of it stays here.
+on as it comes, the prompt's features by Feed and those of verdicts with the next Draft; nothing looks into it. Rounds may go by in which nothing is
+drafted: what they commit is kept for the next Draft.
 
 Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for which role it is, the scheduler decides when it leaves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dovetail.protocol.arrays import Array
+from dovetail.protocol.arrays import Array, stack
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
@@ -26,16 +27,22 @@ from dovetail.protocol.messages import (
     Prefilled,
     Reads,
     Result,
+    RoundRecord,
     VerifiedItem,
     Verify,
     VerifyItem,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
-from dovetail.runtime.metrics import Accounts
+from dovetail.runtime.metrics import Accounts, RoundTimes
+from dovetail.runtime.pilot import Plan
 from dovetail.runtime.text import Detokenizer, StopStrings
 
 NO_TREE = TokenTree()
+OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
+"""What a record has of a proposal."""
+MAX_HELD_BYTES = 32 << 20
+"""Features that are kept for a draft that is not asked for anything; beyond that it is given up. They have to fit into one message."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,14 @@ class Finish:
     reason: FinishReason
 
 
-Action = Ask | Emit | Finish
+@dataclass(frozen=True)
+class Note:
+    """What happened in a round, for a client that asked for it."""
+
+    record: RoundRecord
+
+
+Action = Ask | Emit | Note | Finish
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,7 @@ class Request:
     end: tuple[int, ...]
     vocabulary_size: int
     stop: tuple[str, ...] = ()
+    record: bool = False
 
 
 class State(Enum):
@@ -99,16 +114,24 @@ class Session:
     accounts: Accounts
     reads: Reads | None = None
     """What the draft reads of its target."""
+    plan: Callable[[], Plan | None] = Plan
+    """How to draft for the next round; None: not at all."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     text: str = ""
     _tree: TokenTree = NO_TREE
+    """What is being verified."""
+    proposal: Drafted | None = None
+    """What was offered in this round; None where nothing was asked for."""
     _accepted: tuple[int, ...] = ()
+    """The last verdict on a proposal, and the token behind it; then what was committed in rounds without one."""
+    _bonus: int = 0
+    _more: list[int] = field(default_factory=list)
     _fed: int = 0
-    _features: Array | None = None
-    """Of the last verdict, until the next Draft takes them."""
+    _features: list[Array] = field(default_factory=list)
+    """Of the verdicts since the last Draft; the next one takes them."""
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
@@ -151,6 +174,7 @@ class Session:
         if self.state is not State.OPENING or event.bonus is None:
             raise StaleError(f"session {self.number} did not wait for the first token of its target")
         self.accounts.first_token_ns = now_ns
+        self._bonus = event.bonus
         return self._commit([event.bonus], [event.margin or 0.0], drafted=0)
 
     def drafted(self, event: Drafted) -> list[Action]:
@@ -158,35 +182,86 @@ class Session:
         if self.state is not State.DRAFTING or event.round != self.round:
             raise StaleError(f"session {self.number} did not wait for a proposal of round {event.round}")
         tree = event.tree
-        if len(tree) > self.request.tree.gamma:
-            raise TreeError(f"a proposal of {len(tree)} nodes where at most {self.request.tree.gamma} were asked for")
+        if len(tree) > self.request.tree.most_nodes:
+            raise TreeError(f"a proposal of {len(tree)} nodes where at most {self.request.tree.most_nodes} were asked for")
+        if len(event.scores) != len(tree):
+            raise ProtocolError(f"a proposal of {len(tree)} nodes with {len(event.scores)} scores")
         tree.check(self.request.vocabulary_size)
         drawn = event if self.request.sampling.rejects and tree else None
         if drawn is not None:
             _check_drawn(drawn)
-        self.accounts.proposal(event.grown, event.hit)
+        self.accounts.proposal(event)
+        self.proposal = event
         return self._verify(tree, drawn)
+
+    def sent(self, nodes: int) -> None:
+        """Of the proposal the first so many nodes have gone to the target: the verdict is about these."""
+        if nodes < len(self._tree):
+            self._tree = self._tree.prefix(nodes)
 
     def readable(self, features: Array | None, accepted: int) -> bool:
         """Whether features that came with a verdict, or that none came, are what the draft needs to go on."""
         return not self.speculating or self._fits(features, 1 + accepted)
 
-    def verified(self, item: VerifiedItem, features: Array | None = None) -> list[Action]:
-        """The target's verdict: commit the accepted path and the bonus. `features`: `readable` ones."""
+    def verified(self, item: VerifiedItem, features: Array | None = None, times: RoundTimes | None = None) -> list[Action]:
+        """The target's verdict: commit the accepted path and the bonus. `features`: `readable` ones; `times`: of the round, for its record."""
         if self.state is not State.VERIFYING or item.round != self.round:
             raise StaleError(f"session {self.number} did not wait for a verdict of round {item.round}")
         tokens = [*(self._tree.tokens[node] for node in item.accepted), item.bonus] if self._tree.is_path(item.accepted) else []
         if not tokens or len(item.margins) != len(tokens) or item.bonus >= self.request.vocabulary_size:
             raise ProtocolError(f"the verdict of round {item.round} fits no path of the tree that was sent")
-        self._accepted, self._features = item.accepted, features if self.speculating else None
+        record = self._record(item, times or RoundTimes()) if self.request.record else None
+        self._remember(item, features)
         before, drafted = len(self.tokens), len(self._tree)
         actions = self._commit(tokens, item.margins, drafted=len(item.accepted))
         self.accounts.verdict(drafted, min(len(item.accepted), len(self.tokens) - before))
-        return actions
+        return actions if record is None else [actions[0], Note(record), *actions[1:]]
+
+    def _remember(self, item: VerifiedItem, features: Array | None) -> None:
+        """Keep for the draft what was committed."""
+        if not self.speculating:
+            return
+        if features is not None:
+            self._features.append(features)
+        if self.proposal is None:
+            self._more.append(item.bonus)
+        else:
+            self._accepted, self._bonus = item.accepted, item.bonus
+
+    @property
+    def verifying(self) -> int:
+        """Nodes that the target is asked for, or was."""
+        return len(self._tree)
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """Of these."""
+        return self.proposal.scores[: len(self._tree)] if self.proposal is not None else ()
+
+    @property
+    def held_bytes(self) -> int:
+        """Features that wait for the draft."""
+        return sum(len(features.data) for features in self._features)
+
+    def _record(self, item: VerifiedItem, times: RoundTimes) -> RoundRecord:
+        offered = {name: getattr(self.proposal, name) for name in OFFERED} if self.proposal is not None else dict.fromkeys(OFFERED[:3], ())
+        return RoundRecord(
+            round=self.round,
+            prefix=self.length,
+            verified=len(self._tree),
+            accepted=item.accepted,
+            bonus=item.bonus,
+            draft_ns=times.draft_ns,
+            verify_ns=times.verify_ns,
+            transport_ns=times.transport_ns,
+            queue_ns=times.queue_ns,
+            coordinator_ns=times.coordinator_ns,
+            **offered,
+        )
 
     def draft_lost(self) -> list[Action]:
         """Go on with the target alone; the round in which the draft worker was lost is verified without a tree."""
-        self.speculating, self._features = False, None
+        self._give_up()
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     @property
@@ -196,8 +271,11 @@ class Session:
 
     def tree_refused(self) -> list[Action]:
         """The target can make nothing of the proposal: the same round without it, and from now on the target alone."""
-        self.speculating, self._features = False, None
+        self._give_up()
         return self._verify(NO_TREE)
+
+    def _give_up(self) -> None:
+        self.speculating, self._features, self._more = False, [], []
 
     def cancel(self) -> list[Action]:
         """End now, with what has been committed."""
@@ -255,24 +333,35 @@ class Session:
     def _next_round(self) -> list[Action]:
         self.round += 1
         room = self.request.max_tokens - len(self.tokens)
-        tree = self.request.tree
-        features, self._features = self._features, None
-        if not (self.speculating and tree.gamma and room > 1):
+        self.proposal = None
+        plan = self.plan() if self.speculating and self.request.tree.gamma and room > 1 else None
+        if plan is None:
             return self._verify(NO_TREE)
         self.state = State.DRAFTING
+        return [Ask("draft", self._order(plan, room))]
+
+    def _order(self, plan: Plan, room: int) -> Draft:
+        """The Draft of this round, with everything that was committed since the last one."""
+        tree, rejects = self.request.tree, self.request.sampling.rejects
         order = Draft(
             epoch=self.epoch,
             session=self.number,
             round=self.round,
             prefix=self.length,
             accepted=self._accepted,
-            bonus=self.tokens[-1],
-            max_nodes=tree.gamma,
-            max_depth=min(tree.depth, room - 1),
+            bonus=self._bonus,
+            more=tuple(self._more),
+            max_nodes=tree.most_nodes,
+            max_depth=min(tree.most_levels, room - 1, plan.most_depth or tree.most_levels),
             max_width=tree.width,
-            features=features,
+            deadline_ms=plan.deadline_ms,
+            rate=plan.rate,
+            floor=plan.floor,
+            ahead=plan.ahead and not rejects,
+            features=stack(self._features) if self._features else None,
         )
-        return [Ask("draft", order)]
+        self._more, self._features = [], []
+        return order
 
     def _verify(self, tree: TokenTree, drawn: Drafted | None = None) -> list[Action]:
         """`drawn`: the proposal, where the target needs to know what its nodes were drawn from."""

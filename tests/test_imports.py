@@ -24,6 +24,7 @@ DOORS = {
     "huggingface_hub": ("workers/models/checkpoint.py",),
     "torch": ("workers/",),
     "transformers": ("workers/",),
+    "sklearn": ("workers/training/stratify.py",),
     "click": ("launch/",),
     "rich": ("launch/",),
 }

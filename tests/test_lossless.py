@@ -1,16 +1,13 @@
 """The promise itself, over real processes and the embedded pair: the same tokens with and without speculation, and as transformers generates."""
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.embedded import head_folder
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings
 from dovetail.runtime.client import Client
@@ -18,24 +15,14 @@ from dovetail.workers import kernels
 from support.heads import Variant, write_head
 from support.losslessness import difference
 from support.models import tiny_llama
+from support.stacks import PROMPTS, complete_all, running, submit
 
-PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
 TREES = {
     f"{t.gamma}/{t.depth}/{t.width}": t
     for t in (TreeSettings(gamma=g, depth=d, width=w) for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8)))
 }
 FILTERS = {"plain": {}, "top-k": {"top_k": 20}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.05}, "all": {"top_k": 50, "top_p": 0.95, "min_p": 0.02}}
 TOKENS = 48
-
-
-@contextmanager
-def running(flags: dict[str, str]) -> Iterator[Client]:
-    """A client of a stack of processes with these settings."""
-    with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(flags=flags, environment={}))
-        wait_until_ready(supervisor, stack)
-        with stack.connect() as connected:
-            yield connected
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +48,7 @@ PENALTIES = {
 
 
 def complete(client: Client, turns: Sequence[str], *, seed: int = 0, tree: TreeSettings | None = None, tokens: int = TOKENS, **sampling: object) -> Finished:
-    request = client.submit(
-        turns=turns, sampling=Sampling.model_validate(sampling), max_tokens=tokens, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None
-    )
-    return client.complete(request)
+    return client.complete(submit(client, turns, sampling=Sampling.model_validate(sampling), tokens=tokens, seed=seed, tree=tree))
 
 
 def check_all(client: Client, prompts: Sequence[Sequence[str]], trees: dict[str, TreeSettings], **options: float) -> None:
@@ -122,16 +106,15 @@ def test_speculation_happens_and_saves_target_passes(client: Client) -> None:
 
 def test_interleaved_requests_give_what_each_gives_alone(client: Client) -> None:
     alone = [complete(client, turns, temperature=1.0, seed=5).result.token_ids for turns in PROMPTS[:6]]
-    requests = {
-        client.submit(turns=turns, sampling=Sampling(temperature=1.0), max_tokens=TOKENS, seed=5, tree=TREES["6/5/10"]): i
-        for i, turns in enumerate(PROMPTS[:6])
-    }
-    while requests:
-        reply = client.receive(60)
-        assert reply is not None
-        if isinstance(reply, Finished):
-            wrong = difference(reply, alone[requests.pop(reply.request)])
-            assert wrong is None, wrong
+    check_interleaved(client, alone, tokens=TOKENS)
+
+
+def check_interleaved(client: Client, alone: Sequence[tuple[int, ...]], *, tokens: int) -> None:
+    """The first prompts at temperature 1, all at once, give these tokens."""
+    together = [submit(client, turns, sampling=Sampling(temperature=1.0), tokens=tokens, seed=5, tree=TREES["6/5/10"]) for turns in PROMPTS[: len(alone)]]
+    for finished, reference in zip(complete_all(client, together), alone, strict=True):
+        wrong = difference(finished, reference)
+        assert wrong is None, wrong
 
 
 def test_different_seeds_give_different_samples_and_the_same_seed_the_same(client: Client) -> None:
@@ -265,16 +248,7 @@ def test_interleaved_requests_with_a_head_and_an_inflated_target_give_what_each_
     """The taps of an inflated target are those of its own layers, and every session's features are its own."""
     alone = [complete(client, turns, temperature=1.0, seed=5, tokens=24).result.token_ids for turns in PROMPTS[:5]]
     with running({"draft.device": "cpu", "draft.model": str(demo_head(tmp_path, "eagle3")), "target.inflate": "96MiB"}) as drafted:
-        requests = {
-            drafted.submit(turns=turns, sampling=Sampling(temperature=1.0), max_tokens=24, seed=5, tree=TREES["6/5/10"]): i
-            for i, turns in enumerate(PROMPTS[:5])
-        }
-        while requests:
-            reply = drafted.receive(60)
-            assert reply is not None
-            if isinstance(reply, Finished):
-                wrong = difference(reply, alone[requests.pop(reply.request)])
-                assert wrong is None, wrong
+        check_interleaved(drafted, alone, tokens=24)
 
 
 def test_a_head_of_another_target_takes_the_embedding_of_that_target(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.lookup import Lookup
 from dovetail.workers.rounds import check_round, find_session
-from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
 MAX_OPEN = 64
 """Sessions held at a time, each with a cache of its own."""
@@ -69,11 +69,29 @@ class Engine(Protocol[SessionT]):
     ) -> SessionT:
         """A session with the prompt read; `end`: ids that end the reply."""
 
-    def draft(self, session: SessionT, accepted: Sequence[int], bonus: int, shape: Shape, deadline_ns: int | None, /) -> Proposal:
-        """Move the root below the `accepted` nodes of the last proposal to `bonus`, and propose."""
+    def draft(
+        self,
+        session: SessionT,
+        accepted: Sequence[int],
+        bonus: int,
+        shape: Shape,
+        deadline_ns: int | None,
+        /,
+        *,
+        more: Sequence[int],
+        price: Price,
+        ahead: bool,
+    ) -> Proposal:
+        """Move the root below the `accepted` nodes of the last proposal over `bonus` and `more`, and propose. `ahead`: let `grow_ahead` go on from there."""
 
     def prepare(self, session: SessionT, /) -> bool:
-        """Do a bit of work ahead of need; False: there is none."""
+        """Do a bit of work that the next proposals need whatever comes; False: there is none."""
+
+    def learn(self) -> bool:
+        """Learn a bit from the verdicts; False: there is nothing to learn from."""
+
+    def grow_ahead(self, session: SessionT, /) -> bool:
+        """Grow the tree of the last proposal by one pass; False: it is not to grow, or nothing is worth a pass any more."""
 
 
 class Reader(Protocol[ReadT]):
@@ -84,8 +102,8 @@ class Reader(Protocol[ReadT]):
     def feed(self, session: ReadT, start: int, features: Array, /) -> None:
         """Read the features of the prompt's positions from `start` on; `StaleError` if that was done, `RequestError` if they do not follow what was."""
 
-    def check_features(self, session: ReadT, accepted: int, features: Array | None, /) -> None:
-        """`RequestError` unless with `features` those of the log and of the `accepted` nodes are there."""
+    def check_features(self, session: ReadT, committed: int, features: Array | None, /) -> None:
+        """`RequestError` unless with `features` those of the log and of the next `committed` tokens, all but the new root, are there."""
 
     def take_features(self, session: ReadT, features: Array, /) -> None:
         """Those that came with a verdict; what is drafted next goes on from them."""
@@ -116,16 +134,34 @@ class _Held(Generic[SessionT]):
 class DraftWorker(Generic[SessionT]):
     """Open, Draft and Close of any number of sessions, one command at a time."""
 
-    def __init__(self, engine: Engine[SessionT], identity: Identity, spans: Spans, *, reader: Reader[SessionT] | None = None) -> None:
-        """`spans` are those in which the engine measures itself; `reader`: the engine, if it reads features."""
-        self._engine, self._reader, self._identity, self._spans = engine, reader, identity, spans
+    def __init__(
+        self,
+        engine: Engine[SessionT],
+        identity: Identity,
+        spans: Spans,
+        *,
+        reader: Reader[SessionT] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`spans` are those in which the engine measures itself, `clock` is its own; `reader`: the engine, if it reads features."""
+        self._engine, self._reader, self._identity, self._spans, self._clock = engine, reader, identity, spans, clock
         self._held: dict[int, _Held[SessionT]] = {}
+        self._to_learn = False
         self._epoch = 0
         self.stale = 0
 
     @property
+    def engine(self) -> Engine[SessionT]:
+        """What proposes, for those who look at what it has learned."""
+        return self._engine
+
+    @property
     def sessions(self) -> int:
         return len(self._held)
+
+    def session(self, number: int) -> SessionT:
+        """The engine's session of that number; `RequestError` if it is not open."""
+        return find_session(self._held, number).session
 
     def hello(self, epoch: int) -> Hello:
         """The introduction; from now on events carry `epoch`."""
@@ -144,6 +180,7 @@ class DraftWorker(Generic[SessionT]):
             vocabulary=identity.vocabulary,
             tokenizer=None if tokenizer is None else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
             reads=None if self._reader is None else self._reader.reads,
+            cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
         )
 
     def handle(self, command: Command) -> Sequence[Event]:
@@ -166,8 +203,19 @@ class DraftWorker(Generic[SessionT]):
             return []
 
     def idle(self) -> bool:
-        """Work ahead for one session, a bit."""
-        return any(self._engine.prepare(held.session) for held in self._held.values())
+        """A bit of work ahead: what is needed whatever comes, a bit of learning after a verdict, the trees, a pass of each in turn, the rest of learning."""
+        if any(self._engine.prepare(held.session) for held in self._held.values()):
+            return True
+        to_learn, self._to_learn = self._to_learn, False
+        return (to_learn and self._engine.learn()) or self._grow_ahead() or self._engine.learn()
+
+    def _grow_ahead(self) -> bool:
+        """A pass for the session whose turn it is; False: none of them has anything to grow."""
+        for number in [*self._held]:
+            self._held[number] = held = self._held.pop(number)  # last in turn from now on
+            if self._engine.grow_ahead(held.session):
+                return True
+        return False
 
     def _open(self, command: Open) -> Opened:
         number = command.session
@@ -208,7 +256,7 @@ class DraftWorker(Generic[SessionT]):
         return Fed(epoch=self._epoch, session=command.session, start=command.start, spans=self._spans.take(MAX_SPANS))
 
     def _draft(self, command: Draft) -> Drafted:
-        start = time.monotonic_ns()
+        start = self._clock()
         held = find_session(self._held, command.session)
         self._check(held, command)
         deadline_ns = None if command.deadline_ms is None else start + int(command.deadline_ms * 1e6)
@@ -217,21 +265,31 @@ class DraftWorker(Generic[SessionT]):
             with self._spans.measure("draft"):
                 if self._reader is not None and command.features is not None:
                     self._reader.take_features(held.session, command.features)
-                proposal = self._engine.draft(held.session, command.accepted, command.bonus, shape, deadline_ns)
+                proposal = self._engine.draft(
+                    held.session,
+                    command.accepted,
+                    command.bonus,
+                    shape,
+                    deadline_ns,
+                    more=command.more,
+                    price=Price(command.rate, command.floor),
+                    ahead=command.ahead,
+                )
         except BaseException:  # the log may have moved and the cache not: what cannot be trusted is forgotten
             del self._held[command.session]
             raise
-        held.round, held.proposed = command.round, proposal.tree
+        held.round, held.proposed, self._to_learn = command.round, proposal.tree, True
         return self._drafted(command, proposal)
 
     def _check(self, held: _Held[SessionT], command: Draft) -> None:
-        length = len(held.session.log) + len(command.accepted) + 1
-        check_round(command.session, last=held.round, round=command.round, length=length, prefix=command.prefix)
+        committed = len(command.accepted) + len(command.more)  # and the bonus
+        length, left_out = len(held.session.log) + committed + 1, len(command.more)
+        check_round(command.session, last=held.round, round=command.round, length=length, prefix=command.prefix, left_out=left_out)
         if not held.proposed.is_path(command.accepted):
             raise RequestError("prefix", f"session {command.session}: nodes {command.accepted} are no path of the proposal of round {held.round}")
-        self._engine.check_tokens([command.bonus])
+        self._engine.check_tokens([command.bonus, *command.more])
         if self._reader is not None:
-            self._reader.check_features(held.session, len(command.accepted), command.features)
+            self._reader.check_features(held.session, committed, command.features)
         elif command.features is not None:
             raise RequestError("protocol", f"session {command.session}: features came, and this draft reads none")
 
@@ -245,6 +303,10 @@ class DraftWorker(Generic[SessionT]):
             scores=proposal.scores,
             grown=proposal.grown,
             hit=proposal.hit,
+            ahead=proposal.ahead,
+            wasted=proposal.wasted,
+            passes=proposal.passes,
+            entropy=proposal.entropy,
             candidates=proposal.candidates,
             probabilities=proposal.probabilities,
             spans=self._spans.take(MAX_SPANS),
@@ -289,7 +351,7 @@ def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker
     model = load_language_model(settings.model, weights=weights, device=device.name)
     checkpoint, spans = model.checkpoint, Spans()
     identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer)
-    return DraftWorker(Drafter(model, spans), identity, spans)
+    return DraftWorker(Drafter(model, spans, ahead=settings.ahead is not False), identity, spans)
 
 
 def _open_head(settings: DraftSettings, name: str, threads: int, target: str) -> DraftWorker[Any]:
@@ -302,5 +364,6 @@ def _open_head(settings: DraftSettings, name: str, threads: int, target: str) ->
     if settings.contrast is True and not head.spec.contrast:
         raise SettingsError(f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no contrast output: leave draft.contrast out")
     spans = Spans()
-    engine = HeadDrafter(head, spans, contrast=head.spec.contrast and settings.contrast is not False, capture=device.capture)
+    contrast = head.spec.contrast and settings.contrast is not False
+    engine = HeadDrafter(head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False)
     return DraftWorker(engine, Identity(name, settings.model, device.name, threads, MAX_TOKENS), spans, reader=engine)

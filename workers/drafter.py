@@ -18,16 +18,17 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking, tree_rows
+from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0
-"""What "auto" stands for. Committed tokens a round on 16 of the demonstration prompts with the embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 /
-1.0 / 1.25 they are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5.15 / 4.87 at temperature 1; the sharper, the more nodes
+"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with the embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 /
+0.8 / 1.0 / 1.25 they are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5.15 / 4.87 at temperature 1; the sharper, the more nodes
 are grown for it (388 a round at 0.3, 329 at 1.0)."""
 
 
@@ -51,8 +52,9 @@ class DraftSession(GrowingSession):
 class Drafter(Grower[DraftSession]):
     """Opens sessions and proposes; one pass at a time."""
 
-    def __init__(self, model: LanguageModel, spans: Spans, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        super().__init__(spans, clock=clock)
+    def __init__(self, model: LanguageModel, spans: Spans, *, ahead: bool = False, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`ahead`: sessions get rows for growth ahead of the orders."""
+        super().__init__(spans, Scale(SHARPENING, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -75,13 +77,22 @@ class Drafter(Grower[DraftSession]):
             vocabulary_size=min(vocabulary_size, self.model.vocabulary_size),
             key=key,
             sampling=sampling,
-            sharpening=SHARPENING if tree.sharpening == "auto" else tree.sharpening,
-            noise_share=1.0,
+            sharpening=tree.sharpening,
+            sharpness=self.sharpness,
             end=end,
             device=self.model.device,
         )
-        cache = self.model.new_cache(room + tree_rows(tree) if len(prompt) <= room else 0)
-        session = DraftSession(log=list(prompt), ranking=ranking, policy=open_policy(tree), depth=tree.depth, capacity=capacity, cache=cache, room=room)
+        rows = self._tree_rows(sampling, tree)
+        session = DraftSession(
+            log=list(prompt),
+            ranking=ranking,
+            policy=open_policy(tree),
+            depth=tree.most_levels,
+            capacity=capacity,
+            cache=self.model.new_cache(room + rows if len(prompt) <= room else 0),
+            rows_ahead=rows,
+            room=room,
+        )
         if session.readable:
             with self._spans.measure("prefill"):
                 self._read_missing(session)

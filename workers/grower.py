@@ -6,35 +6,51 @@ tree survives the move of its root, an engine says: `drafter.py` with a smaller 
 Knows neither messages nor rounds; what is proposed cannot change the output, only how fast it comes.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.protocol.messages import MAX_PASSES
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers import kernels
 from dovetail.workers.kernels import ranking
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, likeliest
+from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, best_first, likeliest
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.policies import Policy
-from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.speculation.prices import Chance, PassTimes, Recent, most_used, worth_expanding
+from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
 from dovetail.workers.speculation.rejection import Drawn, Draws
 from dovetail.workers.speculation.sampling import LookingBack, process_logits
+from dovetail.workers.speculation.sharpness import Expectations, Scale, Scales, Sharpness, class_of, fixed
 from dovetail.workers.wire import to_array
 
 CHUNK = 256
 """Tokens of the log read in one pass: bounds the mask and the activations of a long prompt."""
 MAX_TREE_ROWS = 4096
 """Rows that the trees of one session may take at most, four times the nodes that a proposal can have."""
+PROPOSALS_AHEAD = 8
+"""A tree that grows ahead has rows for so many proposals."""
+LEAST_USED = 1e-3
+"""A node that lies on the target's path with a smaller probability is not expanded ahead of the orders."""
+WIDEST_AHEAD = 64
+"""Rows of a pass ahead at most."""
+GIVEN_UP = 0.02
+"""Where a tree that grew ahead has survived, passes that would add less than this share of the expected tokens, all together, are left out."""
 
 NOTHING = Shape(0, 0, 0)
+NO_NODES: Nodes = np.zeros(0, np.intp)
+THE_ROOT: Nodes = np.array([ROOT], np.intp)
 
 
 @dataclass
@@ -45,9 +61,8 @@ class Ranking:
     """
 
     sampling: Sampling
-    sharpening: float
-    noise_share: float
-    """How much of the target's noise is added."""
+    scales: Scales
+    """What logits are divided by, and how much of the target's noise is added, on each level; those of a tree change when its root moves."""
     vocabulary_size: int
     rank: Callable[..., tuple[Ints, Floats]]
     """`growth.likeliest`, or the kernels' of the same arguments."""
@@ -59,6 +74,9 @@ class Ranking:
     """None: no processor looks back."""
     draws: Draws | None
     """None: children are ranked, not drawn."""
+    sharpness: Sharpness | None
+    """Where the scales come from and what the target chose goes to; None: they are fixed."""
+    expected: Expectations
 
     @classmethod
     def begin(
@@ -68,20 +86,37 @@ class Ranking:
         vocabulary_size: int,
         key: bytes,
         sampling: Sampling,
-        sharpening: float,
-        noise_share: float,
+        sharpening: float | Literal["auto"],
+        sharpness: Sharpness,
         end: Sequence[int],
         device: torch.device,
     ) -> "Ranking":
-        """That of a session that begins with `prompt`; `end`: ids that end the reply. No id at or beyond `vocabulary_size` has a rank."""
+        """That of a session that begins with `prompt`; `end`: ids that end the reply. No id at or beyond `vocabulary_size` has a rank.
+
+        A `sharpening` of "auto" is that of `sharpness`, which learns from the session unless its children are drawn.
+        """
         noise = NoiseCache(key, vocabulary_size, device) if sampling.temperature > 0 and not sampling.rejects else None
         back = LookingBack(sampling, prompt, end, vocabulary_size, device) if sampling.looks_back else None
         rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
         processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
-        return cls(sampling, sharpening, noise_share, vocabulary_size, rank, processed, noise, back, Draws(key) if sampling.rejects else None)
+        return cls(
+            sampling=sampling,
+            scales=sharpness.scales(sampled=noise is not None) if sharpening == "auto" else fixed(replace(sharpness.start, sharpening=sharpening)),
+            vocabulary_size=vocabulary_size,
+            rank=rank,
+            processed=processed,
+            noise=noise,
+            looking_back=back,
+            draws=Draws(key) if sampling.rejects else None,
+            sharpness=sharpness if sharpening == "auto" and not sampling.rejects else None,
+            expected=Expectations(0.0 if processed else sampling.temperature),
+        )
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
-        """The log has grown by `tokens` to `length`."""
+        """The log has grown by `tokens` to `length`; the tree is still the one that they were guessed by."""
+        if self.sharpness is not None:
+            self.sharpness.add(self.expected.settle(tokens))
+            self.scales = self.sharpness.scales(sampled=self.noise is not None)
         if self.looking_back is not None:
             self.looking_back.extend(tokens)
         if self.noise is not None:
@@ -98,19 +133,58 @@ class Ranking:
             logits = process_logits(logits, self.sampling)
         if self.draws is not None:
             return self.draws.children(nodes, logits, width)
-        noise = None if self.noise is None else [self.noise.row(root + level) for level in tree.levels_of(nodes).tolist()]
+        levels = tree.levels_of(nodes)
+        noise = None if self.noise is None else [self.noise.row(root + level) for level in levels.tolist()]
+        tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
+        if self.sharpness is not None:
+            self.expected.note(tree, nodes, logits, noise, tokens, gains)
+        return tokens, gains
+
+    def _likeliest(self, logits: Tensor, noise: Sequence[Tensor] | None, classes: Ints, width: int) -> tuple[Ints, Floats]:
+        """By the scale of each row's depth class; rows [N, V] of one scale go together."""
+        scales = [self.scales[depth_class] for depth_class in classes.tolist()]
+        if len(different := set(scales)) == 1:
+            return self._by_scale(logits, noise, scales[0], width)
+        parts = []
+        for scale in different:
+            rows = [row for row, its in enumerate(scales) if its == scale]
+            parts.append((rows, *self._by_scale(logits[rows], None if noise is None else [noise[row] for row in rows], scale, width)))
+        order = np.argsort(np.concatenate([rows for rows, _, _ in parts]))
+        return np.concatenate([tokens for _, tokens, _ in parts])[order], np.concatenate([gains for _, _, gains in parts])[order]
+
+    def _by_scale(self, logits: Tensor, noise: Sequence[Tensor] | None, scale: Scale, width: int) -> tuple[Ints, Floats]:
         if noise is None:
-            return self.rank(logits, width, temperature=0.0, noise=None, sharpening=self.sharpening)
+            return self.rank(logits, width, temperature=0.0, noise=None, sharpening=scale.sharpening)
         # (z + share * noise) / sharpening, with the share moved to what stands beside the noise
+        share = scale.noise_share
         if self.processed:
-            logits, temperature = logits / self.noise_share, 0.0
+            logits, temperature = logits / share, 0.0
         else:
-            temperature = self.sampling.temperature * self.noise_share
-        return self.rank(logits, width, temperature=temperature, noise=noise, sharpening=self.sharpening / self.noise_share)
+            temperature = self.sampling.temperature * share
+        return self.rank(logits, width, temperature=temperature, noise=noise, sharpening=scale.sharpening / share)
 
     def prepare(self, first: int, count: int) -> bool:
         """Compute the noise of one of the positions first..first+count-1; False if there is none to compute."""
+        self.expected.name()
         return self.noise is not None and self.noise.prepare(first, count)
+
+
+@dataclass
+class WaitingTime:
+    """What a session does between a proposal and the next order."""
+
+    ahead: bool = False
+    """Whether it grows."""
+    width: int = 0
+    """Nodes expanded a pass, and children considered a node."""
+    since_ns: int | None = None
+    """When it began; None: there was no proposal yet."""
+    done: bool = False
+    """Whether there is nothing left that is worth a pass."""
+    joined: int = 0
+    """Nodes that have joined the pool."""
+    passes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_PASSES))
+    """(rows, ns) of the last passes."""
 
 
 @dataclass(kw_only=True)
@@ -123,14 +197,32 @@ class GrowingSession:
     policy: Policy
     depth: int
     capacity: int
+    rows_ahead: int = MAX_TREE_ROWS
+    """Rows that the tree may come to by growth ahead."""
     tree: GrowingTree = field(default_factory=GrowingTree)
     offered: list[int] = field(default_factory=list)
     """Pool index of each node of the last proposal."""
+    price: Price = FREE
+    """That of the last order."""
+    chance: Chance = field(default_factory=Chance)
+    waiting_time: WaitingTime = field(default_factory=WaitingTime)
+    waits: Recent = field(default_factory=Recent)
+    """How long it was between a proposal and the next order."""
 
     @property
     def readable(self) -> bool:
         """Whether the draft can read the whole log."""
         return True
+
+    @property
+    def rows(self) -> int:
+        """Rows of the log so far."""
+        return self.cache.length
+
+    @property
+    def missing_rows(self) -> int:
+        """Rows of the log that the root's children wait for."""
+        return len(self.log) - self.rows
 
     @property
     def free_rows(self) -> int:
@@ -142,44 +234,103 @@ class GrowingSession:
         return Shape(shape.nodes, min(shape.depth, self.capacity - len(self.log) - 1), shape.width)
 
 
+class _Pass(NamedTuple):
+    """One pass of the model: how many nodes joined the pool, how many rows were computed for them, and when it began and ended on the clock."""
+
+    added: int
+    rows: int
+    start_ns: int
+    end_ns: int
+
+
 SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 
 class Grower(ABC, Generic[SessionT]):
     """Proposes for sessions, one pass at a time."""
 
-    def __init__(self, spans: Spans, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, spans: Spans, start: Scale, *, ahead: bool = False, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`start`: the scale of a draft of this kind before anything has been learned of it. `ahead`: sessions get rows for growth ahead of the orders."""
+        self.sharpness = Sharpness(start)
         self._spans = spans
+        self._rows_for_ahead = ahead
         self._clock = clock
+        self._times = PassTimes()
 
     @torch.inference_mode()
-    def draft(self, session: SessionT, accepted: Sequence[int], bonus: int, shape: Shape, deadline_ns: int | None = None) -> Proposal:
-        """Move the root of `session` below the `accepted` nodes of the last proposal to `bonus`, grow, and propose.
+    def draft(
+        self,
+        session: SessionT,
+        accepted: Sequence[int],
+        bonus: int,
+        shape: Shape,
+        deadline_ns: int | None = None,
+        *,
+        more: Sequence[int] = (),
+        price: Price = FREE,
+        ahead: bool = False,
+    ) -> Proposal:
+        """Move the root of `session` below the `accepted` nodes of the last proposal over `bonus` and what was committed behind it, grow, and propose.
 
-        Growth stops at the first level that ends after `deadline_ns` on the clock, or that there are no rows for.
+        Growth stops at the first level that ends after `deadline_ns` on the clock, that there are no rows for, or that is not worth its `price`. `ahead`:
+        it goes on when the proposal has left (`grow_ahead`).
         """
-        hit = self._follow(session, [session.offered[node] for node in accepted], bonus, shape.width)
+        waited = self._end_wait(session)
+        tokens = [*(int(session.tree.tokens[session.offered[node]]) for node in accepted), bonus, *more]
+        hit, unused = self._follow(session, tokens, shape.width)
+        drawn = session.ranking.draws is not None  # nothing is left out of what is drawn, and what is left over from a draw is none
+        session.price = FREE if drawn else price
+        session.waiting_time = WaitingTime(ahead=ahead and not drawn, width=shape.width)
         shape = session.within_reach(shape) if session.readable else NOTHING
-        grown = 0
-        for added in self._grow(session, shape):
-            grown += added
-            if deadline_ns is not None and self._clock() > deadline_ns:
-                break
-        best = session.policy.select(session.tree, shape)
-        session.offered = best.tolist()
-        proposal = Proposal(session.tree.token_tree(best), tuple(session.tree.scores[best].tolist()), grown, hit)
-        draws = session.ranking.draws
-        return proposal if draws is None or not session.offered else _with_laws(proposal, draws.laws(best))
+        passes = self._grow_until(session, shape, deadline_ns, survived=hit and waited.ahead)
+        grown = sum(p.added for p in passes)
+        wasted = unused - (session.tree.unused - grown)
+        times = [(p.rows, p.end_ns - p.start_ns) for p in passes if p.rows] + [*reversed(waited.passes)]
+        proposal = replace(self._propose(session, shape), grown=grown, hit=hit, ahead=waited.joined, wasted=wasted, passes=tuple(times[:MAX_PASSES]))
+        session.waiting_time.since_ns = self._clock()
+        return proposal
+
+    @torch.inference_mode()
+    def grow_ahead(self, session: SessionT) -> bool:
+        """Expand what the next proposals will most probably use, in one pass; False: the last order did not ask for it, or nothing is worth it any more.
+
+        A node is used if it lies on the target's path, and that has the node's path probability: the next root is a node of the pool, and what is below
+        it survives.
+        """
+        waiting, tree = session.waiting_time, session.tree
+        nodes = self._likeliest_to_be_used(session) if waiting.ahead and not waiting.done and session.readable else NO_NODES
+        waiting.done = not len(nodes) or self._comes_too_late(session, nodes)
+        if waiting.done:
+            return False
+        rows, used = tree.rows_of(nodes), tree.rows_used
+        try:
+            done = self._pass(session, nodes, lambda: self._read_ahead(session, nodes, waiting.width), waiting.width)
+        except BaseException:  # nodes without rows are what they were
+            waiting.done = True
+            tree.restore_rows(nodes, rows, used)
+            raise
+        waiting.joined += done.added
+        if done.rows:
+            waiting.passes.append((done.rows, done.end_ns - done.start_ns))
+        return True
+
+    def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
+        """Rows for the trees of a session; what is drawn at random is drawn anew, and never ahead."""
+        return tree_rows(tree, ahead=self._rows_for_ahead and not sampling.rejects)
 
     def prepare(self, session: SessionT) -> bool:
-        """Compute the noise of one more position that the coming proposals look at; says whether there was one."""
+        """Compute the noise of one more position that the coming proposals look at; False: there is none to compute."""
         first = len(session.log)
         # a proposal looks at `depth` positions, and the next one begins up to `depth` + 1 tokens later
         return session.readable and session.ranking.prepare(first, min(2 * session.depth + 1, session.capacity - first))
 
+    def learn(self) -> bool:
+        """Learn a bit from what the targets chose; False: there is nothing to learn from."""
+        return self.sharpness.learn()
+
     @abstractmethod
     def _move_root(self, session: SessionT, path: Sequence[int], root: int | None, width: int) -> None:
-        """Of the tree, keep what is below `root`, which lies below the accepted `path` (pool nodes), with at most `width` children a node; None: nothing."""
+        """Of the tree, keep what is below `root`, which lies below the committed `path` (pool nodes), with at most `width` children a node; None: nothing."""
 
     @abstractmethod
     def _read_log(self, session: SessionT, shape: Shape) -> Tensor:
@@ -189,30 +340,137 @@ class Grower(ABC, Generic[SessionT]):
     def _read_nodes(self, session: SessionT, nodes: Nodes, shape: Shape) -> Tensor:
         """Compute the rows of `nodes`, whose parents have theirs; logits [N, V] after them."""
 
-    def _follow(self, session: SessionT, path: Sequence[int], bonus: int, width: int) -> bool:
-        """Append the tokens of the accepted pool nodes and the bonus to the log and move the root; says whether the bonus was in the tree."""
-        tree = session.tree
-        committed = [*(int(tree.tokens[node]) for node in path), bonus]
-        session.log += committed
-        session.ranking.commit(committed, len(session.log))
-        root = tree.child(path[-1] if path else ROOT, bonus)
-        if session.ranking.draws is not None:  # what is left over from a draw is none
-            root = None
-        self._move_root(session, path, root, width)
-        return root is not None
+    def _read_ahead(self, session: SessionT, nodes: Nodes, width: int) -> Tensor:
+        """The same where nobody waits: of the root (-1) by itself, or of `nodes`."""
+        shape = Shape(0, 0, width)
+        return self._read_log(session, shape) if nodes[0] == ROOT else self._read_nodes(session, nodes, shape)
 
-    def _grow(self, session: SessionT, shape: Shape) -> Iterator[int]:
-        """The passes of the policy, as far as there are rows; yields how many nodes each added."""
-        for nodes in session.policy.passes(session.tree, shape):
-            if nodes[0] == ROOT:
-                with self._spans.measure("root"):
-                    added = self._add_children(session, self._read_log(session, shape), nodes, shape.width)
-            elif free := session.free_rows:
-                with self._spans.measure("level"):
-                    added = self._add_children(session, self._read_nodes(session, nodes[:free], shape), nodes[:free], shape.width)
+    def _rows_of_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
+        """How many rows the first 1, 2, ... of `nodes` take."""
+        return np.arange(1, len(nodes) + 1)
+
+    def _follow(self, session: SessionT, tokens: Sequence[int], width: int) -> tuple[bool, int]:
+        """Append the committed tokens to the log and move the root down along them, as far as they are in the tree.
+
+        Returns whether the new root was in the tree, and how many nodes there were that had neither been offered last nor lie on the way.
+        """
+        tree = session.tree
+        way = self._way(session, tokens)
+        session.log += tokens
+        session.ranking.commit(tokens, len(session.log))
+        tree.used[way] = 1
+        unused = tree.unused
+        known = len(way) == len(tokens)
+        hit = known and session.ranking.draws is None
+        self._move_root(session, way[:-1] if known else way, way[-1] if hit else None, width)
+        return hit, unused
+
+    def _way(self, session: SessionT, tokens: Sequence[int]) -> list[int]:
+        """The pool nodes from below the root down along `tokens`; what was expanded on the way tells whether expanding finds what the target chooses."""
+        tree, way, node = session.tree, list[int](), ROOT
+        for token in tokens:
+            if not tree.is_expanded(node):
+                break
+            child = tree.child(node, token)
+            session.chance.add(child is not None and math.exp(tree.scores[child]) >= session.price.floor)
+            if child is None:
+                break
+            way.append(child)
+            node = child
+        return way
+
+    def _end_wait(self, session: SessionT) -> WaitingTime:
+        """An order has come; what was done until then."""
+        waited = session.waiting_time
+        if waited.since_ns is not None:
+            session.waits.add(self._clock() - waited.since_ns)
+        return waited
+
+    def _comes_too_late(self, session: SessionT, nodes: Nodes) -> bool:
+        """Whether a pass over `nodes` would end after the next order is expected, and rather not be used: it would keep the order waiting for nothing."""
+        since_ns, expected_ns = session.waiting_time.since_ns, session.waits.median_ns
+        if since_ns is None or expected_ns is None or nodes[0] == ROOT or session.tree.probabilities(nodes).sum() > 0.5:
+            return False
+        return self._clock() - since_ns + self._times.estimate_ns(len(nodes)) > expected_ns
+
+    def _grow_until(self, session: SessionT, shape: Shape, deadline_ns: int | None, *, survived: bool) -> list[_Pass]:
+        """All passes up to the first that ends after the deadline. Without the root's own children there is no tree. `survived`: it had grown ahead."""
+        passes: list[_Pass] = []
+        for done in self._grow(session, shape, survived=survived):
+            passes.append(done)
+            if deadline_ns is not None and done.end_ns > deadline_ns:
+                break
+        if not session.tree.root_expanded:
+            session.tree.clear()
+        return passes
+
+    def _grow(self, session: SessionT, shape: Shape, *, survived: bool) -> Iterator[_Pass]:
+        """The passes of the policy, as far as there are rows and they are worth their price; of a tree that `survived` not those that hardly matter."""
+        left_out, slack = NO_NODES, None
+        for offer in session.policy.passes(session.tree, shape):
+            at_root, free = offer[0] == ROOT, session.free_rows
+            if not (at_root or free) or np.array_equal(offer, left_out):
+                return  # there is no place, or the policy has nothing else
+            nodes = self._worth_a_pass(session, offer if at_root else offer[:free])
+            if survived and not at_root and session.price.rate is None:
+                slack = GIVEN_UP * session.tree.expected_tokens(shape.nodes) if slack is None else slack
+                if (missed := session.chance.value * float(session.tree.probabilities(nodes).sum())) <= slack:
+                    slack, nodes = slack - missed, NO_NODES
+            if len(nodes):
+                yield self._expand(session, nodes, shape)
             else:
-                return
-            yield added
+                left_out = offer
+
+    def _expand(self, session: SessionT, nodes: Nodes, shape: Shape) -> _Pass:
+        """A pass that is waited for; only such passes have spans."""
+        if nodes[0] == ROOT:
+            with self._spans.measure("root"):
+                return self._pass(session, nodes, lambda: self._read_log(session, shape), shape.width)
+        with self._spans.measure("level"):
+            return self._pass(session, nodes, lambda: self._read_nodes(session, nodes, shape), shape.width)
+
+    def _pass(self, session: SessionT, nodes: Nodes, read: Callable[[], Tensor], width: int) -> _Pass:
+        """Logits after `nodes`, and what follows from them put into the tree."""
+        before, start_ns = session.rows + session.tree.rows_used, self._clock()
+        added = self._add_children(session, read(), nodes, width)
+        done = _Pass(added, session.rows + session.tree.rows_used - before, start_ns, self._clock())
+        if done.rows:
+            self._times.add(done.rows, done.end_ns - done.start_ns)
+        return done
+
+    def _worth_a_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
+        """Those of `nodes` that the next pass should expand, by the order's price; without one, all."""
+        if session.price == FREE:
+            return nodes
+        if nodes[0] == ROOT:
+            probabilities, rows = np.ones(1, np.float32), np.array([session.missing_rows])
+        else:
+            nodes = nodes[(-session.tree.scores[nodes]).argsort(kind="stable")]
+            probabilities, rows = session.tree.probabilities(nodes), self._rows_of_pass(session, nodes)
+        return nodes[: worth_expanding(probabilities, rows, session.price, self._times, session.chance)]
+
+    def _likeliest_to_be_used(self, session: SessionT) -> Nodes:
+        """What a pass ahead expands, best first: the root if it has not been, else nodes without a row."""
+        tree, width = session.tree, session.waiting_time.width
+        reach = session.within_reach(Shape(MAX_TREE_ROWS, MAX_TREE_ROWS, width)).depth
+        if not tree.root_expanded:
+            return THE_ROOT if reach > 0 else NO_NODES
+        free = min(WIDEST_AHEAD, session.free_rows, session.rows_ahead - tree.rows_used)
+        nodes = best_first(tree.expandable(reach, LEAST_USED), tree.scores)[: max(free, 0)]
+        return nodes[: most_used(tree.probabilities(nodes), width, self._times)] if len(nodes) else nodes
+
+    def _propose(self, session: SessionT, shape: Shape) -> Proposal:
+        """What the policy selects, without what nobody would verify: a child is no likelier than its parent, so that every prefix is a tree still."""
+        tree = session.tree
+        best = session.policy.select(tree, shape)
+        if session.price.floor > 0.0:
+            best = best[tree.probabilities(best) >= session.price.floor]
+        session.offered = best.tolist()
+        tree.used[:] = 0
+        tree.used[best] = 1
+        proposal = Proposal(tree.token_tree(best), tuple(tree.scores[best].tolist()), 0, hit=False, entropy=session.policy.entropy)
+        draws = session.ranking.draws
+        return proposal if draws is None or not session.offered else _with_laws(proposal, draws.laws(best))
 
     def _add_children(self, session: SessionT, logits: Tensor, nodes: Nodes, width: int) -> int:
         """Put children of `nodes`, after which the model has `logits` [N, V], into the tree; how many there were."""
@@ -223,6 +481,7 @@ def _with_laws(proposal: Proposal, drawn: Drawn) -> Proposal:
     return replace(proposal, candidates=to_array(drawn.candidates), probabilities=to_array(drawn.probabilities))
 
 
-def tree_rows(tree: TreeSettings) -> int:
-    """Rows for the tree: what one proposal can expand, and as much again for what survives of the last one."""
-    return min(2 * max(min(tree.width, tree.gamma) * tree.depth, tree.gamma), MAX_TREE_ROWS)
+def tree_rows(tree: TreeSettings, *, ahead: bool = False) -> int:
+    """Rows for the tree: what one proposal can expand, and as much again for what survives of the last one; several times that where it grows ahead."""
+    proposal = max(min(tree.width, tree.most_nodes) * tree.most_levels, tree.most_nodes)
+    return min((PROPOSALS_AHEAD if ahead else 2) * proposal, MAX_TREE_ROWS)

@@ -5,10 +5,14 @@ log of n tokens, the last of which is the root, rows 0..n-2 are *true*: their fe
 and those of the last root and the accepted nodes with the verdict. Row n-2, of the root's token, ranks the root's children; a node's row consumes the state
 of its parent's row instead of a feature. Between rounds the cache holds true rows only: what was guessed on the way to the new root is replaced.
 
-A tree is grown anew in every round. What lies below the new root was guessed from guesses, and there is next to none of it: what had been likely there was
-offered, and accepted. With a trained Dovetail head (15/8/10, 12 prompts) the new root had been expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at
-temperature 1; keeping that subtree and ranking its top anew gave the same tau (3.44, 2.39) with 4.21 passes a round instead of 4.22. Where a draft goes on
-growing while its target verifies, this has to be weighed again.
+Where the draft does not grow ahead, a tree is grown anew in every round. What lies below the new root was guessed from guesses, and there is next to none of
+it: what had been likely there was offered, and accepted. With a trained Dovetail head (15/8/10, 12 prompts) the new root had been expanded in 0.6 % of the
+rounds at temperature 0 and 1.0 % at temperature 1; keeping that subtree and ranking its top anew gave the same tau (3.44, 2.39) with 4.21 passes a round
+instead of 4.22.
+
+Where it does grow ahead there is much below the new root, and it is kept. The root's true row is computed, which ranks its children anew; below those that
+are among the children again the tree goes on, though its rows were made from guessed states and saw guessed rows on the way. They are replaced when the
+root moves past them, so that what is in the cache between rounds as part of the log is always true.
 
 Beyond the length that a head was trained with, its cache holds the last rows only; positions stay what they are, since it is distances that it has learned.
 
@@ -22,6 +26,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.arrays import Array
@@ -30,29 +35,31 @@ from dovetail.protocol.messages import Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking, tree_rows
-from dovetail.workers.head_levels import Capture, FixedLevels, FreeLevels, Levels
+from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking
+from dovetail.workers.head_levels import Capture, FixedLevels, FreeLevels, Levels, adapts_shapes
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.heads import Head, Predicted
 from dovetail.workers.models.segment import Cache, Paths, Segment
-from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.sharpness import Scale
 from dovetail.workers.wire import to_tensor
 
 SHARPENING = 1.0
-"""What "auto" stands for. Committed tokens a round on 16 of the demonstration prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 /
+"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 /
 0.5 / 0.8 / 1.0 / 1.25 / 1.6 they are 3.13 / 3.32 / 3.46 / 3.42 / 3.28 / 2.96 at temperature 0 and 1.99 / 2.15 / 2.34 / 2.42 / 2.41 / 2.31 at temperature 1,
 in 7.6 / 7.1 / 5.9 / 5.2 / 4.4 / 3.6 and about as many passes of the head."""
 NOISE_SHARE = 0.75
-"""How much of the target's noise a head adds. If it knew the target's distribution that would be all of it; what it has is a mixture of the distributions
-that are possible, flatter than each of them, and then the best guess of the target's argmax(z + noise) adds less. tau at temperature 1, tree 15/8/10, a
-Dovetail head of one block and the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 / 4.77 / 4.88 / 4.83 / 4.45; share of nodes with
-ten children that hold the choice, on text that the target does not know (GSM8K, MT-bench), with 0.5 / 0.75 / 1: 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
+"""How much of the target's noise a head adds, at first or, where the sharpening is given, for good. If it knew the target's distribution that would be all
+of it; what it has is a mixture of the distributions that are possible, flatter than each of them, and then the best guess of the target's argmax(z + noise)
+adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 /
+4.77 / 4.88 / 4.83 / 4.45; share of nodes with ten children that hold the choice, on text that the target does not know (GSM8K, MT-bench), with 0.5 / 0.75 / 1:
+0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
 FORETOLD = -2
-"""In the place of a node's row: it has children and needs no row, since nothing below them is computed before the root moves."""
+"""In the place of a node's row: it has children, and needs a row only when something below them is to be computed, ahead of the orders."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +82,10 @@ class HeadSession(GrowingSession):
         return self.dropped + self.cache.length
 
     @property
+    def missing_rows(self) -> int:
+        return len(self.log) - 1 - self.rows
+
+    @property
     def fed(self) -> int:
         """Positions whose features have come."""
         return self.rows + sum(len(features) for features in self.waiting)
@@ -83,28 +94,46 @@ class HeadSession(GrowingSession):
     def free_rows(self) -> int:
         return len(self.states) - 1 - self.tree.rows_used
 
-    def take(self, count: int) -> Tensor:
+    def next_features(self, count: int) -> Tensor:
         """The first `count` of the features that wait."""
-        features = torch.cat(self.waiting)
+        self.waiting = [torch.cat(self.waiting)]
+        return self.waiting[0][:count]
+
+    def commit(self, count: int) -> None:
+        """The first `count` rows behind the true ones have become such, and their features need not wait any more."""
+        (features,) = self.waiting
+        self.cache.keep(range(self.cache.length, self.cache.length + count), count)
         self.waiting = [features[count:]] if len(features) > count else []
-        return features[:count]
 
     def make_room(self, count: int) -> None:
-        """Let the oldest rows go if there is no place in the window for `count` more."""
+        """Let the oldest rows go if there is no place in the window for `count` more. The tree's rows lie behind those of the log that are missing."""
         length = self.cache.length
         if length + count > self.window:
             kept = max(0, self.window - self.window // SLACK_SHARE - count)
+            behind = self.missing_rows + self.tree.rows_used if self.tree.rows_used else 0
             self.cache.length = 0
-            self.cache.keep(range(length - kept, length), kept)
+            self.cache.keep(range(length - kept, length + behind), kept)
             self.dropped += length - kept
 
 
 class HeadDrafter(Grower[HeadSession]):
     """Opens sessions, reads features and proposes; one pass at a time."""
 
-    def __init__(self, head: Head, spans: Spans, *, contrast: bool, capture: Capture | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """`contrast`: the last level comes from the contrast output, which the head must have. `capture`: levels are captured with it and replayed."""
-        super().__init__(spans, clock=clock)
+    def __init__(
+        self,
+        head: Head,
+        spans: Spans,
+        *,
+        contrast: bool,
+        capture: Capture | None = None,
+        ahead: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`contrast`: the last level comes from the contrast output, which the head must have. `capture`: levels are captured with it and replayed.
+
+        `ahead`: sessions get rows for growth ahead of the orders.
+        """
+        super().__init__(spans, Scale(SHARPENING, NOISE_SHARE), ahead=ahead, clock=clock)
         self.head = head
         self._contrast, self._capture = contrast, capture
         spec = head.spec
@@ -127,40 +156,41 @@ class HeadDrafter(Grower[HeadSession]):
             vocabulary_size=min(vocabulary_size, self.reads.vocabulary_size),
             key=key,
             sampling=sampling,
-            sharpening=SHARPENING if tree.sharpening == "auto" else tree.sharpening,
-            noise_share=NOISE_SHARE,
+            sharpening=tree.sharpening,
+            sharpness=self.sharpness,
             end=end,
             device=self.head.device,
         )
-        window, rows = max(1, min(capacity, self.head.spec.context - tree.depth)), tree_rows(tree)
+        window, rows = max(1, min(capacity, self.head.spec.context - tree.most_levels)), self._tree_rows(sampling, tree)
         states = torch.empty(1 + rows, self.head.spec.hidden, device=self.head.device)
-        cache, levels = self._new_cache(window + rows)
+        cache, levels = self._new_cache(window + rows, least_rows=1 if adapts_shapes(tree) else tree.width)
         return HeadSession(
             log=list(prompt),
             ranking=ranking,
             policy=open_policy(tree),
-            depth=tree.depth,
+            depth=tree.most_levels,
             capacity=capacity,
+            rows_ahead=rows,
             cache=cache,
             levels=levels,
             window=window,
             states=states,
         )
 
-    def _new_cache(self, rows: int) -> tuple[Cache, Levels]:
+    def _new_cache(self, rows: int, *, least_rows: int) -> tuple[Cache, Levels]:
         if self._capture is None:
             cache = self.head.new_cache(rows)
             return cache, FreeLevels(self.head, cache)
         padded = self.head.new_cache(rows + 1)
         if not isinstance(padded, KVCache):
             raise TypeError(f"a cache of type {type(padded).__name__} cannot be written in fixed shapes")
-        return padded, FixedLevels(self.head, padded, self._capture)
+        return padded, FixedLevels(self.head, padded, self._capture, least_rows=least_rows)
 
-    def check_features(self, session: HeadSession, accepted: int, features: Array | None) -> None:
-        """`RequestError` unless with `features` those of the whole log and of `accepted` nodes are there."""
+    def check_features(self, session: HeadSession, committed: int, features: Array | None) -> None:
+        """`RequestError` unless with `features` those of the whole log and of the next `committed` tokens, all but the new root, are there."""
         if features is not None:
             self._check_rows(features)
-        needed = len(session.log) + accepted
+        needed = len(session.log) + committed
         if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
             raise RequestError("prefix", f"features of {there} positions have come, and this round goes on from {needed}; open the session anew")
 
@@ -192,8 +222,21 @@ class HeadDrafter(Grower[HeadSession]):
             raise RequestError("protocol", f"features of type {features.dtype} and shape {list(features.shape)} came, this head reads {expected}")
 
     def _move_root(self, session: HeadSession, path: Sequence[int], root: int | None, width: int) -> None:
-        session.tree.clear()
+        """What has grown ahead stays below the new root, whose children will be ranked anew. Its rows make place for the true ones of the log."""
+        tree, cache = session.tree, session.cache
         session.contrasts.clear()
+        if root is None or not session.waiting_time.ahead:
+            tree.clear()
+            return
+        way = tree.rows[[*path, root]].tolist()
+        foretold = np.flatnonzero(tree.rows == FORETOLD)
+        tree.ranks[np.isin(tree.parents, foretold)] = width  # too far behind to be kept: they were guessed without a row of their parent's
+        tree.rows[foretold] = NO_ROW
+        survivors = tree.move_root(root, width)
+        tree.root_expanded = False
+        if survivors:
+            session.states[1 : 1 + len(survivors)] = session.states[[1 + row for row in survivors]]
+            cache.keep([cache.length + row for row in (*way, *survivors)], 0)
 
     def _read_log(self, session: HeadSession, shape: Shape) -> Tensor:
         predicted = self._read_true(session, predicted=True, contrast=self._contrast and shape.depth == 2)
@@ -212,26 +255,49 @@ class HeadDrafter(Grower[HeadSession]):
             tokens = torch.tensor(session.log[first + 1 : first + 1 + count])
             segment = Segment(cache, cache.length, count)
             positions, rows = torch.arange(first, first + count), torch.arange(count)[count - predicted :]
-            last = self.head.forward(tokens, session.take(count), positions, [segment], true=True, rows=rows, contrast=contrast)
-            cache.keep(range(cache.length, cache.length + count), count)
+            last = self.head.forward(tokens, session.next_features(count), positions, [segment], true=True, rows=rows, contrast=contrast)
+            session.commit(count)
         return last
 
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
         """The rows of `nodes` go behind those of the tree; nodes whose parents have foretold what follows need none."""
         tree, contrasts = session.tree, session.contrasts
         if not contrasts:
-            return self._compute(session, nodes, shape)
-        foretold = np.array([parent in contrasts for parent in tree.parents[nodes].tolist()])
+            return self._compute(session, nodes, shape.depth)
+        foretold = self._foretold(session, nodes)
         tree.rows[nodes[foretold]] = FORETOLD
-        computed = [] if foretold.all() else [self._compute(session, nodes[~foretold], shape)]
+        computed = [] if foretold.all() else [self._compute(session, nodes[~foretold], shape.depth)]
         if len(computed) and not foretold.any():
             return computed[0]
         guessed = torch.stack([contrasts[parent] for parent in tree.parents[nodes[foretold]].tolist()])
         order = np.argsort(np.concatenate((np.flatnonzero(~foretold), np.flatnonzero(foretold))))
         return torch.cat((*computed, guessed))[torch.from_numpy(order)]
 
-    def _compute(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
-        """Logits [N, V] of `nodes` by their rows, which come from the states of their parents."""
+    def _read_ahead(self, session: HeadSession, nodes: Nodes, width: int) -> Tensor:
+        """Nothing is foretold ahead: it would end there."""
+        return self._read_log(session, Shape(0, 0, width)) if nodes[0] == ROOT else self._compute(session, nodes, 0)
+
+    def _rows_of_pass(self, session: HeadSession, nodes: Nodes) -> Nodes:
+        rows: Nodes = np.cumsum(~self._foretold(session, nodes))
+        return rows
+
+    def _foretold(self, session: HeadSession, nodes: Nodes) -> NDArray[np.bool_]:
+        """Which of `nodes` [N] have parents that said what follows their children."""
+        return np.array([parent in session.contrasts for parent in session.tree.parents[nodes].tolist()])
+
+    def _add_children(self, session: HeadSession, logits: Tensor, nodes: Nodes, width: int) -> int:
+        """Nodes that have children go on with those of them that are among the new ones: the root when it has moved, and what was foretold."""
+        tree = session.tree
+        again = tree.children_of(nodes) > 0
+        if not again.any():
+            return super()._add_children(session, logits, nodes, width)
+        added = tree.rank_again(nodes, *session.ranking.children(logits, tree, nodes, len(session.log), width))
+        if nodes[0] == ROOT:
+            tree.prune(width)
+        return added
+
+    def _compute(self, session: HeadSession, nodes: Nodes, depth: int) -> Tensor:
+        """Logits [N, V] of `nodes` by their rows, which come from the states of their parents; in a tree of `depth` levels."""
         tree, cache = session.tree, session.cache
         parents, levels = tree.parents[nodes], tree.levels[nodes]
         above = torch.from_numpy(1 + tree.rows_of(parents))  # the root has no row in the tree, and its state comes first
@@ -240,9 +306,9 @@ class HeadDrafter(Grower[HeadSession]):
         paths = Paths.behind(cache.length, *tree.lineage(nodes))
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
-        wanted = self._contrast and bool((levels == shape.depth - 2).any())
+        wanted = self._contrast and bool((levels == depth - 2).any())
         predicted = session.levels(tokens, session.states.index_select(0, above), positions, paths, cache.length + first, contrast=wanted)
         session.states[1 + first : 1 + first + len(nodes)] = predicted.states
         if predicted.contrast is not None:
-            session.contrasts.update((int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == shape.depth - 2))
+            session.contrasts.update((int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == depth - 2))
         return predicted.logits

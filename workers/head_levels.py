@@ -1,7 +1,8 @@
 """How the rows of a level of a head's tree are computed: launched operation by operation, or in fixed shapes, so that a device can replay them at once.
 
 On a GPU a head of one layer is over before its operations have been launched one after the other. In fixed shapes - the rows padded to a power of two, the
-whole cache under a mask - all of them are captured once for a session and number of rows, and replayed for every level (CUDA graphs). Knows rows and slots.
+whole cache under a mask - all of them are captured once for a session and number of rows, and replayed for every level (CUDA graphs). Where the number of
+rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic computational adaptation, section 4.3). Knows rows and slots.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.heads import Head, Predicted
 from dovetail.workers.models.segment import Cache, Paths, Segment
@@ -20,7 +22,7 @@ Capture = Callable[[Callable[[], Predicted]], Callable[[], Predicted]]
 
 
 class Levels(Protocol):
-    """Computes for one session; what it returns is good until it is called again, but for the contrast."""
+    """Computes for one session; the states that it returns are good until it is called again."""
 
     def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
         """Rows of tokens, positions int64 [N] and states [N, H], which see `paths` and are written to the slots from `start` on."""
@@ -53,13 +55,14 @@ class _Fixed:
 class FixedLevels:
     """In fixed shapes. The cache's last slot is for the rows of the padding, which see nothing else."""
 
-    def __init__(self, head: Head, cache: KVCache, capture: Capture) -> None:
-        self._head, self._cache, self._capture = head, cache, capture
+    def __init__(self, head: Head, cache: KVCache, capture: Capture, *, least_rows: int = 1) -> None:
+        """`least_rows`: a pass is padded to so many at least; the width of the tree makes one shape of all."""
+        self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
         self._passes: dict[tuple[int, bool], _Fixed] = {}
 
     def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
         count, spare = len(tokens), self._cache.capacity - 1
-        rows = 1 << (count - 1).bit_length()
+        rows = 1 << (max(count, self._least_rows) - 1).bit_length()
         fixed = self._passes.get((rows, contrast)) or self._open(rows, contrast)
         mask = torch.full((rows, self._cache.capacity), float("-inf"))
         mask[:count, : paths.prefix] = 0.0
@@ -74,7 +77,7 @@ class FixedLevels:
             buffer[:count] = content
         found = fixed.replay()
         later = None if found.contrast is None else found.contrast[:count].clone()
-        return Predicted(found.logits[:count], found.states[:count], later)
+        return Predicted(found.logits[:count].clone(), found.states[:count], later)
 
     def _open(self, rows: int, contrast: bool) -> _Fixed:
         """Make the inputs of a pass and capture it."""
@@ -87,3 +90,8 @@ class FixedLevels:
         replay = self._capture(lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast))
         self._passes[rows, contrast] = _Fixed(tokens, states, positions, slots, mask, replay)
         return self._passes[rows, contrast]
+
+
+def adapts_shapes(tree: TreeSettings) -> bool:
+    """Whether passes of few rows have shapes of their own; not where heterospec is told to do without, and then all of them are as wide as the tree."""
+    return tree.policy != "heterospec" or "compute" in tree.adapt

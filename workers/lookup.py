@@ -24,7 +24,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings, misfit
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.history import History
-from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
 
 SIZES = (4, 3, 2, 1)
 """Lengths of the n-grams that are indexed; from an occurrence on, longer matches are found by comparing backwards."""
@@ -35,8 +35,10 @@ ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
 shipped prompts and 72 of other kinds, at temperature 0 and 1: where the last token had been said before, 5,200 times, it is 1.0 bit a token."""
 SHARPENING = 1.0
 LEAST = 0.07
-"""What is less likely is not offered: about the share of a pass over one row that another row costs the target, where sixteen rows cost two."""
-WORST = -math.log(LEAST)
+"""What is less likely is not offered where no price is told: about the share of a pass over one row that another row costs the target, where sixteen rows
+cost two."""
+NEGLIGIBLE = 1e-4
+"""What is less likely is never offered."""
 
 
 class Index:
@@ -120,12 +122,27 @@ class Lookup:
         sharpening = SHARPENING if tree.sharpening == "auto" else tree.sharpening
         return LookupSession(log, Index(log), History(sampling, prompt, end), sharpening, capacity)
 
-    def draft(self, session: LookupSession, accepted: Sequence[int], bonus: int, shape: Shape, deadline_ns: int | None = None) -> Proposal:
-        """Append the `accepted` nodes of the last proposal and `bonus` to the log, and propose; candidates found after `deadline_ns` are left out."""
-        committed = [*(session.offered.tokens[node] for node in accepted), bonus]
+    def draft(
+        self,
+        session: LookupSession,
+        accepted: Sequence[int],
+        bonus: int,
+        shape: Shape,
+        deadline_ns: int | None = None,
+        *,
+        more: Sequence[int] = (),
+        price: Price = FREE,
+        ahead: bool = False,
+    ) -> Proposal:
+        """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and propose; candidates found after `deadline_ns` are left out.
+
+        There are no passes: of the `price` only the floor counts, which stands for LEAST where there is a rate, and nothing is left to do `ahead`.
+        """
+        committed = [*(session.offered.tokens[node] for node in accepted), bonus, *more]
         session.log += committed
         session.history.extend(committed)
         depth = min(shape.depth, session.capacity - len(session.log) - 1)
+        worst = -math.log(max(price.floor, LEAST if price.rate is None else NEGLIGIBLE))
         waiting = [_Node(0.0, 0, ROOT, (), tuple(session.index.occurrences()))]
         taken: list[_Node] = []
         grown = 0
@@ -133,7 +150,7 @@ class Lookup:
             node = heapq.heappop(waiting)
             taken.append(node)
             if len(node.path) < depth and len(taken) <= shape.nodes:
-                for child in self._children(session, node, number=len(taken) - 1, first=grown + 1, width=shape.width):
+                for child in self._children(session, node, number=len(taken) - 1, first=grown + 1, width=shape.width, worst=worst):
                     heapq.heappush(waiting, child)
                     grown += 1
         nodes = taken[1 : shape.nodes + 1]
@@ -144,8 +161,16 @@ class Lookup:
         """There is nothing to do ahead."""
         return False
 
-    def _children(self, session: LookupSession, node: _Node, *, number: int, first: int, width: int) -> Iterator[_Node]:
-        """What may follow `node`, the taken one of that number (0: the root), and is worth a row: best first, numbered from `first` on."""
+    def learn(self) -> bool:
+        """Nor to learn."""
+        return False
+
+    def grow_ahead(self, session: LookupSession) -> bool:
+        """Nor to grow ahead."""
+        return False
+
+    def _children(self, session: LookupSession, node: _Node, *, number: int, first: int, width: int, worst: float) -> Iterator[_Node]:
+        """What may follow `node`, the taken one of that number (0: the root), and is no worse than `worst`: best first, numbered from `first` on."""
         if node.path and node.path[-1] in session.history.end:
             return
         followers: dict[int, list[tuple[int, int]]] = {}
@@ -159,7 +184,7 @@ class Lookup:
         total = largest + math.log(math.fsum(math.exp(z - largest) for z in (0.0, *logits.values())))
         for token in sorted(logits, key=logits.__getitem__, reverse=True)[:width]:
             badness = node.badness + max(0.0, total - logits[token])
-            if not badness <= WORST:
+            if not badness <= worst:
                 return
             yield _Node(badness, first, number, (*node.path, token), followers[token])
             first += 1

@@ -15,6 +15,7 @@ import torch
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
 from dovetail.protocol.errors import RequestError, SettingsError, StaleError
 from dovetail.protocol.messages import (
+    MAX_CURVES,
     MAX_SPANS,
     Close,
     Closed,
@@ -32,8 +33,10 @@ from dovetail.protocol.messages import (
     Verify,
     VerifyItem,
 )
+from dovetail.protocol.profile import ContextCurve, load_profile
 from dovetail.protocol.settings import MAX_GAMMA, TargetSettings, byte_count
 from dovetail.protocol.spans import Span, Spans
+from dovetail.workers.calibration import Subject, calibration_key, read_design
 from dovetail.workers.devices import open_device
 from dovetail.workers.failures import as_request_error
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
@@ -51,6 +54,8 @@ class Identity:
     device: str
     threads: int
     fingerprint: Fingerprint
+    curves: Sequence[ContextCurve] = ()
+    """What its passes cost, as the machine's profile file has it."""
 
 
 def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None) -> "TargetWorker":
@@ -74,7 +79,19 @@ def open_target_worker(settings: TargetSettings, *, name: str, threads: int, pro
     # the kernels compute the same bytes with any instruction set and any number of threads, torch does not
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family)
-    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint))
+    curves = _curves(settings, model, profile) if profile is not None and device.name == "cpu" else ()
+    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint, curves))
+
+
+def _curves(settings: TargetSettings, model: LanguageModel, profile: Path) -> Sequence[ContextCurve]:
+    """What `dovetail calibrate` has found of this model, as it is computed here; nothing if it was not asked."""
+    known = load_profile(profile)
+    if not any(entry.calibrations for entry in known.entries):
+        return ()
+    design = read_design(settings)
+    entry = known.find(calibration_key(Subject(model, design, design, random=False)))
+    found = [calibration.t_v_by_context for calibration in entry.calibrations if calibration.backend == model.backend]
+    return found[0][:MAX_CURVES] if found else ()
 
 
 def _inflation(text: str) -> int:
@@ -115,6 +132,8 @@ class TargetWorker:
             vocabulary=checkpoint.vocabulary,
             tokenizer=Array(dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer),
             states=States(width=self._model.hidden_size, layers=self._model.layers, checkpoint=checkpoint.digest),
+            cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
+            curves=tuple(identity.curves),
         )
 
     def handle(self, command: Command) -> Iterable[Event]:

@@ -148,7 +148,7 @@ class Verifier:
             coupled = sampling.temperature > 0.0 and not sampling.rejects
             noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
             back = LookingBack(sampling, prompt, end, self._model.vocabulary_size, self._model.device) if sampling.looks_back else None
-            session = _Session(list(prompt), self._model.new_cache(capacity + tree.gamma), capacity, sampling, tree, key, noise, back, reads)
+            session = _Session(list(prompt), self._model.new_cache(capacity + tree.most_nodes), capacity, sampling, tree, key, noise, back, reads)
             logits = yield from self._prefill(session)
             _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
         session.extend([bonus])
@@ -159,8 +159,10 @@ class Verifier:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
         session = find_session(self._sessions, item.session)
         check_round(item.session, last=session.round, round=item.round, length=len(session.log), prefix=item.prefix)
-        if len(item.tokens) > session.tree.gamma:
-            raise RequestError("capacity", f"session {item.session}: a tree of {len(item.tokens)} nodes, where it was opened for at most {session.tree.gamma}")
+        if len(item.tokens) > session.tree.most_nodes:
+            raise RequestError(
+                "capacity", f"session {item.session}: a tree of {len(item.tokens)} nodes, where it was opened for at most {session.tree.most_nodes}"
+            )
         if len(session.log) > session.capacity:
             raise RequestError("capacity", f"session {item.session}: {len(session.log)} tokens, where it was opened for at most {session.capacity}")
         try:

@@ -6,13 +6,18 @@ Every command takes the cores that it may use (taskset counts), pins itself and 
 import click
 
 from benchmarks.accuracy import accuracy
+from benchmarks.ahead import ahead
 from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
+from benchmarks.goodput import goodput
+from benchmarks.heterospec import heterospec
 from benchmarks.levels import levels
 from benchmarks.limit import limit
 from benchmarks.loading import loading
 from benchmarks.papers import papers
+from benchmarks.reliability import reliability
 from benchmarks.rest import rest
+from benchmarks.rounds import rounds
 from benchmarks.sameness import bytes_command
 from benchmarks.training import training
 
@@ -26,5 +31,22 @@ def main() -> None:
     """
 
 
-for command in (transformers, llama, limit, rest, bytes_command, accuracy, loading, coupling, levels, papers, training):
+for command in (
+    transformers,
+    llama,
+    limit,
+    rest,
+    bytes_command,
+    accuracy,
+    loading,
+    coupling,
+    levels,
+    papers,
+    reliability,
+    heterospec,
+    training,
+    ahead,
+    goodput,
+    rounds,
+):
     main.add_command(command)

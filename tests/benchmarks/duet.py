@@ -12,6 +12,7 @@ from typing import Any
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Close, Draft, Drafted, Event, Failed, Feed, Open, Opened, Prefilled, Verified, Verify, VerifyItem
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
+from dovetail.protocol.tree import ROOT
 from dovetail.workers.draft import DraftWorker, open_draft_worker
 from dovetail.workers.target import TargetWorker, open_target_worker
 
@@ -28,13 +29,17 @@ class Reply:
     """How many rounds accepted at least so many nodes: 1, 2, ..."""
     spans: list[SpanField] = field(default_factory=list)
     """Of the draft worker, in every round."""
+    guesses: list[tuple[float, bool]] = field(default_factory=list)
+    """Of every node that was offered below one that the target reached: its log-probability given that, and whether it was the target's choice."""
 
     @property
     def decoded(self) -> int:
         return len(self.tokens) - 1
 
-    def note(self, accepted: int) -> None:
-        """One more round."""
+    def note(self, drafted: Drafted, path: Sequence[int], bonus: int) -> None:
+        """One more round, in which `path` was accepted of what was drafted."""
+        accepted = len(path)
+        self.guesses += guesses(drafted, path, bonus)
         self.rounds += 1
         self.reached += [0] * (accepted - len(self.reached))
         for depth in range(accepted):
@@ -53,8 +58,22 @@ class Duet:
         self.context, self.vocabulary, self.tokenizer = hello.limits.context, hello.vocabulary, hello.tokenizer.data
         self._sessions = count(1)
 
-    def decode(self, prompt: Sequence[int], *, key: bytes, sampling: Sampling, tree: TreeSettings, max_tokens: int, drafting: Sampling | None = None) -> Reply:
-        """Decode one reply; `drafting`: what the draft is told of the sampling, if that is another. It ends with an end token or with `max_tokens`."""
+    def decode(
+        self,
+        prompt: Sequence[int],
+        *,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        max_tokens: int,
+        drafting: Sampling | None = None,
+        learn: bool = False,
+    ) -> Reply:
+        """Decode one reply. It ends with an end token or with `max_tokens`.
+
+        `drafting`: what the draft is told of the sampling, if that is another. `learn`: it has all the time between its rounds that it can use, in which it
+        learns from what the target chose; else it has none.
+        """
         session, reads = next(self._sessions), self.draft.hello(0).reads
         capacity = min(self.context, len(prompt) + max_tokens)
         opening = Open(
@@ -72,7 +91,7 @@ class Duet:
         done(self.draft.handle(opening.model_copy(update={"features": None, **({"sampling": drafting} if drafting is not None else {})})))
         try:
             reply = Reply([self._open(opening)])
-            self._play(reply, opening, max_tokens)
+            self._play(reply, opening, max_tokens, learn)
         finally:
             for worker in (self.target, self.draft):
                 done(worker.handle(Close(epoch=0, session=session)))
@@ -88,16 +107,18 @@ class Duet:
                 return event.bonus
         raise AssertionError("the target opened nothing")
 
-    def _play(self, reply: Reply, opening: Open, max_tokens: int) -> None:
+    def _play(self, reply: Reply, opening: Open, max_tokens: int, learn: bool) -> None:
         session, tree, verified = opening.session, opening.tree, None
         for number in count(1):
             if any(token in opening.end for token in reply.tokens) or len(reply.tokens) >= max_tokens:
                 break
             length = len(opening.prompt) + len(reply.tokens)
             drafted = self._drafted(session, number, length, verified, reply, tree)
+            while learn and self.draft.idle():
+                pass
             verified = self._verified(session, number, length, drafted)
             verdict = verified.items[0]
-            reply.note(len(verdict.accepted))
+            reply.note(drafted, verdict.accepted, verdict.bonus)
             reply.tokens += [*(drafted.tokens[node] for node in verdict.accepted), verdict.bonus]
         ends = [position for position, token in enumerate(reply.tokens) if token in opening.end]
         del reply.tokens[min([max_tokens, *(position + 1 for position in ends)]) :]
@@ -111,8 +132,8 @@ class Duet:
             accepted=verified.items[0].accepted if verified is not None else (),
             bonus=reply.tokens[-1],
             features=verified.features if verified is not None else None,
-            max_nodes=tree.gamma,
-            max_depth=tree.depth,
+            max_nodes=tree.most_nodes,
+            max_depth=tree.most_levels,
             max_width=tree.width,
         )
         (drafted,) = done(self.draft.handle(order))
@@ -126,6 +147,14 @@ class Duet:
         (verified,) = done(self.target.handle(order))
         assert isinstance(verified, Verified)
         return verified
+
+
+def guesses(drafted: Drafted, path: Sequence[int], bonus: int) -> Iterable[tuple[float, bool]]:
+    """`Reply.guesses` of a round."""
+    choices = dict(zip((ROOT, *path), (*(drafted.tokens[node] for node in path), bonus), strict=True))
+    for token, parent, score in zip(drafted.tokens, drafted.parents, drafted.scores, strict=True):
+        if parent in choices:
+            yield score - (0.0 if parent == ROOT else drafted.scores[parent]), token == choices[parent]
 
 
 def open_target(folder: str) -> TargetWorker:

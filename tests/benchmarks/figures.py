@@ -1,5 +1,7 @@
 """The figures to reach: for each kind of weights and number of rows, the largest ratio that is good enough."""
 
+from dataclasses import dataclass
+
 LLAMA_TYPES = {"fp32": "F32", "half": "F16", "bf16": "BF16", "int8": "Q8_0"}
 """Our weights -> llama.cpp's type of as many bytes (Q8_0 has one 16-bit scale for 32 weights, 6 % more). Half of a bf16 checkpoint is compared with BF16."""
 EAGER = {"fp32": 0.48, "half": 0.48, "int8": 0.16}
@@ -28,3 +30,31 @@ def llama_bound(kind: str, do: str, rows: int) -> float | None:
 def eager_bound(weights: str, do: str, rows: int) -> float | None:
     """Our time against transformers' own modules in fp32."""
     return EAGER.get(weights) if do == "verify" and rows == 16 else None
+
+
+@dataclass(frozen=True)
+class AheadFigure:
+    """What drafting ahead is to bring where drafting takes `least` to `most` of the time of a pass."""
+
+    least: float
+    most: float
+    rate: float
+    """Of tokens per second, over those of drafting that waits; at least."""
+    tau: float | None = None
+    """Of the committed tokens a round; at least."""
+    exposed: float | None = None
+    """Of the drafting that is waited for; at most."""
+
+
+AHEAD = (AheadFigure(0.45, 1.1, rate=1.3, tau=0.98, exposed=0.3), AheadFigure(0.05, 0.15, rate=1.02), AheadFigure(0.0, 1e9, rate=0.98))
+"""The first that fits counts. The bounds lie a little beyond 0.5, 1 and 0.1, since a ratio is hit only nearly."""
+BEST_FIXED, RIVALS, ADVERSARY = 0.97, 1.0, 0.95
+"""goodput's tokens per second over those of the best fixed tree, of `dynamic` with the paper's preset and of `heterospec`, and of the target alone where the
+draft guesses at random; at least."""
+ADDS_UP, ACCOUNTED = 0.02, 0.95
+"""By how much the parts of a round may miss it; the rate over tau / the parts that two workers and the wire between them need, at least."""
+
+
+def ahead_figure(drafting: float) -> AheadFigure:
+    """The figure for drafting that takes so many times a pass of the target."""
+    return next(figure for figure in AHEAD if figure.least <= drafting <= figure.most)

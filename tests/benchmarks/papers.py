@@ -16,7 +16,9 @@ import click
 from benchmarks.coupling import PROMPTS
 from benchmarks.measure import estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench import NONE, Cell, Contender, Method, Ours, PromptSet, contenders, measure, read_method, row
+from dovetail.launch.bench_figures import baseline, row
+from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, contenders, read_method
+from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import Curve, draw
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, configure
 from dovetail.launch.prompts import Prompt, read_prompts
@@ -132,10 +134,10 @@ def papers(
 
 
 def configuration(*, target: str, inflate: str, max_tokens: int, tree: tuple[int, int, int], small: str) -> Configuration:
-    """The settings that all rows share."""
+    """The settings that all rows share. As in the papers nothing is fitted to what the target accepts, and a draft waits while its target verifies."""
     gamma, depth, width = tree
-    values = {"target.model": target, "target.inflate": inflate, "draft.model": small, "draft.device": "cpu"}
-    shape = {"tree.policy": "dynamic", "tree.gamma": gamma, "tree.depth": depth, "tree.width": width}
+    values = {"target.model": target, "target.inflate": inflate, "draft.model": small, "draft.device": "cpu", "draft.ahead": False}
+    shape = {"tree.policy": "dynamic", "tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "tree.sharpening": 1.0}
     return configure(environment={}).over("papers", {**values, **shape, "sampling.max_tokens": max_tokens})
 
 
@@ -161,11 +163,6 @@ def rows_of(base: Configuration, heads: Path, small: str, only: Sequence[str]) -
 
 def _wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(name.startswith(beginning) for beginning in only)
-
-
-def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
-    """What the target alone did on the same prompts."""
-    return next(c for c in cells if c.method.name == NONE and c.prompts is of.prompts and c.temperature == of.temperature)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dovetail.launch.bench import Cell, Method, PromptSet, Run, Task, against_peers, best_of_peers, loop_begins, medians, read_method, speedup
+from dovetail.launch.bench_figures import against_peers, best_of_peers, medians, row, speedup
+from dovetail.launch.bench_methods import Method, PromptSet, Run, Task, founder, read_method
+from dovetail.launch.bench_turns import Cell, loop_begins
 from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.transport import measure_overhead
@@ -37,6 +41,13 @@ ROW_FIELDS = [
     "gamma",
     "depth",
     "width",
+    "ahead",
+    "hit_rate",
+    "grown_nodes",
+    "ahead_nodes",
+    "wasted_nodes",
+    "plain_share",
+    "predicted_tokens_per_s",
 ]
 
 
@@ -44,12 +55,12 @@ def base() -> Configuration:
     return configure(environment={})
 
 
-def cell(seconds: list[float], tokens: list[int]) -> Cell:
-    """A cell of one run a prompt, of which the first token took a second and the others these."""
+def cell(seconds: list[float], tokens: list[int], *others: dict[str, Any]) -> Cell:
+    """A cell of one run a prompt, of which the first token took a second and the others these; `others`: more figures of each."""
     made = Cell(Method("none", base()), PromptSet("set", ()), 0.0)
     nothing = dict.fromkeys(Result.model_fields, 0)
-    for number, (duration, count) in enumerate(zip(seconds, tokens, strict=True)):
-        figures = {"wall_s": 1 + duration, "time_to_first_token_s": 1.0, "completion_tokens": count + 1}
+    for number, (duration, count, more) in enumerate(zip(seconds, tokens, others or [{}] * len(tokens), strict=True)):
+        figures = {"wall_s": 1 + duration, "time_to_first_token_s": 1.0, "completion_tokens": count + 1, **more}
         fixed = {"text": "", "token_ids": (), "finish_reason": "length", "fingerprint": "", "accepted_per_position": ()}
         finished = Finished(epoch=0, request=1, result=Result.model_validate({**nothing, **fixed, **figures}), margins=())
         made.runs.append(Run(Task(Prompt(str(number), ("",)), "", 1, finished), finished))
@@ -115,6 +126,17 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
     assert (tree.gamma, tree.depth) == (9, 2)
 
 
+def test_methods_that_share_processes_are_given_what_each_of_them_needs() -> None:
+    texts = ("none", "small,draft.ahead=false", "small,draft.ahead=true,tree.gamma=3", "ngram")
+    alone, waits, goes_on, other = (replace(read_method(base(), text), shares="one") for text in texts)
+    assert founder([alone, waits], alone).configuration.settings.draft == waits.configuration.settings.draft
+    assert founder([alone, waits, goes_on], waits).configuration.settings.draft.ahead == "auto"
+    apart = replace(waits, shares="")
+    assert founder([apart, goes_on], apart) is apart
+    with pytest.raises(ValueError, match="cannot share processes"):
+        founder([alone, waits, other], waits)
+
+
 @pytest.mark.parametrize("text", ["magic", "small,tree.gamma", "small,tree.gama=1", "small,tree.gamma=x", "no/such.toml"])
 def test_what_is_no_method_is_refused(text: str) -> None:
     with pytest.raises((UserError, SettingsError)):
@@ -164,3 +186,34 @@ def test_the_median_set_of_prompts_is_told_where_there_are_several() -> None:
 
 def test_without_a_decoded_token_there_is_no_speedup() -> None:
     assert speedup(cell([0.0], [0]), cell([0.0], [0]), seed=0) == (None, None, None)
+
+
+class Nobody:
+    """What decodes nothing any more, and was never large."""
+
+    method = Method("none", base())
+
+    def decode(self, task: Task, temperature: float, seed: int) -> Run:
+        raise NotImplementedError
+
+    def peak_rss_mb(self) -> float:
+        return 1.0
+
+
+def test_a_row_weighs_hits_by_rounds_that_drafted_and_predictions_by_tokens() -> None:
+    drafted = {"rounds": 10, "plain_rounds": 2, "hit_rate": 0.75, "verified_rows": 90, "ahead_nodes": 7, "predicted_tokens_per_s": 10.0}
+    plain = {"rounds": 10, "plain_rounds": 10, "hit_rate": None, "verified_rows": 10, "predicted_tokens_per_s": 5.0}
+    unknown = {"rounds": 5, "hit_rate": 0.0, "verified_rows": 5, "wasted_nodes": 3, "predicted_tokens_per_s": None}
+    made = cell([1.0, 2.0, 1.0], [20, 10, 5], drafted, plain, unknown)
+    told = row(made, made, Nobody(), seed=0)
+    assert told["hit_rate"] == pytest.approx(0.75 * 8 / 13)
+    assert told["plain_share"] == pytest.approx(12 / 25)
+    assert (told["verified_tokens"], told["ahead_nodes"], told["wasted_nodes"]) == (105, 7, 3)
+    assert told["predicted_tokens_per_s"] == pytest.approx(30 / (20 / 10 + 10 / 5))
+    assert told["tokens_per_s"] == pytest.approx(35 / 4)
+
+
+def test_where_nothing_was_drafted_or_foretold_a_row_says_nothing_of_it() -> None:
+    made = cell([1.0], [5], {"rounds": 5, "plain_rounds": 5, "hit_rate": None, "predicted_tokens_per_s": None})
+    told = row(made, made, Nobody(), seed=0)
+    assert (told["hit_rate"], told["predicted_tokens_per_s"], told["plain_share"]) == (None, None, 1.0)

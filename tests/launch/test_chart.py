@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.chart import Curve, check_chart, draw, ticks_to
+from dovetail.launch.chart import COLOURS, Curve, Panel, check_chart, draw, draw_panels, ticks_to
 from dovetail.protocol.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,3 +34,30 @@ def test_another_format_is_refused_with_the_name_that_works() -> None:
     check_chart(None)
     with pytest.raises(UserError, match=r"a\.png does not end in \.svg: name a\.svg"):
         check_chart(Path("a.png"))
+
+
+def test_small_charts_share_a_legend_and_a_curve_has_one_colour_in_all_of_them() -> None:
+    rate = Panel("Rate", "gamma", "tokens/s", [Curve("a", [(1, 5.0), (4, 9.0)]), Curve("b", [(1, 4.0), (4, 6.0)], band=[(3.0, 5.0), (5.0, 12.0)])], level=8.0)
+    tau = Panel("tau", "gamma", "tokens", [Curve("b", [(1, 1.5), (4, 2.5)])])
+    root = ElementTree.fromstring(draw_panels("both", [rate, tau, tau]))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    lines = root.findall(f"{SVG}polyline")
+    assert [line.attrib["class"] for line in lines] == ["line0", "line1", "line1", "line1"]
+    texts = [text.text for text in root.findall(f"{SVG}text")]
+    assert [texts.count(name) for name in ("a", "b", "Rate", "tau", "both")] == [1, 1, 1, 2, 1]
+    (band,) = root.findall(f"{SVG}polygon")
+    points = [tuple(map(float, point.split(","))) for part in (*lines, band) for point in part.attrib["points"].split()]
+    assert len(band.attrib["points"].split()) == 4
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
+    assert max(float(text.attrib["y"]) for text in root.findall(f"{SVG}text") if "y" in text.attrib) < height
+
+
+def test_a_chart_of_nothing_but_zeros_can_be_drawn() -> None:
+    root = ElementTree.fromstring(draw("none", "x", "y", [Curve("zero", [(0, 0.0)])]))
+    assert len(root.findall(f"{SVG}polyline")) == 1
+
+
+def test_a_dark_page_has_a_colour_for_every_colour_of_a_light_one() -> None:
+    text = draw("t", "x", "y", [Curve(str(index), [(1, 1.0)]) for index in range(len(COLOURS))])
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert all(f".line{index}{{" in style and f".area{index}{{" in style for index in range(len(COLOURS)))

@@ -129,7 +129,15 @@ def test_config_show_prints_a_file_that_gives_the_same_settings(tmp_path: Path, 
 def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "show", "--json", "--origin", "--draft", "some/folder", "--target", "t"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["draft"] == {"kind": "auto", "model": "some/folder", "weights": "auto", "device": "auto", "contrast": "auto", "ahead": "auto", "pickled": False}
+    assert shown["draft"] == {
+        "kind": "auto",
+        "model": "some/folder",
+        "weights": "auto",
+        "device": "auto",
+        "contrast": "auto",
+        "ahead": "auto",
+        "pickled": False,
+    }
     assert shown["origin"]["draft.model"] == "--draft.model"
 
 

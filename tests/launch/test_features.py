@@ -12,6 +12,7 @@ import pytest
 
 from dovetail.workers.training.features import open_features
 from dovetail.workers.training.workplace import held
+from support.features import samples
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -42,12 +43,14 @@ def test_recipe_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_
 
 
 def test_features_of_what_is_there_without_taps(run: Run, chats: Path, tmp_path: Path) -> None:
-    done = run("features", "--data", str(chats), "--taps", "none", "--context", "40", "--long", "drop", "--out", str(tmp_path / "out"))
+    done = run("features", "--data", str(chats), "--taps", "none", "--context", "40", "--long", "drop", "--json", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "longer than 40 tokens" in done.stderr
     features = open_features(tmp_path / "out")
     assert features.origin.context == 40
-    assert next(iter(features.samples())).taps is None
+    assert next(iter(samples(features))).taps is None
+    told = json.loads(done.stdout)
+    assert (told["sequences"], told["tokens"], told["taps"], told["dtype"]) == (features.count, features.tokens, [], "float16")
 
 
 def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: Path) -> None:

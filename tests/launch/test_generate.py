@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,8 +16,9 @@ from dovetail.launch import cli
 from dovetail.launch.answers import open_answers
 from dovetail.launch.configure import configure
 from dovetail.launch.connection import Connection
-from dovetail.launch.generate import STOP_CHARACTERS, summary
+from dovetail.launch.generate import STOP_CHARACTERS, summary, without_speculation
 from dovetail.launch.prompts import Prompt, read_prompts
+from dovetail.launch.records import read_records
 from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import MAX_TEXT, Result, Submit
@@ -52,6 +54,11 @@ RESULT_FIELDS = [
     "coordinator_s",
     "unaccounted_s",
     "bytes_per_round",
+    "ahead_nodes",
+    "wasted_nodes",
+    "verified_rows",
+    "plain_rounds",
+    "predicted_tokens_per_s",
 ]
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
 STORY = "Tell me a story about a small owl who is afraid of the dark."
@@ -157,7 +164,8 @@ def test_the_longest_stop_is_the_one_that_the_protocol_takes() -> None:
         submit(STOP_CHARACTERS + 1)
 
 
-def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() -> None:
+def a_result(**figures: Any) -> Result:
+    """A second's request of one round; `figures` instead of these."""
     result = Result(
         text="",
         token_ids=(),
@@ -186,8 +194,48 @@ def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() ->
         unaccounted_s=0.04,
         bytes_per_round=0.0,
     )
-    assert "· prefill 6 % draft 20 % verify 70 % ·" in summary(result, "")
-    assert "· draft 20 % verify 70 % ·" in summary(result.model_copy(update={"prefill_s": 0.05}), "")
+    return result.model_copy(update=figures)
+
+
+def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() -> None:
+    assert "· prefill 6 % draft 20 % verify 70 % ·" in summary(a_result(), "")
+    assert "· draft 20 % verify 70 % ·" in summary(a_result(prefill_s=0.05), "")
+
+
+def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_of_hits_where_drafting_went_on() -> None:
+    assert "· 1.0 tokens/s ·" in summary(a_result(hit_rate=0.5), "")
+    assert "hit" not in summary(a_result(hit_rate=0.5), "")
+    told = summary(a_result(hit_rate=0.5, ahead_nodes=9, predicted_tokens_per_s=1.25), "")
+    assert "· 1.0 tokens/s (1.2 predicted) ·" in told
+    assert "· hit 50 % ·" in told
+
+
+def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_session_s() -> None:
+    some, every = a_result(rounds=40, plain_rounds=12), a_result(rounds=5, plain_rounds=5)
+    decisions = ("session 1: drafting stops", "session 2: drafting stops, it loses", "a and b: drafting ahead pays")
+    assert without_speculation(some, decisions) == "without speculation in 12 of 40 rounds: session 2: drafting stops, it loses"
+    assert without_speculation(every, ()) == "without speculation in every round"
+
+
+def test_the_rounds_of_a_request_are_recorded_as_they_were(run: Run, stack: Stack, tmp_path: Path) -> None:
+    options = ("--connect", stack.address, "--max-tokens", "24", "--json", "--record", str(tmp_path / "rounds.jsonl"))
+    result = json.loads(run("generate", STORY, *options, "--draft.ahead", "false").stdout)
+    (reply,) = read_records(tmp_path / "rounds.jsonl")
+    assert [one.round for one in reply.rounds] == [*range(1, result["rounds"] + 1)]
+    assert sum(one.verified + 1 for one in reply.rounds) == result["verified_rows"]
+    assert sum(one.ahead for one in reply.rounds) == result["ahead_nodes"] == 0
+    followed = [token for one in reply.rounds for token in (*(one.tokens[node] for node in one.accepted), one.bonus)]
+    assert followed[: result["completion_tokens"] - 1] == result["token_ids"][1:]
+
+
+def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_the_answers_are(run: Run, stack: Stack, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ("a", ["Hello."]), ("b", ["What is two plus two?", "And three?"]))
+    options = ("--connect", stack.address, "--max-tokens", "8", "--parallel", "2", "--prompts", prompts, "--out", str(tmp_path / "answers"))
+    refused = run("generate", *options, "--record", str(tmp_path / "answers"))
+    assert (refused.returncode, "choose a file for each" in refused.stderr) == (2, True)
+    assert run("generate", *options, "--record", str(tmp_path / "rounds")).returncode == 0
+    rounds = {(reply.id, reply.turn): len(reply.rounds) for reply in read_records(tmp_path / "rounds")}
+    assert rounds == {(id, turn): result["rounds"] for id, results in answers(tmp_path / "answers").items() for turn, result in enumerate(results)}
 
 
 def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path: Path) -> None:

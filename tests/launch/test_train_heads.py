@@ -209,3 +209,16 @@ def test_each_kind_has_a_command_with_its_own_options() -> None:
         shown = CliRunner().invoke(command, [kind, "--help"])
         assert shown.exit_code == 0
         assert option in shown.output
+
+
+def test_the_result_is_one_json_object_where_that_is_asked_for(tokens: Path, tmp_path: Path) -> None:
+    head, model = tmp_path / "head", tmp_path / "model"
+    training = ("--steps", "1", "--batch", "2", "--length", "48", "--number", "fp32")
+    done = CliRunner().invoke(command, ["eagle", "--data", str(tokens), "--out", str(head), *training, "--json"], catch_exceptions=False)
+    told, log = json.loads(done.stdout), json.loads((head / "training.json").read_text())
+    assert {name: told[name] for name in ("out", "kind", "steps", "parameters")} == {"out": str(head), "kind": "eagle", "steps": 1, "parameters": 868864}
+    assert (told["tau"], told["accepted_at"]) == (log["checks"][-1]["length"], log["checks"][-1]["at"])
+    new = ("--hidden", "16", "--mlp", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1")
+    options = ["small", "--text", str(tokens), "--tokenizer", str(TARGET), "--minutes", "0.001", *new, "--out", str(model), "--json"]
+    told = json.loads(CliRunner().invoke(command, options, catch_exceptions=False).stdout)
+    assert (told["out"], told["parameters"]) == (str(model), 4096 * 16 + 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16 + 3 * 16)

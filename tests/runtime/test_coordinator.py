@@ -27,6 +27,7 @@ from dovetail.protocol.messages import (
     Prefilled,
     Probe,
     Reads,
+    Recorded,
     Reported,
     Submit,
     Verified,
@@ -38,6 +39,9 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime import coordinator
 from dovetail.runtime.client import Client
 from dovetail.runtime.coordinator import MAX_STRIKES, STUCK_NS, Coordinator
+from dovetail.runtime.live import Live
+from dovetail.runtime.metrics import RoundTimes
+from dovetail.runtime.pilot import Plan
 from dovetail.runtime.registry import MAX_WORKERS
 from dovetail.runtime.session import Session
 from support.scripted import END, READS, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
@@ -164,12 +168,12 @@ def test_duplicate_events_change_nothing_and_are_counted() -> None:
     assert house.report().stale > 0
 
 
-@given(seed=st.integers(0, 2**32), reads=st.sampled_from([None, READS]))
+@given(seed=st.integers(0, 2**32), reads=st.sampled_from([None, READS]), policies=st.lists(st.sampled_from(["dynamic", "goodput"]), min_size=4, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_no_schedule_of_late_and_duplicate_events_changes_a_token(seed: int, reads: Reads | None) -> None:
+def test_no_schedule_of_late_and_duplicate_events_changes_a_token(seed: int, reads: Reads | None, policies: list[str]) -> None:
     rng = random.Random(seed)
     house = House(reads=reads)
-    prompts = {house.submit((i, 9), max_tokens=30): (i, 9) for i in range(1, 5)}
+    prompts = {house.submit((i, 9), max_tokens=30, tree=TreeSettings(policy=policy)): (i, 9) for i, policy in enumerate(policies, 1)}
     said: list[tuple[ScriptedWorker, list[bytes]]] = []
     for worker in house.workers:
         send = worker.link.send
@@ -474,7 +478,7 @@ def test_absurd_counts_are_refused_before_they_are_summed() -> None:
 def test_our_own_fault_ends_the_sessions_that_it_concerns_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
 
-    def fail(self: Session, item: VerifiedItem, features: Array | None) -> None:
+    def fail(self: Session, item: VerifiedItem, features: Array | None, times: RoundTimes) -> None:
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
@@ -832,3 +836,98 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
     failed = next(r for r in house.replies() if isinstance(r, Failed))
     assert failed.code == "settings"
     assert "set tree.policy to 'static'" in failed.text
+
+
+def flickering(house: House, seed: int) -> list[int]:
+    """Have every session's drafting stop and resume at random; the rounds of the plans that there were."""
+    rng, planned = random.Random(seed), []
+    plan = house.coordinator._plan
+
+    def decide(live: Live) -> Plan | None:
+        planned.append(live.session.round)
+        return plan(live) if rng.random() < 0.4 else None
+
+    house.coordinator._plan = decide  # type: ignore[method-assign]
+    return planned
+
+
+@pytest.mark.parametrize("reads", [None, READS])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_draft_that_is_asked_now_and_then_gets_all_that_was_committed_meanwhile(reads: Reads | None, seed: int) -> None:
+    house = House(reads=reads)
+    flickering(house, seed)
+    prompts = {house.submit((i, 9), max_tokens=40): (i, 9) for i in range(1, 4)}
+    finished = [r for r in house.replies() if isinstance(r, Finished)]
+    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 40) for request, prompt in prompts.items()}
+    assert house.draft is not None
+    orders = [c for c in house.draft.seen if isinstance(c, Draft)]
+    assert any(order.more for order in orders)
+    assert sum(r.result.plain_rounds for r in finished) > 0
+    assert house.report().refused == 0  # the scripted draft checks every token and every row
+
+
+def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "MAX_HELD_BYTES", 10 * READS.row * 2)
+    house = House(reads=READS)
+    house.coordinator._plan = lambda live: None  # type: ignore[method-assign]
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    report = house.report()
+    assert [line for line in report.decisions if "gives its draft up" in line] == [report.decisions[-1]]
+    assert house.draft is not None
+    assert house.draft.logs == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "expected"),
+    [
+        (True, {}, True),
+        (False, {"host": "there"}, False),
+        (None, {"host": "there"}, True),
+        (None, {"device": "cuda:0"}, True),
+        (None, {"cores": (1,)}, True),
+    ],
+)
+def test_drafting_goes_on_ahead_where_it_is_asked_for_or_no_device_is_shared(asked: bool | None, there: dict[str, object], expected: bool) -> None:
+    house = House(draft=False, target=False)
+    house.add(ScriptedTarget, "target", cores=(0,))
+    draft = house.add(ScriptedDraft, "draft", **{"cores": (0,), **there})
+    house.complete(ahead=asked)
+    assert {c.ahead for c in draft.seen if isinstance(c, Draft)} == {expected}
+
+
+def test_what_is_drawn_at_random_is_never_drafted_ahead() -> None:
+    house = House()
+    house.submit(ahead=True, tree=TreeSettings(policy="static"), sampling=REJECTION)
+    house.run()
+    assert house.draft is not None
+    assert [c.ahead for c in house.draft.seen if isinstance(c, Draft)] == [False]  # the scripted draft draws nothing, and is done without after it
+
+
+def test_every_round_is_recorded_after_its_tokens_and_before_the_end() -> None:
+    house = House()
+    request = house.submit(record=True)
+    replies = house.replies()
+    assert isinstance(replies[-1], Finished)
+    result, records = replies[-1].result, [r.record for r in replies if isinstance(r, Recorded)]
+    assert [record.round for record in records] == [*range(1, result.rounds + 1)]
+    assert sum(record.verified for record in records) == result.drafted_tokens
+    log = [*PROMPT, *result.token_ids]
+    for record in records:
+        said = [*(record.tokens[node] for node in record.accepted), record.bonus]
+        assert log[record.prefix : record.prefix + len(said)] == said[: len(log) - record.prefix]
+    shown = 0
+    for reply in replies[:-1]:
+        assert isinstance(reply, Emitted | Recorded)
+        assert reply.request == request
+        if isinstance(reply, Emitted):
+            shown += len(reply.tokens)
+        else:
+            assert shown > reply.record.prefix - len(PROMPT)
+
+
+def test_thresholds_that_are_a_files_name_are_refused() -> None:
+    house = House()
+    house.submit(tree=TreeSettings(policy="heterospec", thresholds="bins.toml"))
+    (failed,) = (r for r in house.replies() if isinstance(r, Failed))
+    assert failed.code == "settings"
+    assert "bins.toml" in failed.text

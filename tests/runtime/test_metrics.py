@@ -2,6 +2,7 @@
 
 import pytest
 
+from dovetail.protocol.messages import Drafted
 from dovetail.runtime.metrics import Accounts, extent_ns
 from dovetail.runtime.trace import trace_events
 
@@ -19,20 +20,26 @@ def test_a_reply_is_split_into_work_and_transport() -> None:
     assert (accounts.ns["verify"], accounts.ns["transport"]) == (120, 30)
 
 
+def proposal(*, grown: int, hit: bool) -> Drafted:
+    return Drafted(epoch=1, session=1, round=1, tokens=(), parents=(), scores=(), grown=grown, hit=hit, ahead=7, wasted=3)
+
+
 def test_figures_follow_their_definitions() -> None:
     accounts = Accounts(0)
     accounts.first_token_ns = 1_000_000_000
-    accounts.proposal(20, False)
+    accounts.proposal(proposal(grown=20, hit=False))
     accounts.verdict(4, 2)
-    accounts.proposal(10, True)
+    accounts.proposal(proposal(grown=10, hit=True))
     accounts.verdict(4, 0)
-    figures = accounts.figures(3_000_000_000, 5)
-    assert figures["rounds"] == 2
+    accounts.verdict(0, 0)
+    figures = accounts.figures(3_000_000_000, 7)
+    assert figures["rounds"] == 3
     assert figures["tau"] == pytest.approx(2.0)
     assert figures["acceptance_rate"] == pytest.approx(0.25)
-    assert figures["accepted_per_position"] == (0.5, 0.5)
+    assert figures["accepted_per_position"] == pytest.approx((1 / 3, 1 / 3))
     assert figures["hit_rate"] == pytest.approx(0.5)
-    assert figures["tokens_per_s"] == pytest.approx(2.0)
+    assert figures["tokens_per_s"] == pytest.approx(3.0)
+    assert (figures["ahead_nodes"], figures["wasted_nodes"], figures["verified_rows"], figures["plain_rounds"]) == (14, 6, 11, 1)
     assert figures["grown_nodes"] == 30
     assert figures["unaccounted_s"] == pytest.approx(3.0)
 

@@ -253,6 +253,7 @@ def representative() -> dict[str, Any]:
             speculate=False,
             trace=True,
             record=True,
+            ahead=False,
         ),
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),

@@ -37,10 +37,13 @@ def path_of(tree: GrowingTree, node: int) -> Path:
     return path
 
 
-def grow(tree: GrowingTree, policy: Policy, children: Children, shape: Shape, above: Path = ()) -> list[list[Path]]:
-    """Grows the tree below the path `above` as a drafter does; returns what each pass expanded."""
+def grow(
+    tree: GrowingTree, policy: Policy, children: Children, shape: Shape, above: Path = (), *, most: Callable[[], int] = lambda: 1 << 20
+) -> list[list[Path]]:
+    """Grows the tree below the path `above` as a drafter does that can expand so many nodes of the next pass; returns what each pass expanded."""
     passes = []
-    for nodes in policy.passes(tree, shape):
+    for wanted in policy.passes(tree, shape):
+        nodes = wanted[: most()]
         passes.append([path_of(tree, node) for node in nodes.tolist()])
         if nodes[0] != ROOT:
             tree.give_rows(nodes)

@@ -220,17 +220,14 @@ class ScriptedDraft(ScriptedWorker):
             self.read(command.session, command.start, command.features)
             return [Fed(epoch=self.epoch, session=command.session, start=command.start)]
         assert isinstance(command, Draft)
-        log, before = self.logs[command.session], len(self.logs[command.session])
-        log += [*(self.last[command.session].tokens[n] for n in command.accepted), command.bonus]
+        log = self.logs[command.session]
+        log += [*(self.last[command.session].tokens[n] for n in command.accepted), command.bonus, *command.more]
         assert command.prefix == len(log)
         if self.reads is None:
             assert command.features is None
-        elif command.round == 1:
-            assert command.features is None
-            assert self.fed[command.session] == before
         else:
-            assert command.features is not None
-            self.read(command.session, before - 1, command.features)
+            if command.features is not None:
+                self.read(command.session, self.fed[command.session], command.features)
             assert self.fed[command.session] == len(log) - 1
         drafted = self.propose(command, log)
         self.last[command.session] = drafted

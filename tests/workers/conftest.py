@@ -1,10 +1,12 @@
-"""Tiny models, written once a run."""
+"""Tiny models, written once a run; the state of the kernels."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from support.models import tiny_llama
 
@@ -23,3 +25,15 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama(llama_folder: Path) -> LanguageModel:
     return load_language_model(str(llama_folder), weights="fp32", device="cpu")
+
+
+@pytest.fixture
+def kernels_as_before() -> Iterator[None]:
+    """Whatever a test chooses of the kernels, instructions or threads, is undone after it."""
+    if not kernels.available():
+        yield
+        return
+    isa, threads = kernels.isa(), kernels.threads()
+    yield
+    kernels.use_isa(isa)
+    kernels.set_threads(threads)

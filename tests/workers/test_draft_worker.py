@@ -1,5 +1,6 @@
 """The draft worker's rules: which commands count, what they are answered with, and what a worker says of itself."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ TREE = TreeSettings(gamma=8, depth=3, width=3)
 
 def new_worker(model: LanguageModel) -> DraftWorker[DraftSession]:
     spans = Spans()
-    worker = DraftWorker(Drafter(model, spans), Identity("tiny", "tiny", "cpu", 1, model.context), spans)
+    worker = DraftWorker(Drafter(model, spans, ahead=True), Identity("tiny", "tiny", "cpu", 1, model.context), spans)
     worker.hello(EPOCH)
     return worker
 
@@ -194,6 +195,101 @@ def test_idle_time_computes_noise_until_nothing_is_left_to_do(worker: DraftWorke
     assert [worker.idle() for _ in range(8)] == [True] * 7 + [False]
 
 
+# -- rounds without it, and time without an order ----------------------------------------------------------------------------------------------
+
+
+def test_rounds_in_which_nothing_was_drafted_come_along_and_may_be_missing(worker: DraftWorker[DraftSession], llama: LanguageModel) -> None:
+    worker.handle(open_())
+    worker.handle(draft(1, prefix=4))
+    late = only(worker.handle(draft(4, prefix=8, bonus=7, more=(8, 9, 10))))
+    other = new_worker(llama)
+    other.handle(open_(prompt=(*PROMPT, 2, 7, 8, 9)))
+    expected = only(other.handle(draft(1, prefix=8, bonus=10)))
+    assert isinstance(late, Drafted)
+    assert isinstance(expected, Drafted)
+    assert (late.round, late.tokens, late.parents) == (4, expected.tokens, expected.parents)
+    assert worker.handle(draft(3, prefix=9)) == []
+    assert worker.stale == 1
+    assert isinstance(only(worker.handle(draft(5, prefix=9))), Drafted)
+
+
+@pytest.mark.parametrize(("command", "code"), [
+    (draft(5, prefix=8, more=(7, 8)), "prefix"),
+    (draft(4, prefix=7, more=(7, 8, 9)), "prefix"),
+    (draft(3, prefix=6, more=(VOCABULARY,)), "vocabulary"),
+])  # fmt: skip
+def test_more_tokens_that_do_not_fit_are_refused_and_change_nothing(worker: DraftWorker[DraftSession], command: Draft, code: str) -> None:
+    worker.handle(open_())
+    worker.handle(draft(1, prefix=4))
+    with pytest.raises(RequestError) as refusal:
+        worker.handle(command)
+    assert refusal.value.code == code
+    assert isinstance(only(worker.handle(draft(2, prefix=5))), Drafted)
+
+
+def test_a_session_may_begin_with_rounds_without_a_draft(worker: DraftWorker[DraftSession]) -> None:
+    worker.handle(open_())
+    assert isinstance(only(worker.handle(draft(3, prefix=6, more=(8, 9)))), Drafted)
+
+
+def test_idle_time_grows_the_trees_of_those_that_ordered_it_a_pass_of_each_in_turn(worker: DraftWorker[DraftSession]) -> None:
+    for number, ahead in ((5, True), (6, False), (7, True), (8, True)):
+        worker.handle(open_(session=number))
+        worker.handle(draft(1, prefix=4, session=number, ahead=ahead))
+    worker.engine._clock = lambda: 0  # type: ignore[attr-defined]  # how long passes take must not decide how wide they are
+    before = {number: len(worker.session(number).tree) for number in (5, 6, 7, 8)}
+    turns = []
+    for _ in range(6):
+        assert worker.idle()
+        after = {number: len(worker.session(number).tree) for number in (5, 6, 7, 8)}
+        turns.append([number for number in after if after[number] != before[number]])
+        before = after
+    assert turns == [[5], [7], [8]] * 2
+    while worker.idle():
+        pass
+    assert len(worker.session(6).tree) == before[6]
+
+
+def test_what_grew_ahead_and_was_wasted_is_told_and_adds_up(worker: DraftWorker[DraftSession]) -> None:
+    worker.handle(open_())
+    first = only(worker.handle(draft(1, prefix=4, ahead=True)))
+    assert isinstance(first, Drafted)
+    assert (first.ahead, first.wasted, first.hit) == (0, 0, False)
+    for _ in range(4):
+        worker.idle()
+    pool = len(worker.session(5).tree)
+    assert pool > first.grown
+    tree = worker.session(5).tree
+    second = only(worker.handle(draft(2, prefix=6, accepted=(0,), bonus=int(tree.tokens[tree.parents == 0][0]), ahead=True)))
+    assert isinstance(second, Drafted)
+    survivors = len(worker.session(5).tree) - second.grown
+    assert (second.hit, second.ahead) == (True, pool - first.grown)
+    assert 0 < second.wasted <= pool - survivors
+    assert len(second.passes) > 1
+    assert all(rows >= 1 and duration_ns > 0 for rows, duration_ns in second.passes)
+    assert [name for name, _, _ in second.spans][-1] == "draft"
+    third = only(worker.handle(draft(3, prefix=7, bonus=next(v for v in range(48) if tree.child(-1, v) is None))))
+    assert isinstance(third, Drafted)
+    assert (third.hit, third.ahead) == (False, 0)
+
+
+def test_a_hit_with_enough_below_it_leaves_without_a_pass_where_none_pays(worker: DraftWorker[DraftSession]) -> None:
+    worker.handle(open_())
+    worker.handle(draft(1, prefix=4, ahead=True))
+    while worker.idle():
+        pass
+    drafted = only(worker.handle(draft(2, prefix=5, bonus=int(worker.session(5).tree.tokens[0]), rate=1e8, ahead=True)))
+    assert isinstance(drafted, Drafted)
+    assert drafted.hit
+    assert drafted.grown == 0
+    assert len(drafted.tokens) == 8
+    assert [name for name, _, _ in drafted.spans] == ["draft"]
+
+
+def test_a_draft_on_a_cpu_says_on_which_cores_it_computes(worker: DraftWorker[DraftSession]) -> None:
+    assert worker.hello(EPOCH).cores == tuple(sorted(os.sched_getaffinity(0)))
+
+
 def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Path) -> None:
     worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-1", threads=1, target="")
     hello = worker.hello(11)
@@ -292,10 +388,25 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(tmp_path: Path, 
     assert worker.handle(feed(0, 3)) == []
     assert worker.stale == 1
     only(worker.handle(draft(1, prefix=4)))
-    for command in (draft(2, prefix=5), draft(2, prefix=5, features=features(2)), draft(2, prefix=6, accepted=(0,), features=features(1))):
+    for command in (
+        draft(2, prefix=5),
+        draft(2, prefix=5, features=features(2)),
+        draft(2, prefix=6, accepted=(0,), features=features(1)),
+        draft(2, prefix=7, accepted=(0,), more=(4,), features=features(2)),
+    ):
         with pytest.raises(RequestError, match="positions have come, and this round goes on from"):
             worker.handle(command)
     assert isinstance(only(worker.handle(draft(2, prefix=6, accepted=(0,), features=features(2)))), Drafted)
+    assert isinstance(only(worker.handle(draft(4, prefix=9, more=(4, 5), features=features(3)))), Drafted)
+
+
+def test_a_head_may_begin_with_rounds_without_a_draft(tmp_path: Path, llama_folder: Path) -> None:
+    worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
+    worker.handle(open_())
+    only(worker.handle(feed(0, 3)))
+    drafted = only(worker.handle(draft(3, prefix=6, more=(4, 5), features=features(2))))
+    assert isinstance(drafted, Drafted)
+    assert len(drafted.tokens) > 0
 
 
 def test_a_draft_that_reads_nothing_refuses_features(worker: DraftWorker[DraftSession]) -> None:
@@ -350,9 +461,11 @@ def test_a_kind_that_contradicts_the_folder_is_refused(said: str, folder_kind: s
         head_worker(folder, llama_folder, kind=said)
 
 
-def test_a_kind_that_agrees_with_the_folder_is_taken(tmp_path: Path, llama_folder: Path) -> None:
-    head_worker(write_head(tmp_path / "a", "jakiro-star"), llama_folder, kind="jakiro")
-    head_worker(write_head(tmp_path / "b", "eagle3"), llama_folder, kind="eagle3")
+@pytest.mark.parametrize(("said", "variant", "row"), [("jakiro", "jakiro-star", 64), ("eagle3", "eagle3", 192)])
+def test_a_kind_that_agrees_with_the_folder_is_taken(said: str, variant: str, row: int, tmp_path: Path, llama_folder: Path) -> None:
+    reads = head_worker(write_head(tmp_path, variant), llama_folder, kind=said).hello(EPOCH).reads
+    assert reads is not None
+    assert reads.row == row
 
 
 def test_four_bits_are_for_heads(llama_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The drafter against plain passes over every path of its tree."""
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from dovetail.workers.drafter import Drafter, DraftSession
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.growth import NO_ROW
-from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.speculation.prices import START, PassTimes
+from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 from support.models import VOCABULARY, cache_row, reference_choice, reference_law, reference_logits, reference_processed, tiny_llama
 
 KEY = bytes(range(16))
@@ -33,8 +35,8 @@ END = (1, 30)
 CAPACITY = 90
 
 
-def drafter(model: LanguageModel, clock: Callable[[], int] | None = None) -> Drafter:
-    return Drafter(model, Spans()) if clock is None else Drafter(model, Spans(), clock=clock)
+def drafter(model: LanguageModel, clock: Callable[[], int] = time.monotonic_ns, *, ahead: bool = False) -> Drafter:
+    return Drafter(model, Spans(), ahead=ahead, clock=clock)
 
 
 def opened(engine: Drafter, *, sampling: Sampling = GREEDY, prompt: list[int] = PROMPT, capacity: int = CAPACITY, tree: TreeSettings = TREE) -> DraftSession:
@@ -56,7 +58,7 @@ def gain(folder: Path, path: list[int], session: DraftSession) -> float:
     if session.ranking.sampling.temperature > 0:
         law = reference_law(logits, session.ranking.sampling)
         logits = [math.log(p) + gumbel(KEY, len(path) - 1, v) if p else -math.inf for v, p in enumerate(law)]
-    return float(torch.log_softmax(torch.tensor(logits) / session.ranking.sharpening, 0)[path[-1]])
+    return float(torch.log_softmax(torch.tensor(logits) / session.ranking.scales[0].sharpening, 0)[path[-1]])
 
 
 def row_of(model: LanguageModel, path: list[int]) -> torch.Tensor:
@@ -84,7 +86,7 @@ def check_against_plain_passes(folder: Path, engine: Drafter, session: DraftSess
 
 
 @given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([*SAMPLINGS.values()]))
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=8)
 def test_every_node_is_what_a_plain_pass_over_its_path_gives_wherever_the_root_moves(
     llama: LanguageModel, llama_folder: Path, seed: int, sampling: Sampling
 ) -> None:
@@ -170,7 +172,7 @@ def test_rounds_without_a_proposal_are_caught_up_with_later(llama: LanguageModel
 def test_growth_ends_with_the_first_level_that_ends_after_the_deadline(llama: LanguageModel) -> None:
     ticks = iter(range(100))
     engine = drafter(llama, clock=lambda: next(ticks))
-    assert max(engine.draft(opened(engine), (), 2, Shape(40, 6, 4), deadline_ns=1).tree.depths) == 3
+    assert max(engine.draft(opened(engine), (), 2, Shape(40, 6, 4), deadline_ns=4).tree.depths) == 3  # a pass is two ticks
 
 
 def test_a_surviving_tree_is_offered_at_once_though_the_deadline_allows_one_level(llama: LanguageModel) -> None:
@@ -244,3 +246,251 @@ def test_noise_is_computed_ahead_and_changes_nothing(llama: LanguageModel) -> No
         pass
     assert engine.draft(prepared, (), 2, SHAPE) == engine.draft(unprepared, (), 2, SHAPE)
     assert not engine.prepare(opened(engine))
+
+
+# -- ahead -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def grown_afresh(model: LanguageModel, session: DraftSession, sampling: Sampling) -> DraftSession:
+    """A new session with the same log in which the same nodes have been expanded, one after the other."""
+    engine = drafter(model, ahead=True)
+    fresh = opened(engine, sampling=sampling)
+    first, *rest = session.log[len(PROMPT) :]
+    engine.draft(fresh, (), first, Shape(1, 1, SHAPE.width), more=rest)
+    with torch.inference_mode():
+        for node in np.flatnonzero(session.tree.rows != NO_ROW).tolist():
+            same = np.array([node_of(fresh, tuple(session.tree.path_tokens(node)))])
+            engine._add_children(fresh, engine._read_nodes(fresh, same, SHAPE), same, SHAPE.width)
+    return fresh
+
+
+def node_of(session: DraftSession, path: tuple[int, ...]) -> int:
+    node = ROOT
+    for token in path:
+        found = session.tree.child(node, token)
+        assert found is not None
+        node = found
+    return node
+
+
+def known_of(session: DraftSession) -> dict[tuple[int, ...], float]:
+    """Path -> score."""
+    return {tuple(session.tree.path_tokens(node)): float(session.tree.scores[node]) for node in range(len(session.tree))}
+
+
+def check_against_a_fresh_session(model: LanguageModel, session: DraftSession, sampling: Sampling) -> None:
+    tree, cache = session.tree, session.cache
+    if not tree.root_expanded:
+        assert len(tree) == 0
+        return
+    fresh = grown_afresh(model, session, sampling)
+    assert known_of(session) == pytest.approx(known_of(fresh), abs=1e-4)
+    for slot in range(cache.length):
+        torch.testing.assert_close(cache_row(cache, slot), cache_row(fresh.cache, slot), rtol=1e-4, atol=1e-5)
+    for node in np.flatnonzero(tree.rows != NO_ROW).tolist():
+        same = fresh.cache.length + int(fresh.tree.rows[node_of(fresh, tuple(tree.path_tokens(node)))])
+        torch.testing.assert_close(cache_row(cache, cache.length + int(tree.rows[node])), cache_row(fresh.cache, same), rtol=1e-4, atol=1e-5)
+
+
+def verdict(session: DraftSession, tree: TokenTree, random: np.random.Generator) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Accepted nodes, a bonus that is often in the pool, and sometimes more tokens, which follow the pool for a while."""
+    path = tree.path(int(random.integers(len(tree)))) if len(tree) else ()
+    accepted = path[: random.integers(len(path) + 1)]
+    node, tokens = session.offered[accepted[-1]] if accepted else ROOT, []
+    for _ in range(1 + int(random.choice([0, 0, 1, 3]))):
+        below = session.tree.tokens[session.tree.parents == node] if node is not None else []
+        tokens.append(int(random.choice(below)) if len(below) and random.random() < 0.8 else int(random.integers(VOCABULARY)))
+        node = None if node is None else session.tree.child(node, tokens[-1])
+    return accepted, tokens[0], tuple(tokens[1:])
+
+
+@given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([GREEDY, SAMPLINGS["all"]]), policy=st.sampled_from(["dynamic", "goodput", "static"]))
+@settings(deadline=None, max_examples=5)
+def test_whatever_grew_ahead_and_wherever_the_root_moves_the_tree_is_that_of_a_fresh_session(
+    llama: LanguageModel, seed: int, sampling: Sampling, policy: str
+) -> None:
+    random, engine = np.random.default_rng(seed), drafter(llama, ahead=True)
+    session = opened(engine, sampling=sampling, tree=TREE.model_copy(update={"policy": policy}))
+    accepted, bonus, more = (), int(random.integers(VOCABULARY)), ()
+    for _ in range(5):
+        before, ahead = len(session.tree), session.waiting_time.joined
+        way = {tuple(session.tree.path_tokens(session.offered[node])) for node in accepted}
+        committed = [*(int(session.tree.tokens[session.offered[node]]) for node in accepted), bonus, *more]
+        pool = set(known_of(session))
+        way |= {tuple(committed[: i + 1]) for i in range(len(committed))} & pool
+        offered = {tuple(session.tree.path_tokens(node)) for node in session.offered}
+        price = Price(rate=float(random.choice([0.0, 1.0, 1e3])), floor=float(random.choice([0.0, 0.02]))) if random.random() < 0.5 else Price()
+        proposal = engine.draft(session, accepted, bonus, SHAPE, more=more, price=price, ahead=True)
+        assert proposal.hit == (tuple(committed) in pool)
+        assert proposal.ahead == ahead
+        survivors = {path for path in pool if path[: len(committed)] == tuple(committed) and len(path) > len(committed)} if proposal.hit else set()
+        assert len(session.tree) == len(survivors) + proposal.grown
+        assert proposal.wasted == before - len(survivors | offered | way)
+        assert all(math.exp(score) >= price.floor * (1 - 1e-6) for score in proposal.scores)
+        proposal.tree.check(VOCABULARY)
+        check_against_a_fresh_session(llama, session, sampling)
+        for _ in range(int(random.integers(6))):  # wherever it is interrupted
+            engine.grow_ahead(session)
+        check_against_a_fresh_session(llama, session, sampling)
+        accepted, bonus, more = verdict(session, proposal.tree, random)
+
+
+def test_growth_ahead_takes_what_is_likeliest_to_be_used_and_offers_it_next_time_without_a_pass(llama: LanguageModel, llama_folder: Path) -> None:
+    ticks = iter(range(10**6))
+    engine = drafter(llama, lambda: next(ticks), ahead=True)
+    session = opened(engine)
+    bonus = choice(llama_folder, PROMPT, GREEDY)
+    for round_ in range(3):
+        proposal = engine.draft(session, (), bonus, SHAPE, price=Price(rate=1e9) if round_ else Price(), ahead=True)  # a pass of a tick is worth a token
+        if round_:
+            assert proposal.hit
+            assert (proposal.grown, len(proposal.tree)) == (0, SHAPE.nodes)
+        for _ in range(2):
+            left = session.tree.expandable(99, 1e-3)
+            assert engine.grow_ahead(session)
+            taken, others = left[session.tree.rows[left] != NO_ROW], left[session.tree.rows[left] == NO_ROW]
+            assert len(taken)
+            assert not len(others) or session.tree.scores[taken].min() >= session.tree.scores[others].max()
+        bonus = choice(llama_folder, session.log, GREEDY)
+        assert session.tree.child(ROOT, bonus) is not None
+
+
+def test_no_pass_ahead_begins_that_would_keep_the_next_order_waiting_unless_it_is_more_likely_used_than_not(llama: LanguageModel) -> None:
+    now = [0]
+    engine = drafter(llama, lambda: now[0], ahead=True)
+    session = opened(engine, tree=TREE.model_copy(update={"sharpening": 5.0}))  # nothing is likely
+    engine.draft(session, (), 2, SHAPE, ahead=True)
+    now[0] = 100
+    engine.draft(session, (), 3, SHAPE, ahead=True)
+    for now[0], begins in ((189, True), (191, False), (150, False)):
+        engine._times = PassTimes()
+        engine._times.add(1, 10)
+        assert engine.grow_ahead(session) == begins
+
+
+def test_a_tree_that_survived_is_offered_without_the_passes_that_hardly_matter(llama: LanguageModel) -> None:
+    """Where all that is left unexpanded is unlikely, the policy's passes over it are left out; the same tree without growth ahead gets them."""
+    passes = []
+    for ahead in (True, False):
+        engine = drafter(llama, lambda: 0, ahead=True)
+        session = opened(engine, tree=TREE.model_copy(update={"sharpening": 0.2}))
+        first = engine.draft(session, (), 2, SHAPE, ahead=ahead)
+        while engine.grow_ahead(session):
+            pass
+        best = int(session.tree.tokens[int(np.argmax(session.tree.scores[session.tree.parents == ROOT]))])
+        proposal = engine.draft(session, (), best, SHAPE, ahead=ahead)
+        assert len(first.tree) == len(proposal.tree) == SHAPE.nodes
+        passes.append(proposal.grown)
+    assert passes[0] == 0 < passes[1]
+
+
+def test_growth_ahead_goes_on_only_where_it_was_ordered_and_until_its_rows_are_used_up(llama: LanguageModel) -> None:
+    engine = drafter(llama, lambda: 0, ahead=True)
+    session = opened(engine, tree=TreeSettings(gamma=4, depth=2, width=2), capacity=40)
+    assert not engine.grow_ahead(session)
+    engine.draft(session, (), 2, Shape(4, 2, 4), ahead=False)
+    assert not engine.grow_ahead(session)
+    engine.draft(session, (), 3, Shape(4, 2, 4), ahead=True)
+    passes = 0
+    while engine.grow_ahead(session):
+        passes += 1
+    assert session.tree.rows_used == session.rows_ahead == 8 * 4
+    assert not engine.grow_ahead(session)
+    later = engine.draft(session, (), int(session.tree.tokens[0]), Shape(4, 2, 4))
+    assert later.ahead > 4 * passes
+    assert len(later.passes) >= passes > 4
+    assert all(1 <= rows <= 4 for rows, _ in later.passes)
+    assert not engine.grow_ahead(session)
+
+
+def test_what_is_drawn_at_random_never_grows_ahead(llama: LanguageModel) -> None:
+    engine = drafter(llama, ahead=True)
+    sampling, tree = SAMPLED.model_copy(update={"acceptance": "rejection"}), TREE.model_copy(update={"policy": "static"})
+    session = opened(engine, sampling=sampling, tree=tree)
+    proposal = engine.draft(session, (), 2, SHAPE, price=Price(rate=1e9, floor=0.5), ahead=True)
+    assert len(proposal.tree) > 4
+    assert not engine.grow_ahead(session)
+    assert engine.draft(session, (), proposal.tree.tokens[0], SHAPE).hit is False
+
+
+def test_ahead_too_no_level_is_drafted_that_the_sequence_or_the_context_has_no_place_for(tmp_path: Path) -> None:
+    for model, capacity in ((with_context(tmp_path / "a", 60), len(PROMPT) + 4), (with_context(tmp_path / "b", len(PROMPT) + 2), CAPACITY)):
+        engine = drafter(model, ahead=True)
+        session = opened(engine, capacity=capacity)
+        for token in range(6):
+            engine.draft(session, (), token, Shape(4, 1, 3), ahead=True)
+            while engine.grow_ahead(session):
+                pass
+            reach = min(capacity - len(session.log) - 1, session.room - len(session.log) + 1)
+            assert max(session.tree.levels, default=0) == max(reach, 0)
+
+
+def test_a_pass_ahead_that_fails_leaves_the_tree_as_it_was(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise MemoryError
+
+    engine = drafter(llama, ahead=True)
+    session = opened(engine)
+    proposal = engine.draft(session, (), 2, SHAPE, ahead=True)
+    engine.grow_ahead(session)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "forward", fail)
+        with pytest.raises(MemoryError):
+            engine.grow_ahead(session)
+    assert not engine.grow_ahead(session)
+    check_against_a_fresh_session(llama, session, GREEDY)
+    path = proposal.tree.path(len(proposal.tree) - 1)
+    assert engine.draft(session, path, 5, SHAPE, ahead=True).ahead > 0
+    check_against_a_fresh_session(llama, session, GREEDY)
+
+
+# -- prices ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_at_too_high_a_price_nothing_is_grown_and_a_rate_of_nothing_grows_what_the_policy_asks_for(llama: LanguageModel) -> None:
+    tree = TREE.model_copy(update={"policy": "goodput"})
+    free, priced = drafter(llama), drafter(llama)
+    expected = free.draft(opened(free, tree=tree), (), 2, SHAPE)
+    assert priced.draft(opened(priced, tree=tree), (), 2, SHAPE, price=Price(rate=0.0)) == expected
+    session = opened(priced, tree=tree)
+    nothing = priced.draft(session, (), 2, SHAPE, price=Price(rate=1e9))
+    assert (nothing.tree, nothing.grown, nothing.passes) == (TokenTree(), 0, ())
+    assert priced.draft(session, (), 3, SHAPE).tree == free.draft(opened(free, tree=tree, prompt=[*PROMPT, 2]), (), 3, SHAPE).tree
+
+
+def test_the_dearer_a_pass_the_fewer_of_them(llama: LanguageModel) -> None:
+    """A pass takes a millisecond whatever its rows."""
+    grown = []
+    for rate in (0.0, 20.0, 100.0, 400.0, 700.0, 900.0):
+        ticks = iter(range(0, 10**12, 10**6))
+        engine = drafter(llama, clock=lambda ticks=ticks: next(ticks))
+        session = opened(engine, tree=TREE.model_copy(update={"policy": "goodput", "sharpening": 0.3}))
+        engine._times.add(1, 10**6)
+        proposal = engine.draft(session, (), 2, Shape(40, 8, 4), price=Price(rate=rate))
+        grown.append(len(proposal.passes))
+        assert all(duration_ns == 10**6 for _, duration_ns in proposal.passes)
+    assert grown == sorted(grown, reverse=True)
+    assert grown[0] > grown[2] > grown[-1] == 0
+
+
+def test_what_is_less_likely_than_the_floor_is_neither_offered_nor_expanded(llama: LanguageModel) -> None:
+    for policy in ("goodput", "dynamic", "static", "beam", "budget"):
+        engine = drafter(llama)
+        session = opened(engine, tree=TREE.model_copy(update={"policy": policy, "sharpening": 0.5}))
+        proposal = engine.draft(session, (), 2, SHAPE, price=Price(floor=0.05))
+        assert 0 < len(proposal.tree) <= SHAPE.nodes
+        assert min(proposal.scores) >= math.log(0.05)
+        expanded = np.flatnonzero(session.tree.rows != NO_ROW)
+        assert len(expanded)
+        assert session.tree.scores[expanded].min() >= math.log(0.05)
+        proposal.tree.check(VOCABULARY)
+
+
+def test_the_chance_of_a_pass_follows_the_verdicts(llama: LanguageModel) -> None:
+    engine = drafter(llama)
+    found, missed = opened(engine), opened(engine)
+    for _ in range(8):
+        tree = found.tree
+        engine.draft(found, (), int(tree.tokens[0]) if len(tree) else 2, SHAPE)
+        engine.draft(missed, (), next(token for token in range(VOCABULARY) if missed.tree.child(ROOT, token) is None), SHAPE)
+    assert missed.chance.value < START < found.chance.value

@@ -17,6 +17,7 @@ from dovetail.workers.training.examples import Example, Examples, arrange, read_
 from dovetail.workers.training.features import Features, online_features, open_features
 from dovetail.workers.training.run import Progress
 from dovetail.workers.training.states import PASS_ROWS, Origin, TargetStates, choose_taps, open_states
+from support.features import samples
 from support.models import tiny_llama, transformers_model
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
@@ -58,7 +59,7 @@ def reference_states(model: Path, tokens: Tensor, taps: Sequence[int]) -> Tensor
 def test_states_are_those_that_transformers_computes(folder: Path, examples: Examples) -> None:
     features = open_features(folder)
     assert (features.count, features.tokens, features.origin.row) == (12, examples.tokens, 4 * 256)
-    for row, sample in zip(examples.rows, features.samples(), strict=True):
+    for row, sample in zip(examples.rows, samples(features), strict=True):
         assert sample.taps is not None
         assert sample.tokens.tolist() == row.tokens.tolist()
         assert sample.learn.tolist() == row.learn.tolist()
@@ -88,7 +89,7 @@ def test_online_gives_the_same_numbers_as_the_store(folder: Path, examples: Exam
 @pytest.mark.parametrize("length", [7, 24, 400])
 def test_row_is_whole_sequences_one_behind_the_other(folder: Path, length: int) -> None:
     features = open_features(folder)
-    samples = list(features.samples())
+    whole = list(samples(features))
     batch = features.batch(np.random.default_rng(1), 8, length)
     assert batch.tokens.shape == batch.sequence.shape == batch.g.shape[:2] == (8, length)
     for row in range(8):
@@ -105,7 +106,7 @@ def test_row_is_whole_sequences_one_behind_the_other(folder: Path, length: int) 
                 and torch.equal(batch.g[row][columns], sample.g[begin:stop])
                 and sample.taps is not None
                 and torch.equal(taps, sample.taps[begin:stop])
-                for sample in samples
+                for sample in whole
             )
         padding = batch.sequence[row] < 0
         assert not batch.learn[row][padding].any()
@@ -119,7 +120,7 @@ def test_every_token_comes_up(folder: Path) -> None:
     for step in range(200):
         batch = features.batch(np.random.default_rng([2, step]), 4, 8)
         seen |= {tuple(sample.half().tolist()) for sample in batch.g.reshape(-1, 256)[:, :6]}
-    for sample in features.samples():
+    for sample in samples(features):
         assert {tuple(row.tolist()) for row in sample.g[:, :6]} <= seen
 
 
@@ -129,7 +130,7 @@ def test_split_keeps_answers_to_a_prompt_together(tmp_path: Path, target: Target
     learning, held = features.split(0.3)
     assert learning.count + held.count == 40
     assert held.count == 12
-    prompts = [{int(sample.tokens[2]) for sample in side.samples()} for side in (learning, held)]
+    prompts = [{int(sample.tokens[2]) for sample in samples(side)} for side in (learning, held)]
     assert not prompts[0] & prompts[1]
     assert learning.counts()[10:14].tolist() == [7, 7, 7, 7]
     with pytest.raises(UserError, match="cannot be split"):

@@ -92,3 +92,86 @@ def test_a_masked_token_is_no_child_and_a_gain_is_never_above_zero() -> None:
 def test_logits_that_are_not_numbers_are_an_error() -> None:
     with pytest.raises(FloatingPointError, match="not numbers"):
         GrowingTree().add_children([ROOT], *likeliest(torch.full((1, 8), torch.nan), 2))
+
+
+# -- growth ahead ------------------------------------------------------------------------------------------------------------------------------
+
+
+def slow_scores(tree: GrowingTree) -> list[np.float32]:
+    """Of every node the sum of the gains from the root down, as float32 adds them."""
+    scores: list[np.float32] = []
+    for node in range(len(tree)):
+        parent = int(tree.parents[node])
+        scores.append(tree.gains[node] if parent == ROOT else np.float32(scores[parent] + tree.gains[node]))
+    return scores
+
+
+@given(tables, tables, shapes, st.integers(0, 1 << 16))
+@settings(deadline=None, max_examples=100)
+def test_children_that_are_ranked_again_keep_what_is_below_them(children: Table, again: Table, shape: Shape, chosen: int) -> None:
+    tree = GrowingTree()
+    grow(tree, POLICY, children, shape)
+    if not len(tree):
+        return
+    parents = np.unique(tree.parents).astype(np.intp)
+    node = parents[chosen % len(parents)]
+    above = path_of(tree, int(node))
+    below = {path_of(tree, n): (int(tree.rows[n]), tree.gains[n]) for n in range(len(tree))}
+    table = again((9,))[: shape.width]
+    tokens, gains = np.array([[t for t, _ in table]], np.int32), np.array([[g for _, g in table]], np.float32)
+    added = tree.rank_again(np.array([node]), tokens, gains)
+    possible = {t: (rank, g) for rank, (t, g) in enumerate(table) if np.isfinite(g)}
+    lowest = min((g for _, g in possible.values()), default=np.float32(0))
+    after = {path_of(tree, n): n for n in range(len(tree))}
+    assert set(after) == set(below) | {(*above, t) for t in possible}
+    assert added == len(after) - len(below)
+    assert tree.scores.tolist() == slow_scores(tree)
+    for path, n in after.items():
+        child = path[:-1] == above
+        if child and path[-1] in possible:
+            assert (tree.ranks[n], tree.gains[n]) == possible[path[-1]]
+        elif child:
+            assert tree.ranks[n] >= len(table)
+            assert tree.gains[n] == min(below[path][1], lowest)
+        else:
+            assert tree.gains[n] == below[path][1]
+        assert tree.rows[n] == below.get(path, (-1, 0))[0]
+
+
+@given(tables, shapes, st.integers(0, 6))
+@settings(deadline=None, max_examples=60)
+def test_a_pruned_tree_has_the_best_children_of_every_node_and_their_rows(children: Table, shape: Shape, width: int) -> None:
+    tree = GrowingTree()
+    grow(tree, POLICY, children, shape)
+    ranks = {path_of(tree, n): int(tree.ranks[n]) for n in range(len(tree))}
+    kept = [path for path in ranks if all(ranks[path[:i]] < width for i in range(1, len(path) + 1))]
+    rows, used, expanded = {path_of(tree, n): int(tree.rows[n]) for n in range(len(tree))}, tree.rows_used, tree.root_expanded
+    tree.prune(width)
+    assert [path_of(tree, n) for n in range(len(tree))] == kept
+    assert [int(row) for row in tree.rows] == [rows[path] for path in kept]
+    assert (tree.rows_used, tree.root_expanded) == (used, expanded)
+
+
+@given(tables, shapes, st.integers(1, 6), st.sampled_from([1e-3, 0.1, 0.5]))
+@settings(deadline=None, max_examples=60)
+def test_what_can_be_expanded_has_no_row_and_a_parent_that_has_one(children: Table, shape: Shape, depth: int, least: float) -> None:
+    tree = GrowingTree()
+    grow(tree, POLICY, children, shape)
+    expected = [
+        n
+        for n in range(len(tree))
+        if tree.rows[n] < 0 and tree.levels[n] < depth and np.exp(tree.scores[n]) >= np.float32(least)
+        if tree.parents[n] == ROOT or tree.rows[tree.parents[n]] >= 0
+    ]
+    assert tree.expandable(depth, least).tolist() == expected
+
+
+def test_a_pass_that_failed_leaves_no_rows() -> None:
+    tree = GrowingTree()
+    grow(tree, POLICY, Table(1, coarse=False), Shape(9, 3, 3))
+    nodes = tree.expandable(9, 1e-3)
+    before, used = tree.rows.copy(), tree.rows_used
+    rows = tree.rows_of(nodes)
+    tree.give_rows(nodes)
+    tree.restore_rows(nodes, rows, used)
+    assert (tree.rows.tolist(), tree.rows_used) == (before.tolist(), used)

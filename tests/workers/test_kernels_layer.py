@@ -1,6 +1,6 @@
 """The layer kernels against the slow obvious versions, and their promise: a token's bytes depend on nothing but the tokens that it sees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,17 +33,9 @@ from dovetail.workers.kernels.layer import (
     normalise,
     rotary_table,
 )
+from support.kernels import needs_kernels
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.why_not()))
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    isa = kernels.isa() if kernels.available() else None
-    yield
-    if isa is not None:
-        kernels.use_isa(isa)
-        kernels.set_threads(1)
+pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 
 
 # ---- fp32 arithmetic as the kernels have it, on numpy ----

@@ -1,7 +1,6 @@
 """The packed linears: the bytes that one chain of fma per output gives, for every number of rows, instruction set, thread count and way of packing."""
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,32 +11,14 @@ from torch import Tensor
 from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix, build
+from support.kernels import every_isa, needs_kernels, use
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(1, 1), (16, 4), (17, 5), (48, 128), (49, 131), (100, 70), (160, 257)]
 """n, k: one of each, whole vectors and panels, and what is left over of both."""
 
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason=str(kernels.why_not()))
 every_kind = pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
-every_isa = pytest.mark.parametrize("isa", Isa, ids=lambda isa: isa.name)
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """Whatever a test chooses is undone after it."""
-    if not kernels.available():
-        yield
-        return
-    isa, threads = kernels.isa(), kernels.threads()
-    yield
-    kernels.use_isa(isa)
-    kernels.set_threads(threads)
-
-
-def use(isa: Isa) -> None:
-    if isa not in kernels.isas():
-        pytest.skip(f"this machine has no {isa.name}")
-    kernels.use_isa(isa)
+pytestmark = pytest.mark.usefixtures("kernels_as_before")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

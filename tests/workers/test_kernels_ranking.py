@@ -1,7 +1,5 @@
 """The ranking kernel against torch's operations, on every instruction set."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -10,23 +8,9 @@ from torch import Tensor
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa, ranking
 from dovetail.workers.speculation import growth
+from support.kernels import every_isa, needs_kernels, use
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.why_not()))
-every_isa = pytest.mark.parametrize("isa", Isa, ids=lambda isa: isa.name)
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    isa, threads = kernels.isa(), kernels.threads()
-    yield
-    kernels.use_isa(isa)
-    kernels.set_threads(threads)
-
-
-def use(isa: Isa) -> None:
-    if isa not in kernels.isas():
-        pytest.skip(f"this machine has no {isa.name}")
-    kernels.use_isa(isa)
+pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 
 
 def draw(rows: int, size: int, *, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.lookup import LEAST, OCCURRENCES, ODDS, SIZES, Index, Lookup, LookupSession
-from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
 SHAPE = Shape(15, 8, 4)
 LONGEST = len(ODDS) - 1
@@ -168,6 +168,27 @@ def test_what_is_found_after_the_deadline_is_left_out() -> None:
     ticks = iter(range(100))
     engine = Lookup(clock=lambda: next(ticks))
     assert len(engine.draft(opened([1, 2, 3] * 6), (), 1, SHAPE, 2).tree) == 2
+
+
+def test_tokens_that_were_committed_without_a_draft_are_indexed_too() -> None:
+    session = opened([1, 2, 3, 4])
+    engine = Lookup()
+    engine.draft(session, (), 1, SHAPE)
+    proposal = engine.draft(session, (), 9, SHAPE, more=(9, 5, 1, 2))
+    assert session.log == [1, 2, 3, 4, 1, 9, 9, 5, 1, 2]
+    assert proposal == proposed(list(session.log))
+    assert not engine.grow_ahead(session)
+
+
+def test_what_is_less_likely_than_the_floor_is_not_offered_and_a_price_makes_it_the_only_bound() -> None:
+    log = [5, 6, 7, 0, 5, 6, 8, 1, 5, 6, 8, 2, 5, 6]
+    sizes = []
+    for price in (Price(0.0, 0.0), Price(0.0, 0.02), Price(), Price(None, 0.02), Price(0.0, 0.2), Price(None, 0.2)):
+        proposal = Lookup().draft(opened(log[:-1]), (), log[-1], Shape(200, 12, 9), price=price)
+        least = max(price.floor, LEAST if price.rate is None else 1e-4)
+        assert all(score >= math.log(least) for score in proposal.scores)
+        sizes.append(len(proposal.tree))
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3] > sizes[4] == sizes[5] > 0
 
 
 # -- processors --------------------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dovetail.protocol.messages import (
     Close,
     Closed,
     Draft,
+    Drafted,
     Drain,
     Event,
     Failed,
@@ -32,7 +33,8 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.noise import session_key
-from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
+from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
+from dovetail.workers.draft import DraftWorker, open_draft_worker
 from dovetail.workers.loop import serve
 from dovetail.workers.target import TargetWorker, open_target_worker
 from support.models import VOCABULARY, reference_tokens
@@ -50,7 +52,7 @@ def settings(llama_folder: Path) -> TargetSettings:
 class Coordinator:
     """The other end of the worker's link; keeps the first Hello."""
 
-    def __init__(self, worker: TargetWorker) -> None:
+    def __init__(self, worker: TargetWorker | DraftWorker[Any]) -> None:
         self.hub: MemoryHub = memory_links()
         self.link = self.hub.connect()
         self.worker = worker
@@ -339,7 +341,9 @@ def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
 
 def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
     coordinator.ask(opening())
-    coordinator.end()
+    coordinator.hub.close()
+    coordinator.thread.join(30.0)
+    assert (coordinator.thread.is_alive(), coordinator.error) == (False, None)
 
 
 def test_a_worker_that_is_turned_away_later_ends_with_the_reason(settings: TargetSettings) -> None:
@@ -368,3 +372,77 @@ def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(coord
     assert isinstance(failed, Failed)
     assert (failed.session, failed.round, failed.code) == (2, 0, "memory")
     assert coordinator.probe().sessions == 1
+
+
+# -- growth ahead ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A draft worker whose passes ahead can be stopped in the middle; notes what it does in which order."""
+
+    def __init__(self, worker: DraftWorker[Any]) -> None:
+        self.done: list[str] = []
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self._worker, engine = worker, worker._engine
+        self._grow, self._draft = engine.grow_ahead, engine.draft
+        engine.grow_ahead, engine.draft = self._grow_ahead, self._drafted
+
+    def _grow_ahead(self, session: Any) -> bool:
+        if not self._grow(session):
+            return False
+        self.done.append("pass")
+        if self.done[-3:] == ["pass"] * 3:  # the third one lasts until it is told otherwise
+            self.inside.set()
+            assert self.go_on.wait(30.0)
+        return True
+
+    def _drafted(self, *arguments: Any, **named: Any) -> Any:
+        self.done.append("draft")
+        return self._draft(*arguments, **named)
+
+
+def drafting(round: int, prefix: int, **changes: Any) -> Draft:
+    fields = {"accepted": (), "bonus": 3, "max_nodes": 8, "max_depth": 4, "max_width": 3, "ahead": True}
+    return Draft(epoch=EPOCH, session=1, round=round, prefix=prefix, **{**fields, **changes})
+
+
+@pytest.fixture
+def drafter(llama_folder: Path) -> Iterator[Coordinator]:
+    """A coordinator that has welcomed a draft worker with one session."""
+    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target="")
+    coordinator = Coordinator(worker)
+    coordinator.send(Welcome(epoch=EPOCH))
+    assert isinstance(coordinator.ask(opening(tree=TreeSettings(gamma=8, depth=4, width=3))), Opened)
+    yield coordinator
+    coordinator.end()
+    assert coordinator.error is None
+
+
+def test_an_order_that_comes_during_a_pass_ahead_waits_for_no_other(drafter: Coordinator) -> None:
+    watched = Watched(drafter.worker)
+    assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
+    assert watched.inside.wait(30.0)
+    drafter.send(drafting(2, 6, ahead=False))
+    watched.go_on.set()
+    drafted = drafter.next()
+    assert isinstance(drafted, Drafted)
+    assert drafted.ahead > 0
+    assert watched.done == ["draft", "pass", "pass", "pass", "draft"]
+
+
+def test_a_pass_ahead_that_fails_ends_neither_the_worker_nor_the_session(
+    drafter: Coordinator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine, failed = drafter.worker._engine, threading.Event()
+
+    def fail(*arguments: object) -> None:
+        failed.set()
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_read_ahead", fail)
+        assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
+        assert failed.wait(30.0)
+        assert isinstance(drafter.ask(drafting(2, 6)), Drafted)
+    assert drafter.probe().sessions == 1
+    assert "boom" in capfd.readouterr().err

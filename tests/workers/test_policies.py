@@ -3,6 +3,7 @@
 import heapq
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.settings import BUILT_POLICIES, TreeSettings
 from dovetail.workers.speculation.growth import GrowingTree
-from dovetail.workers.speculation.policies import DECAY, Beam, Budget, Dynamic, Policy, Static, open_policy
+from dovetail.workers.speculation.heterospec import Heterospec
+from dovetail.workers.speculation.policies import DECAY, NO_DECAY, Beam, BestFirst, Dynamic, Policy, Static, open_policy
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.shapes import EAGLE_1, fixed_shape
 from support.growing import VOCABULARY, Children, Path, Table, grow, path_of, proposal
 
 Offered = list[tuple[Path, np.float32]]
-DYNAMIC, BEAM, BUDGET = Dynamic(), Beam(), Budget()
+DYNAMIC, BEAM, BUDGET = Dynamic(), Beam(), BestFirst(DECAY)
 
 
 def expand_and_rerank(children: Children, shape: Shape) -> Offered:
@@ -46,7 +48,7 @@ def beam_search(children: Children, shape: Shape) -> Offered:
     return sorted(kept, key=lambda n: -n[1])[: shape.nodes]
 
 
-def best_first_search(children: Children, shape: Shape) -> Offered:
+def best_first_search(children: Children, shape: Shape, decay: np.float32 = DECAY) -> Offered:
     """SpecExec with a heap: the best node known is taken and its children become known."""
     known: list[tuple[float, int, Path, np.float32]] = [(0.0, 0, (), np.float32(0))]
     taken: Offered = []
@@ -58,7 +60,7 @@ def best_first_search(children: Children, shape: Shape) -> Offered:
             for token, gain in children(path)[: shape.width]:
                 if np.isfinite(gain):
                     below = np.float32(score + gain)
-                    heapq.heappush(known, (-float(below + np.float32(len(path) + 1) * DECAY), next(numbers), (*path, token), below))
+                    heapq.heappush(known, (-float(below + np.float32(len(path) + 1) * decay), next(numbers), (*path, token), below))
     return taken[1 : shape.nodes + 1]
 
 
@@ -86,6 +88,8 @@ DEFINITIONS: dict[str, Callable[[Children, Shape], Offered]] = {
     "dynamic": expand_and_rerank,
     "beam": beam_search,
     "budget": best_first_search,
+    "goodput": partial(best_first_search, decay=NO_DECAY),
+    "heterospec": expand_and_rerank,  # without thresholds there is one bin, and in it nothing is adapted
 }
 shapes = st.builds(Shape, nodes=st.integers(0, 40), depth=st.integers(1, 5), width=st.integers(1, 6))
 tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.booleans())
@@ -95,7 +99,13 @@ policies = st.sampled_from(BUILT_POLICIES)
 
 def test_every_policy_that_is_built_has_a_definition_here() -> None:
     assert sorted(DEFINITIONS) == sorted(BUILT_POLICIES)
-    assert [type(named(p, Shape(3, 3, 3))) for p in DEFINITIONS] == [Static, Dynamic, Beam, Budget]
+    assert [type(named(p, Shape(3, 3, 3))) for p in DEFINITIONS] == [Static, Dynamic, Beam, BestFirst, BestFirst, Heterospec]
+
+
+def test_an_unknown_policy_is_not_taken_for_another() -> None:
+    unchecked = TreeSettings().model_copy(update={"policy": "dynamite"})
+    with pytest.raises(ValueError, match="no tree policy is called 'dynamite'"):
+        open_policy(unchecked)
 
 
 @given(policies, fine_tables, shapes)
@@ -127,7 +137,7 @@ def test_every_prefix_of_a_proposal_is_a_tree_within_its_shape_wherever_the_root
         assert len(sent) <= shape.nodes
         assert max(sent.depths, default=0) <= shape.depth
         assert all(len(below) <= shape.width for below in sent.children.values())
-        if policy in ("dynamic", "beam"):
+        if policy in ("dynamic", "beam", "goodput"):
             assert (np.diff(tree.scores[offered]) <= 0).all()
         if move is not None and len(tree):
             above += path_of(tree, move % len(tree))
@@ -152,12 +162,29 @@ def test_no_pass_expands_more_than_the_width_nor_anything_twice_nor_below_the_de
     assert all(len(path) < shape.depth for path in expanded)
     if policy != "static":
         assert all(len(nodes) <= shape.width for nodes in passes)
-    if policy != "budget":
+    if policy not in ("budget", "goodput"):
         assert all(len({len(path) for path in nodes}) == 1 for nodes in passes)
         assert len(passes) <= shape.depth
 
 
-@given(st.sampled_from(["static", "beam", "budget"]), fine_tables, shapes, st.integers(0, 1 << 16))
+@given(st.sampled_from(["budget", "goodput"]), fine_tables, shapes, st.lists(st.integers(1, 6), min_size=1))
+@settings(deadline=None, max_examples=100)
+def test_best_first_comes_to_the_same_however_few_nodes_of_a_pass_are_expanded(policy: str, children: Table, shape: Shape, affordable: list[int]) -> None:
+    tree, growing, counts = GrowingTree(), named(policy, shape), itertools.cycle(affordable)
+    grow(tree, growing, children, shape, most=lambda: next(counts))
+    assert proposal(tree, growing, shape) == DEFINITIONS[policy](children, shape)
+
+
+@given(fine_tables, shapes.filter(lambda shape: shape.depth <= 3))
+@settings(deadline=None, max_examples=100)
+def test_goodput_offers_the_likeliest_of_all_the_nodes_that_there_could_be(children: Table, shape: Shape) -> None:
+    tree, whole, growing = GrowingTree(), GrowingTree(), named("goodput", shape)
+    grow(tree, growing, children, shape)
+    grow(whole, BestFirst(), children, Shape(1000, shape.depth, shape.width))
+    assert tree.scores[growing.select(tree, shape)].tolist() == np.sort(whole.scores)[::-1][: shape.nodes].tolist()
+
+
+@given(st.sampled_from(["static", "beam", "budget", "goodput"]), fine_tables, shapes, st.integers(0, 1 << 16))
 @settings(deadline=None, max_examples=150)
 def test_whatever_the_last_tree_left_the_next_is_the_one_from_scratch(policy: str, children: Table, shape: Shape, move: int) -> None:
     """Not so with `dynamic`, which goes on from more than it would have grown."""

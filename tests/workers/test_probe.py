@@ -1,33 +1,23 @@
 """What the machine can do at best, by the kernels' own instructions."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from dovetail.workers import kernels
 from dovetail.workers.inventory import kernel_failures, take_inventory
 from dovetail.workers.kernels import Isa
+from support.kernels import every_isa, use
 
 if not kernels.available():
     pytest.skip("the C++ kernels are not built here", allow_module_level=True)
 
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
 
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The instruction set and the threads of the other tests."""
-    isa, threads = kernels.isa(), kernels.threads()
-    yield
-    kernels.use_isa(isa)
-    kernels.set_threads(threads)
+pytestmark = pytest.mark.usefixtures("kernels_as_before")
 
 
-@pytest.mark.parametrize("isa", list(Isa), ids=lambda isa: isa.name.lower())
+@every_isa
 def test_every_instruction_set_has_a_peak_and_a_bandwidth(isa: Isa) -> None:
-    if isa not in kernels.isas():
-        pytest.skip("not on this machine")
-    kernels.use_isa(isa)
+    use(isa)
     for arithmetic in (Arithmetic.FP32, Arithmetic.INT8):
         peak = peak_gflop_s(arithmetic, budget_s=0.01)
         assert peak is not None

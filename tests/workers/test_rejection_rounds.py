@@ -131,7 +131,7 @@ def test_a_lookup_refuses_what_it_cannot_do() -> None:
     known = {"capacity": 80, "vocabulary_size": VOCABULARY, "key": bytes(16)}
     with pytest.raises(RequestError, match="needs a draft that draws from probabilities"):
         Lookup().open(PROMPT, sampling=SAMPLED, tree=TREE, **known)
-    with pytest.raises(RequestError, match=r"grows its tree best first: set tree\.policy to 'dynamic' or 'budget', not 'beam'"):
+    with pytest.raises(RequestError, match=r"grows its tree best first: set tree\.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'"):
         Lookup().open(PROMPT, sampling=Sampling(), tree=TREE.model_copy(update={"policy": "beam"}), **known)
     session = Lookup().open([1, 2, 3, 1, 2], sampling=Sampling(), tree=TREE.model_copy(update={"policy": "budget"}), **known)
     assert Lookup().draft(session, (), 3, SHAPE).tree != TokenTree()

@@ -23,6 +23,19 @@ def test_a_round_too_many_or_another_length_is_refused(round_: int, prefix: int,
     assert refusal.value.code == "prefix"
 
 
+@pytest.mark.parametrize(("round_", "left_out"), [(4, 0), (4, 3), (5, 1), (7, 3)])
+def test_rounds_may_be_missing_whose_tokens_come_along(round_: int, left_out: int) -> None:
+    check_round(1, last=3, round=round_, length=10, prefix=10, left_out=left_out)
+
+
+@pytest.mark.parametrize(("round_", "prefix", "words"), [(8, 10, "round 8 was asked for after round 3"), (5, 11, "assumes 11 tokens, the log here has 10")])
+def test_more_missing_rounds_than_tokens_and_tokens_that_do_not_add_up_are_refused(round_: int, prefix: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        check_round(1, last=3, round=round_, length=10, prefix=prefix, left_out=3)
+    with pytest.raises(StaleError):
+        check_round(1, last=3, round=3, length=10, prefix=10, left_out=3)
+
+
 def test_a_session_is_found_or_refused() -> None:
     assert find_session({4: "here"}, 4) == "here"
     with pytest.raises(RequestError, match="session 5 is not open") as refusal:

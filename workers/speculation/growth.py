@@ -25,7 +25,7 @@ Nodes = NDArray[np.intp]
 NO_ROW = -1
 SMALLEST_POOL = 256
 """Places that a pool has at first; they double when there are no more."""
-TOKENS, PARENTS, LEVELS, RANKS, ROWS = range(5)
+TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED = range(6)
 """The columns of integers."""
 GAINS, SCORES = range(2)
 """Those of float32: the log-probability given the parent, at most 0, and the sum of these from the root down."""
@@ -36,7 +36,7 @@ class GrowingTree:
 
     def __init__(self) -> None:
         # place 0 is the root's, and node i has place i + 1: whatever is looked up for parents is there for the root too
-        self._ints = np.zeros((5, SMALLEST_POOL), np.int32)
+        self._ints = np.zeros((6, SMALLEST_POOL), np.int32)
         self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
         self._stop = 1
@@ -71,8 +71,33 @@ class GrowingTree:
         return self._ints[ROWS, 1 : self._stop]
 
     @property
+    def used(self) -> Ints:
+        """1 for what was offered last or lies on the way to the next root, 0 for the others."""
+        return self._ints[USED, 1 : self._stop]
+
+    @property
+    def unused(self) -> int:
+        """How many nodes are neither."""
+        return len(self) - int(self.used.sum())
+
+    @property
+    def gains(self) -> Floats:
+        """The log-probability of each node given its parent; the children of an expanded node are the likeliest tokens after it, and nothing else."""
+        return self._floats[GAINS, 1 : self._stop]
+
+    @property
     def scores(self) -> Floats:
         return self._floats[SCORES, 1 : self._stop]
+
+    def probabilities(self, nodes: Nodes) -> Floats:
+        """That each of `nodes` lies on the target's path."""
+        probabilities: Floats = np.exp(self.scores[nodes])
+        return probabilities
+
+    def expected_tokens(self, nodes: int) -> float:
+        """How many tokens a verdict on the best `nodes` of the pool would bring, the bonus among them."""
+        scores = self.scores if len(self) <= nodes else np.partition(self.scores, len(self) - nodes)[len(self) - nodes :]
+        return 1.0 + float(np.exp(scores).sum())
 
     def levels_of(self, nodes: Nodes) -> Ints:
         """The levels of `nodes`; the root (-1) has level 0."""
@@ -103,10 +128,24 @@ class GrowingTree:
         found = np.flatnonzero((self.parents == node) & (self.tokens == token))
         return int(found[0]) if len(found) else None
 
+    def is_expanded(self, node: int) -> bool:
+        """Whether what follows `node` (-1: the root) is known."""
+        return self.root_expanded if node == ROOT else bool(self.rows[node] != NO_ROW)
+
+    def expandable(self, depth: int, least: float) -> Nodes:
+        """Nodes without a row of their own whose parents have theirs, above level `depth` and of a path probability of at least `least`."""
+        above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
+        return np.flatnonzero((self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least)))
+
     def give_rows(self, nodes: Nodes) -> None:
         """Gives each of `nodes` the next free row."""
         self.rows[nodes] = self.rows_used + np.arange(len(nodes), dtype=np.int32)
         self.rows_used += len(nodes)
+
+    def restore_rows(self, nodes: Nodes, rows: Ints, rows_used: int) -> None:
+        """Takes back what `give_rows` gave: `nodes` (-1: the root) have `rows` again."""
+        self._ints[ROWS, nodes + 1] = rows
+        self.rows_used = rows_used
 
     def lineage(self, nodes: Nodes) -> tuple[Ints, Ints]:
         """The rows that each of `nodes` sees, by depth and its own last: those of node i are rows[offsets[i] : offsets[i + 1]]. All of them have rows.
@@ -132,9 +171,9 @@ class GrowingTree:
         first, above = self._stop, np.asarray(nodes, np.intp)[:, None] + 1
         self._reserve(first + tokens.size)
         self._stop += tokens.size
-        ints = self._ints[:, first : self._stop].reshape(5, *tokens.shape)
+        ints = self._ints[:, first : self._stop].reshape(6, *tokens.shape)
         ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, self._ints[LEVELS, above] + 1
-        ints[RANKS], ints[ROWS] = np.arange(tokens.shape[1]), NO_ROW
+        ints[RANKS], ints[ROWS], ints[USED] = np.arange(tokens.shape[1]), NO_ROW, 0
         floats = self._floats[:, first : self._stop].reshape(2, *tokens.shape)
         floats[GAINS], floats[SCORES] = gains, self._floats[SCORES, above] + gains
         if math.isinf(lowest):
@@ -152,19 +191,10 @@ class GrowingTree:
         Returns the rows that the surviving nodes had; from now on these nodes have the rows 0, 1, ... in that order. Order is kept, scores are summed
         anew from the new root, so that they carry no rounding of the path above.
         """
-        below = np.zeros(len(self) + 1, np.bool_)  # the last element stands for the old root, index -1
-        below[node] = True
         level = int(self.levels[node])
-        for deeper in range(level + 1, int(self.levels.max()) + 1):
-            at_level = np.flatnonzero(self.levels == deeper)
-            below[at_level] = below[self.parents[at_level]] & (self.ranks[at_level] < width)
-        below[node] = False
-        survivors = np.flatnonzero(below)
-        renumbered = np.full(len(self), ROOT, np.int32)  # the new root becomes -1
-        renumbered[survivors] = np.arange(len(survivors), dtype=np.int32)
-        self.root_expanded = bool(self.rows[node] != NO_ROW)
-        self._keep(np.concatenate(([0], survivors + 1)))
-        self.parents[:] = renumbered[self.parents]
+        root_expanded = bool(self.rows[node] != NO_ROW)
+        self._keep_below(node, width)
+        self.root_expanded = root_expanded
         self.levels[:] -= level
         self._sum_scores()
         expanded = np.flatnonzero(self.rows != NO_ROW)
@@ -172,6 +202,50 @@ class GrowingTree:
         self.rows_used = 0
         self.give_rows(expanded)
         return old_rows
+
+    def rank_again(self, nodes: Nodes, tokens: Ints, gains: Floats) -> int:
+        """The children [N, K] of `nodes` (-1: the root), some of which have children: these go on with the new gains, and with all that is below them.
+
+        Children that are not among the new ones are no likelier than the last of those, and get ranks behind them. Returns how many were added.
+        """
+        left, gains = np.full(gains.shape, -np.inf, np.float32), np.minimum(gains, np.float32(0.0))
+        for place, node in enumerate(nodes.tolist()):
+            there = np.flatnonzero(self.parents == node)
+            same = tokens[place][None, :] == self.tokens[there][:, None]
+            same &= np.isfinite(gains[place])
+            again, ranks = same.any(axis=1), same.argmax(axis=1)
+            lowest = gains[place][np.isfinite(gains[place])].min(initial=0.0)
+            self.gains[there] = np.where(again, gains[place][ranks], np.minimum(self.gains[there], lowest))
+            self.ranks[there] = np.where(again, ranks, tokens.shape[1] + np.arange(len(there)))
+            new = ~same.any(axis=0)
+            left[place, new] = gains[place, new]
+        added = self.add_children(nodes, tokens, left)
+        self._sum_scores()
+        return added
+
+    def prune(self, width: int) -> None:
+        """Keeps of every node's children the best `width`, with what is below them. Rows keep their numbers; those of what is gone are not free."""
+        self._keep_below(ROOT, width)
+
+    def children_of(self, nodes: Nodes) -> NDArray[np.intp]:
+        """How many children each of `nodes` (-1: the root) has."""
+        counts = np.bincount(self.parents + 1, minlength=len(self) + 1)
+        return counts[nodes + 1]
+
+    def _keep_below(self, node: int, width: int) -> None:
+        """Only what is below `node` (-1: the root) is left, of every node's children the best `width`; `node` is the parent -1."""
+        level = 0 if node == ROOT else int(self.levels[node])
+        below = np.zeros(len(self) + 1, np.bool_)  # the last element stands for the old root, index -1
+        below[node] = True
+        for deeper in range(level + 1, int(self.levels.max(initial=0)) + 1):
+            at_level = np.flatnonzero(self.levels == deeper)
+            below[at_level] = below[self.parents[at_level]] & (self.ranks[at_level] < width)
+        below[node] = False
+        survivors = np.flatnonzero(below[:-1])
+        renumbered = np.full(len(self) + 1, ROOT, np.int32)  # the new root becomes -1
+        renumbered[survivors] = np.arange(len(survivors), dtype=np.int32)
+        self._keep(np.concatenate(([0], survivors + 1)))
+        self.parents[:] = renumbered[self.parents]
 
     def _sum_scores(self) -> None:
         scores = self.scores

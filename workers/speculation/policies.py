@@ -11,6 +11,9 @@ of the root has left; what has a row is not expanded again. Every prefix of what
   288/48/6. A smaller gamma takes the best of them.
 - `budget`: the best `nodes` of the whole tree that the draft could grow, as a best-first search finds them (SpecExec, Svirschevski et al. 2024), its score
   falling by log(0.95) with every level; a pass expands the best `width` that have not been. gamma is what counts; depth and width are bounds.
+- `goodput`: best first like `budget`, without its decay, so that the list is in the order of the probability to be accepted. How many passes pay is settled
+  where they are made, how many nodes where they are verified; either takes a beginning of what is said here.
+- `heterospec`: `heterospec.py`.
 
 Knows numbers only, no model, no cache and no clock.
 """
@@ -18,7 +21,7 @@ Knows numbers only, no model, no cache and no clock.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +34,21 @@ from dovetail.workers.speculation.shapes import Path, fixed_shape
 
 DECAY = np.float32(np.log(0.95))
 """What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain tokens from taking the whole budget."""
+NO_DECAY = np.float32(0.0)
 
 
 class Policy(Protocol):
     """Grows one session's tree."""
 
+    @property
+    def entropy(self) -> float | None:
+        """Of the last tree, where the policy goes by it (`heterospec.py`); else None."""
+
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """What each pass of the model expands, none empty: the root, -1, by itself and first, then nodes whose parents have rows.
 
         The caller gives them rows and adds their children before it asks for the next pass. It may stop at any time, and has to where it cannot expand
-        what it is given.
+        what it is given. Of what `BestFirst` gives it may also expand some nodes only, the first at least: the others come again.
         """
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
@@ -50,12 +58,14 @@ class Policy(Protocol):
 class Dynamic:
     """Expand and rerank."""
 
+    entropy: ClassVar[float | None] = None
+
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """One pass a level."""
-        yield from _root(tree, shape)
+        yield from root_pass(tree, shape)
         for level in range(1, shape.depth):
             best = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: shape.width]
-            if len(nodes := _worthwhile(best, self.select(tree, shape), tree, shape)):
+            if len(nodes := worthwhile(best, self.select(tree, shape), tree, shape)):
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
@@ -66,12 +76,14 @@ class Dynamic:
 class Beam:
     """The best `width` nodes of every level, each the child of one that was kept on the level before."""
 
+    entropy: ClassVar[float | None] = None
+
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """One pass a level."""
-        yield from _root(tree, shape)
+        yield from root_pass(tree, shape)
         for level in range(1, shape.depth):
             kept = _kept(tree, level, shape.width)
-            if len(nodes := _worthwhile(kept[tree.levels[kept] == level], best_first(kept, tree.scores)[: shape.nodes], tree, shape)):
+            if len(nodes := worthwhile(kept[tree.levels[kept] == level], best_first(kept, tree.scores)[: shape.nodes], tree, shape)):
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
@@ -79,22 +91,27 @@ class Beam:
         return best_first(_kept(tree, shape.depth, shape.width), tree.scores)[: shape.nodes]
 
 
-class Budget:
-    """Best first up to the number of nodes."""
+@dataclass(frozen=True)
+class BestFirst:
+    """Best first up to the number of nodes: `budget` with its decay, `goodput` without one."""
+
+    decay: np.float32 = NO_DECAY
+    """Added to a score for every level, at most 0."""
+    entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """As many passes as it takes until everything offered that may have children has been expanded."""
-        yield from _root(tree, shape)
+        yield from root_pass(tree, shape)
         while True:
             best = self.select(tree, shape)
-            nodes = _worthwhile(best[tree.levels[best] < shape.depth], best, tree, shape)[: shape.width]
+            nodes = worthwhile(best[tree.levels[best] < shape.depth], best, tree, shape)[: shape.width]
             if not len(nodes):
                 return
             yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """The best of the pool by their scores with the decay; rounding is monotonic, so no child comes before its parent here either."""
-        decayed: Floats = tree.scores + tree.levels.astype(np.float32) * DECAY
+        decayed: Floats = tree.scores + tree.levels.astype(np.float32) * self.decay
         return best_first(np.flatnonzero(tree.levels <= shape.depth), decayed)[: shape.nodes]
 
 
@@ -103,10 +120,11 @@ class Static:
     """A fixed shape. What is offered is in its order, siblings by rank, whatever the scores."""
 
     paths: tuple[Path, ...]
+    entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """One pass a level, of the nodes that have children in the shape."""
-        yield from _root(tree, shape)
+        yield from root_pass(tree, shape)
         below = _below(self.paths, shape)
         inner: NDArray[np.bool_] = np.any(below >= 0, axis=1)
         for level in range(1, shape.depth):
@@ -127,21 +145,29 @@ def open_policy(settings: TreeSettings) -> Policy:
     match settings.policy:
         case "static":
             return Static(fixed_shape(settings.gamma, settings.depth, settings.width))
+        case "dynamic":
+            return Dynamic()
         case "beam":
             return Beam()
         case "budget":
-            return Budget()
-        case _:
-            return Dynamic()
+            return BestFirst(DECAY)
+        case "goodput":
+            return BestFirst()
+        case "heterospec":
+            from dovetail.workers.speculation.heterospec import Heterospec  # it is made of what stands here
+
+            return Heterospec(settings)
+        case unknown:
+            raise ValueError(f"no tree policy is called {unknown!r}")
 
 
-def _root(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
+def root_pass(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
     """The first pass, if there is anything to be had from it."""
     if shape.nodes > 0 and shape.depth > 0 and not tree.root_expanded:
         yield np.array([ROOT], np.intp)
 
 
-def _worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
+def worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
     """`nodes` less those that have been expanded, less those that cannot matter.
 
     A child comes after its parent in the order of `offered`, the best nodes so far, so what is below a node that is not among the best `shape.nodes` - 1
@@ -149,8 +175,8 @@ def _worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -
     """
     matters = np.zeros(len(tree), np.bool_)
     matters[offered[: max(shape.nodes - 1, 0)]] = True
-    worthwhile: Nodes = nodes[matters[nodes] & (tree.rows[nodes] == NO_ROW)]
-    return worthwhile
+    left: Nodes = nodes[matters[nodes] & (tree.rows[nodes] == NO_ROW)]
+    return left
 
 
 def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:

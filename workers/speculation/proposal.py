@@ -1,6 +1,6 @@
 """What a draft is asked for and what it offers. Knows no tensors: a draft without a model speaks of the same."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.tree import TokenTree
@@ -16,6 +16,19 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Price:
+    """What growth that somebody waits for has to be worth."""
+
+    rate: float | None = None
+    """Tokens that a second is worth; None: whatever the policy asks for is grown."""
+    floor: float = 0.0
+    """Path probability below which a node would not be verified: it is neither offered nor expanded."""
+
+
+FREE = Price()
+
+
+@dataclass(frozen=True)
 class Proposal:
     """What is offered for verification, best first; `grown` nodes joined the pool for it, `hit`: its root lay in the pool already."""
 
@@ -23,6 +36,14 @@ class Proposal:
     scores: tuple[float, ...]
     grown: int
     hit: bool
+    ahead: int = 0
+    """Nodes that joined the pool between the last proposal and the order."""
+    wasted: int = 0
+    """Nodes dropped when the root moved, neither offered last nor on the way to the new root."""
+    passes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """(rows, ns) of the passes for it, then of those between the last proposal and the order."""
+    entropy: float | None = None
+    """Of the tree, in nats, where the policy goes by it."""
     candidates: Array | None = None
     """int32 [1 + nodes, K]: of what the children of the root and of each node were drawn, where they were drawn at random."""
     probabilities: Array | None = None

@@ -4,7 +4,6 @@ Both are the same to a trainer: all sequences one behind the other, and a row of
 packed, not what is learned from them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -44,16 +43,6 @@ class Batch:
         return Batch(self.tokens.to(device), self.learn.to(device), self.sequence.to(device), self.position.to(device), self.g.to(device), taps)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One whole sequence: tokens [n], learn [n], g [n, H], taps [n, K * H]; see `Batch`."""
-
-    tokens: Tensor
-    learn: Tensor
-    g: Tensor
-    taps: Tensor | None
-
-
 class Features(Protocol):
     """Sequences with the target's hidden states."""
 
@@ -75,9 +64,6 @@ class Features(Protocol):
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
         """Drawn rows [size, length], the same for the same state of `rng`."""
-
-    def samples(self) -> Iterator[Sample]:
-        """All sequences, in an order that never changes."""
 
     def split(self, held: float) -> "tuple[Features, Features]":
         """All but a share `held` of the sequences, and these; all answers to a prompt are on the same side."""
@@ -183,12 +169,6 @@ class Packed:
             g=g,
             taps=taps,
         )
-
-    def samples(self) -> Iterator[Sample]:
-        """The sequences in view, whole."""
-        for start, stop in zip(self.source.offsets[self.first : self.last].tolist(), self.source.offsets[self.first + 1 : self.last + 1].tolist(), strict=True):
-            tokens, learn = self.source.tokens[start:stop].astype(np.int64), self.source.learn[start:stop].astype(np.bool_)
-            yield Sample(torch.from_numpy(tokens), torch.from_numpy(learn), *self._parted(self.source.read(start, stop)))
 
     def split(self, held: float) -> tuple[Features, Features]:
         """The first sequences, and a share `held` of them from the end; those with the same prompt stand together."""

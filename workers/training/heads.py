@@ -7,6 +7,7 @@ slow oracle of `workers.models.heads`. They know neither losses nor data, and th
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -230,7 +231,7 @@ class Block(nn.Module):
         return Said(x + mixed, None if contrast is None else x + contrast)
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """A head of any kind: `begin` takes the target's features, every `forward` is one step."""
 
     def __init__(self, shape: HeadShape) -> None:
@@ -241,9 +242,9 @@ class Head(nn.Module):
         """The state that step 0 takes: features [B, n, W] -> [B, n, H]."""
         return features
 
+    @abstractmethod
     def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
         """One step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j + i [B, n]."""
-        raise NotImplementedError
 
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
         """What is multiplied for the logits of states [..., H]: rows [..., H] and a matrix [Vd, H]; target_head is the target's own [V, H]."""
@@ -374,9 +375,3 @@ def new_head(shape: HeadShape, *, seed: int) -> Head:
     torch.manual_seed(seed)
     classes: dict[Kind, type[Head]] = {"eagle": EagleHead, "eagle3": Eagle3Head, "dovetail": DovetailHead, "jakiro": JakiroHead}
     return classes[shape.kind](shape)
-
-
-def unroll(head: Head, embedding: Tensor, batch_tokens: Tensor, state: Tensor, positions: Tensor, seen: Seen, step: int) -> Said:
-    """Step `step` with the given tokens: tokens [B, n] are x_j, of which row j takes x_{j+1+step} (behind the end any: such a row predicts nothing)."""
-    ahead = torch.roll(batch_tokens, -(1 + step), dims=1)
-    return cast(Said, head(functional.embedding(ahead, embedding), state, positions + step, seen))

@@ -36,7 +36,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the losses are weighed; `PAPERS` of the trainer has the papers' own."""
+    """How the losses are weighed; `recipes.PAPERS` has the papers' own."""
 
     feature: float = 1.0
     """SmoothL1 between state and feature (EAGLE 1.0, EAGLE-3 none)."""

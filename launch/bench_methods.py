@@ -1,0 +1,237 @@
+"""What is measured side by side: ways to decode, the settings that each means, the processes that decode for it, and the prompts.
+
+Every method has a stack of processes of its own on the same cores as every other, unless it names one that it shares: methods that differ in nothing but what
+travels with a request - the tree, drafting ahead - need no second one. Knows nothing of how the turns are taken, nor of what comes of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from dovetail.launch.configure import Configuration, parse_setting, read_file
+from dovetail.launch.connection import Connection, ahead_of
+from dovetail.launch.cores import CoreLayout
+from dovetail.launch.peers import ASSISTED, Peer
+from dovetail.launch.prompts import Prompt, read_prompts
+from dovetail.launch.supervise import Supervisor, layout_of, start_stack, wait_until_ready
+from dovetail.launch.terminal import spinner
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Finished, RoundRecord
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, Sampling
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode: the name it was given on the command line, and the settings that this means."""
+
+    name: str
+    configuration: Configuration
+    threads: int | None = None
+    """Of a peer, which is measured with several numbers of them; none: a method of ours."""
+    shares: str = ""
+    """Methods that say the same share a stack of processes; those that say nothing have one of their own."""
+
+    @property
+    def ours(self) -> bool:
+        return self.threads is None
+
+    @property
+    def drafts(self) -> bool:
+        return self.configuration.settings.draft.kind != NONE
+
+    @property
+    def label(self) -> str:
+        """Tells a peer with so many threads from the same with others."""
+        return self.name if self.threads is None else f"{self.name} with {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    name: str
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt as it is measured: cut to fit the context, and the reply cut where it begins to loop."""
+
+    prompt: Prompt
+    turn: str
+    max_tokens: int
+    reference: Finished
+
+    @property
+    def shortened(self) -> bool:
+        return self.turn != self.prompt.turns[0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed reply; the time to the first token is that to the first `together` tokens."""
+
+    task: Task
+    finished: Finished
+    together: int = 1
+
+    @property
+    def decode_s(self) -> float:
+        return self.finished.result.wall_s - self.finished.result.time_to_first_token_s
+
+    @property
+    def decoded_tokens(self) -> int:
+        return self.finished.result.completion_tokens - self.together
+
+
+class Contender(Protocol):
+    """What decodes for a method."""
+
+    @property
+    def method(self) -> Method:
+        """Whose replies these are."""
+
+    def decode(self, task: Task, temperature: float, seed: int) -> Run:
+        """One timed reply."""
+
+    def peak_rss_mb(self) -> float:
+        """The most memory that its processes ever held, summed, in 10^6 bytes."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A stack of our processes."""
+
+    method: Method
+    connection: Connection
+
+    def decode(self, task: Task, temperature: float, seed: int, record: Callable[[RoundRecord], None] | None = None) -> Run:
+        settings = self.method.configuration.settings
+        finished = self.connection.decode(
+            [task.turn],
+            sampling=sampling_of(self.method, temperature, task.max_tokens),
+            tree=settings.tree,
+            max_tokens=task.max_tokens,
+            seed=seed,
+            speculate=self.method.drafts,
+            ahead=ahead_of(settings.draft),
+            record=record,
+        )
+        return Run(task, finished)
+
+    def peak_rss_mb(self) -> float:
+        return self.connection.peak_rss_mb()
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A peer with so many threads."""
+
+    method: Method
+    peer: Peer
+
+    def decode(self, task: Task, temperature: float, seed: int) -> Run:
+        threads = self.method.threads
+        assert threads is not None
+        sampling = sampling_of(self.method, temperature, task.max_tokens)
+        reply = self.peer.decode([task.turn], sampling=sampling, max_tokens=task.max_tokens, seed=seed, threads=threads)
+        return Run(task, Finished(epoch=0, request=0, result=reply.result, margins=()), reply.together)
+
+    def peak_rss_mb(self) -> float:
+        return self.peer.peak_rss_mb()
+
+
+def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling:
+    """How a method samples a reply of at most so many tokens."""
+    sampling = method.configuration.settings.sampling
+    return sampling.model_copy(update={"temperature": temperature, "min_tokens": min(sampling.min_tokens, max_tokens)})
+
+
+def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
+    """The methods, `none` first; `UserError` for one that is none, or that is named twice."""
+    texts = (NONE, *(text for text in texts if text != NONE)) if texts else (NONE, "auto")
+    if len(set(texts)) < len(texts):
+        raise UserError("a --method is named twice: give each once, and --repeat for more runs")
+    return [read_method(base, text) for text in texts]
+
+
+def read_method(base: Configuration, text: str) -> Method:
+    """The method that "HEAD,SETTING=VALUE,..." names, over the settings of the whole run."""
+    head, *settings = text.split(",")
+    origin = f"--method {text}"
+    if head == ASSISTED:
+        configuration = base.over(origin, {})
+    elif head in DRAFT_KINDS:
+        configuration = base.over(origin, {"draft.kind": head, **({"draft.model": ""} if head in ("ngram", *HEAD_KINDS) else {})})
+    elif head.endswith(".toml"):
+        configuration = base.over(origin, read_file(Path(head)))
+    elif "/" in head or Path(head).is_dir():
+        configuration = base.over(origin, {"draft.kind": "auto", "draft.model": head})
+    else:
+        raise UserError(
+            f"--method {head!r} is no method: name none, a kind of draft (small, dovetail, ...), the folder of a draft, a settings file (.toml) or {ASSISTED}"
+        )
+    values = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise UserError(f"--method {text}: {setting!r} is no setting: write NAME=VALUE, such as tree.gamma=6")
+        values[name] = parse_setting(name, value, origin)
+    return Method(text, configuration.over(origin, values), 1 if head == ASSISTED else None)
+
+
+def read_prompt_set(path: Path, limit: int | None) -> PromptSet:
+    """The first prompts of a file, under the file's name."""
+    return PromptSet(path.stem, tuple(read_prompts(path)[:limit]))
+
+
+@contextmanager
+def contenders(methods: Sequence[Method]) -> Iterator[dict[str, Contender]]:
+    """What decodes for each method, by the method's label, all on the same cores and all ready; the first method is `none`."""
+    layout = layout_of(methods[0].configuration.settings)
+    with ExitStack() as owned:
+        supervisor = owned.enter_context(Supervisor())
+        found: dict[str, Contender] = {}
+        shared: dict[str, Connection] = {}
+        with spinner() as say:
+            for method in methods:
+                say(f"starting {method.name}")
+                if not method.ours:
+                    peer = owned.enter_context(closing(Peer(supervisor, method.configuration, layout)))
+                    variants = [replace(method, threads=threads) for threads in peer.thread_counts]
+                    found.update({variant.label: Theirs(variant, peer) for variant in variants})
+                    continue
+                connection = shared.get(method.shares) or _start(owned, supervisor, founder(methods, method), layout, say)
+                if method.shares:
+                    shared[method.shares] = connection
+                found[method.label] = Ours(method, connection)
+        yield found
+
+
+def founder(methods: Sequence[Method], of: Method) -> Method:
+    """The method whose settings the processes of `of` are started with: where several share them, the first of these that drafts, with room for drafting ahead
+    where one of them wants it. `ValueError` where they would need different processes.
+    """
+    sharing = [method for method in methods if method.shares == of.shares and method.drafts] if of.shares else []
+    if not sharing:
+        return of
+    first = sharing[0]
+    if any(_processes(method) != _processes(first) for method in sharing):
+        raise ValueError(f"{', '.join(method.name for method in sharing)} cannot share processes: their models differ, or what they are loaded as")
+    waits = all(method.configuration.settings.draft.ahead is False for method in sharing)
+    return first if waits else replace(first, configuration=first.configuration.over("shared processes", {"draft.ahead": "auto"}))
+
+
+def _processes(method: Method) -> tuple[object, ...]:
+    """What the processes are started with, but for what a request can say as well."""
+    settings = method.configuration.settings
+    return settings.target, settings.draft.model_copy(update={"ahead": "auto"}), settings.coordinator
+
+
+def _start(owned: ExitStack, supervisor: Supervisor, method: Method, layout: CoreLayout, say: Callable[[str], None]) -> Connection:
+    """A stack of processes that is ready."""
+    stack = start_stack(supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ")
+    state = wait_until_ready(supervisor, stack, lambda text: say(f"{method.name}: {text}"))
+    return Connection(owned.enter_context(stack.connect()), state, stack)

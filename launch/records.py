@@ -1,0 +1,96 @@
+"""The file that `generate --record` writes: a line a round, `{"id", "turn", "record"}`, for whatever looks back at what was offered, verified and accepted.
+
+`id` is the prompt's in its file, empty for a single prompt; `record` has the fields of `messages.RoundRecord`. A run of a file of prompts that was interrupted
+goes on in the same file: a round that is not later than the one before it begins its reply anew.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pydantic import ValidationError
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import RoundRecord
+
+
+@dataclass(frozen=True)
+class RecordedReply:
+    """The rounds of one reply, in their order: the answer to the turn of this number of a prompt."""
+
+    id: str
+    turn: int
+    rounds: tuple[RoundRecord, ...]
+
+
+class RecordFile:
+    """The open file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, id: str, turn: int, record: RoundRecord) -> None:
+        """Append a round."""
+        line = json.dumps({"id": id, "turn": turn, "record": record.model_dump(mode="json")}, ensure_ascii=False)
+        self._file.write(line.encode() + b"\n")
+
+
+@contextmanager
+def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
+    """Open for writing; `go_on`: what an earlier run wrote stays, but for a torn last line. `UserError` if the file is something else."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file, and records are read again: choose a file as --record")
+    whole = _whole_bytes(path) if path.exists() else 0
+    try:
+        file = path.open("r+b" if path.exists() else "w+b")
+    except OSError as error:
+        raise UserError(f"cannot write the records to {path}: {error.strerror}") from None
+    with file:
+        file.truncate(whole if go_on else 0)
+        file.seek(0, 2)
+        yield RecordFile(file)
+
+
+def read_records(path: Path) -> list[RecordedReply]:
+    """The replies of a file, in the order in which they began; `UserError` names the line that is no round."""
+    replies: dict[tuple[str, int], list[RoundRecord]] = {}
+    for id, turn, record in _lines(path):
+        rounds = replies.setdefault((id, turn), [])
+        if rounds and record.round <= rounds[-1].round:
+            rounds.clear()
+        rounds.append(record)
+    if not replies:
+        raise UserError(f"{path} holds no rounds: `dovetail generate --record {path}` writes them")
+    return [RecordedReply(id, turn, tuple(rounds)) for (id, turn), rounds in replies.items()]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, int, RoundRecord]]:
+    """The rounds of a file; a torn last line is none."""
+    for number, line in enumerate(_read(path), start=1):
+        if line.endswith(b"\n"):
+            yield _round(line, f"{path} line {number}")
+
+
+def _read(path: Path) -> Sequence[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"the records in {path} cannot be read: {error.strerror}") from None
+
+
+def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
+    try:
+        content = json.loads(line)
+        return str(content["id"]), int(content["turn"]), RoundRecord.model_validate_json(json.dumps(content["record"]))
+    except (ValueError, TypeError, KeyError, RecursionError, ValidationError):
+        raise UserError(f'{where} is no round of `dovetail generate --record`: {{"id", "turn", "record"}}') from None
+
+
+def _whole_bytes(path: Path) -> int:
+    """How long the file is without a torn last line, all of whose lines are rounds."""
+    for _ in _lines(path):
+        pass
+    return sum(len(line) for line in _read(path) if line.endswith(b"\n"))

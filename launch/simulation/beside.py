@@ -1,0 +1,74 @@
+"""The recorded replies, decoded for real: what a simulation is judged by."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dovetail.launch.configure import Configuration
+from dovetail.launch.simulation.methods import Method
+from dovetail.launch.simulation.recording import Library, Recording
+from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.terminal import progress_bar, spinner
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.messages import Failed, Finished, Recorded, Result, RoundRecord
+from dovetail.runtime.client import Client
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One that was decoded."""
+
+    result: Result
+    rounds: tuple[RoundRecord, ...]
+
+
+def decode_all(configuration: Configuration, library: Library, methods: Sequence[Method]) -> Iterator[tuple[Method, list[Reply]]]:
+    """All replies with each method, on one stack of processes; one more before them, which warms up.
+
+    `UserError` if the pair writes other tokens than were recorded, so that it is another.
+    """
+    with Supervisor() as supervisor:
+        with spinner() as say:
+            say("starting")
+            stack = start_stack(supervisor, configuration)
+            wait_until_ready(supervisor, stack, say)
+        with stack.connect() as client, progress_bar(len(methods) * len(library.recordings), "replies") as step:
+            for method in methods:
+                _decode(client, library, library.recordings[0], method)
+                replies = []
+                for recording in library.recordings:
+                    replies.append(_decode(client, library, recording, method))
+                    step(f"{method.name} {recording.id}")
+                if losses := stack.losses():
+                    raise losses[0]
+                yield method, replies
+
+
+def most_tokens(library: Library, recording: Recording) -> int:
+    """What was allowed when a reply was recorded."""
+    about = library.about
+    return min(about.max_tokens, about.context - len(recording.prompt))
+
+
+def _decode(client: Client, library: Library, recording: Recording, method: Method) -> Reply:
+    about = library.about
+    request = client.submit(
+        tokens=recording.prompt,
+        sampling=about.sampling,
+        max_tokens=most_tokens(library, recording),
+        seed=about.seed,
+        tree=method.tree,
+        record=True,
+        ahead=method.ahead,
+    )
+    rounds: list[RoundRecord] = []
+    for reply in client.replies():
+        match reply:
+            case Recorded(request=number) if number == request:
+                rounds.append(reply.record)
+            case Finished(request=number) if number == request:
+                if reply.result.token_ids != recording.tokens:
+                    raise UserError(f"this pair answers {recording.id!r} with other tokens than were recorded: name the models and weights of the recording")
+                return Reply(reply.result, tuple(rounds))
+            case Failed():
+                raise DovetailError(f"the coordinator refused {recording.id!r}: {reply.text}")
+    raise DovetailError("the coordinator does not answer")

@@ -1,0 +1,166 @@
+"""A draft that has spoken already: the draft worker's own growth, over what a recording has in the place of a model's passes.
+
+The time of a pass moves the clock. What is asked for and was not recorded has no children, and is counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from dovetail.launch.simulation.clockwork import Clock, ClockSpans
+from dovetail.launch.simulation.costs import Costs
+from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.grower import Grower, GrowingSession, Ranking
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
+from dovetail.workers.speculation.policies import open_policy
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.sharpness import Scale
+
+
+@dataclass
+class Coverage:
+    """How many nodes were expanded while somebody waited, and how many of them a recording knew nothing of.
+
+    What is grown ahead goes deeper than any recording, but there nearly always off the target's path, where nothing can be accepted.
+    """
+
+    expanded: int = 0
+    missing: int = 0
+
+    @property
+    def missing_share(self) -> float:
+        return self.missing / self.expanded if self.expanded else 0.0
+
+
+@dataclass
+class Recalled:
+    """In the place of a `Ranking`: children as they were recorded."""
+
+    recording: Recording
+    head: bool
+    coverage: Coverage
+    awaited: bool = True
+    """Whether somebody waits for the present pass."""
+    noise: None = None
+    draws: None = None
+
+    def commit(self, tokens: Sequence[int], length: int) -> None:
+        """The log grows as it was recorded."""
+
+    def children(self, tree: GrowingTree, nodes: Nodes, root: int, width: int) -> tuple[Ints, Floats]:
+        """Ids and gains [N, width] of the children of `nodes`; a gain of -inf is no child."""
+        tokens, gains = np.zeros((len(nodes), width), np.int32), np.full((len(nodes), width), -np.inf, np.float32)
+        position = root - len(self.recording.prompt) - 1
+        for row, node in enumerate(nodes.tolist()):
+            found = self.recording.children(position, tree.path_tokens(node), width, head=self.head)
+            self.coverage.expanded += self.awaited
+            if found is None:
+                self.coverage.missing += self.awaited
+                continue
+            tokens[row, : len(found[0])], gains[row, : len(found[1])] = found
+        return tokens, gains
+
+    def prepare(self, first: int, count: int) -> bool:
+        """There is no noise to compute."""
+        return False
+
+
+@dataclass(kw_only=True)
+class RecalledSession(GrowingSession):
+    """One sequence; `read` tokens of its log have rows, of a head's all but the root, and the tree may have `tree_rows` more."""
+
+    recalled: Recalled
+    """The same as `ranking`."""
+    head: bool
+    tree_rows: int
+    read: int
+
+    @property
+    def rows(self) -> int:
+        return self.read
+
+    @property
+    def missing_rows(self) -> int:
+        return len(self.log) - self.head - self.read
+
+    @property
+    def free_rows(self) -> int:
+        return self.tree_rows - self.tree.rows_used
+
+
+class RecordedDrafter(Grower[RecalledSession]):
+    """An engine of the draft worker."""
+
+    def __init__(self, about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, spans: ClockSpans, coverage: Coverage) -> None:
+        super().__init__(spans, Scale(about.sharpening, 1.0), ahead=True, clock=clock)
+        self._about, self._costs, self._time, self._coverage = about, costs, clock, coverage
+        self._replies = {recording.prompt: recording for recording in recordings}
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Every token was recorded."""
+
+    def open(
+        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+    ) -> RecalledSession:
+        recalled = Recalled(self._replies[tuple(prompt)], self._about.head, self._coverage)
+        ranking, nothing = cast(Ranking, recalled), cast(Cache, None)
+        return RecalledSession(
+            log=list(prompt),
+            cache=nothing,
+            ranking=ranking,
+            recalled=recalled,
+            policy=open_policy(tree),
+            depth=tree.most_levels,
+            capacity=capacity,
+            head=self._about.head,
+            tree_rows=self._tree_rows(sampling, tree),
+            read=len(prompt) - self._about.head,
+        )
+
+    def _move_root(self, session: RecalledSession, path: Sequence[int], root: int | None, width: int) -> None:
+        """As a small model's or as a head's: of a head the rows of nodes are no rows of the log, and the new root's children are ranked anew."""
+        self._time.advance(self._costs.proposal_s)
+        tree = session.tree
+        if not session.head:
+            way = path if root is None else (*path, root)
+            session.read += sum(int(row) != NO_ROW for row in tree.rows[list(way)])
+        if root is None or (session.head and not session.waiting_time.ahead):
+            tree.clear()
+            return
+        tree.move_root(root, width)
+        tree.root_expanded = tree.root_expanded and not session.head
+
+    def _read_log(self, session: RecalledSession, shape: Shape) -> Any:
+        self._time.advance(self._costs.draft_s(session.missing_rows))
+        session.read += session.missing_rows
+
+    def _read_nodes(self, session: RecalledSession, nodes: Nodes, shape: Shape) -> Any:
+        self._time.advance(self._costs.draft_s(len(nodes)))
+        session.tree.give_rows(nodes)
+
+    def _read_ahead(self, session: RecalledSession, nodes: Nodes, width: int) -> Any:
+        session.recalled.awaited = False
+        return super()._read_ahead(session, nodes, width)
+
+    def _add_children(self, session: RecalledSession, logits: Any, nodes: Nodes, width: int) -> int:
+        """What is left below a head's new root goes on below those of its children that are among the new ones."""
+        tree = session.tree
+        tokens, gains = session.recalled.children(tree, nodes, len(session.log), width)
+        session.recalled.awaited = True
+        if not tree.children_of(nodes).any():
+            return tree.add_children(nodes, tokens, gains)
+        added = tree.rank_again(nodes, tokens, gains)
+        tree.prune(width)
+        return added
+
+
+def open_draft(about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, coverage: Coverage) -> DraftWorker[RecalledSession]:
+    """The draft worker, on such an engine."""
+    spans = ClockSpans(clock)
+    engine = RecordedDrafter(about, recordings, costs, clock, spans, coverage)
+    return DraftWorker(engine, Identity("draft", "recorded", "simulated", 1, about.context), spans, clock=clock)

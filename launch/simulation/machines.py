@@ -1,0 +1,161 @@
+"""Descriptions of machines that are not at hand, and what a pass of a model of some size would take there.
+
+A pass takes the longer of reading its bytes and computing its products (the roofline; Williams et al., 2009), and something for each layer. A description is a
+TOML file that says of every number where it is from: measured in a paper, or an estimate.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.simulation.costs import Costs, curve
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.protocol.settings import MAX_GAMMA, Frozen
+
+FOLDER = DEMO_FOLDER / "machines"
+WEIGHT_BYTES = {"fp32": 4.0, "half": 2.0, "int8": 1.0}
+Weights = Literal["fp32", "half", "int8"]
+Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
+Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
+ROWS = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(320, MAX_GAMMA + 2, 64), MAX_GAMMA + 1)
+"""At which passes are computed; between them they are interpolated."""
+CONTEXTS = (0, 512, 2048, 8192, 32768)
+GIGA, MICRO = 1e9, 1e-6
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a decoder; `keys` is the width of its keys, and of its values."""
+
+    hidden: int
+    layers: int
+    inner: int
+    keys: int
+    vocabulary: int
+
+    @property
+    def block(self) -> int:
+        """Weights of the linears of a layer."""
+        return 2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.inner
+
+    @property
+    def head(self) -> int:
+        """Weights of the output head."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def weights(self) -> int:
+        return self.layers * self.block + self.head
+
+
+SIZES = {
+    "7B": Size(4096, 32, 11008, 4096, 32000),
+    "8B": Size(4096, 32, 14336, 1024, 128256),
+    "13B": Size(5120, 40, 13824, 5120, 32000),
+    "33B": Size(6656, 60, 17920, 6656, 32000),
+    "70B": Size(8192, 80, 28672, 1024, 32000),
+}
+"""Llama-2 and Vicuna of 7, 13, 33 and 70 billion parameters, and Llama-3.1 8B."""
+
+
+class TargetPart(Frozen):
+    """Where the target runs."""
+
+    bandwidth_gb_s: Rate
+    """At which its weights are read: memory's, or the bus's where they stream."""
+    peak_gflop_s: dict[Weights, Rate]
+    layer_us: Micros
+    kv_bytes: Annotated[float, Field(gt=0.0, le=8.0, strict=False)]
+    """A number of a key or value."""
+    resident_gb: Annotated[float, Field(ge=0.0, strict=False)] = 0.0
+    """Weights that lie where they are computed."""
+    resident_bandwidth_gb_s: Rate | None = None
+    """At which those are read, and the cache."""
+
+
+class DraftPart(Frozen):
+    """Where the draft runs, and what it is: a head of so many blocks, or a copy of the whole target in fewer bits."""
+
+    bandwidth_gb_s: Rate
+    peak_gflop_s: Rate
+    blocks: Annotated[int, Field(ge=1, le=64)] = 1
+    bytes: Annotated[float, Field(gt=0.0, le=4.0, strict=False)] = 2.0
+    copy_bits: Annotated[float, Field(gt=0.0, le=16.0, strict=False)] | None = None
+    block_us: Micros
+    pass_us: Micros
+
+
+class LinkPart(Frozen):
+    hop_us: Micros
+    coordinator_us: Micros
+
+
+class Machine(Frozen):
+    """A machine, as a file describes it."""
+
+    title: str
+    weights: Weights
+    """The target's, where nothing else is asked for."""
+    shared: bool = False
+    """Whether target and draft compute on one device, and take turns there."""
+    target: TargetPart
+    draft: DraftPart
+    link: LinkPart
+
+    def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> Costs:
+        """What rounds cost with a target of that size; `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""
+        if weights not in self.target.peak_gflop_s:
+            raise UserError(f"{self.title} says nothing of {weights} weights: choose {' or '.join(self.target.peak_gflop_s)}")
+        curves = tuple(ContextCurve(context=context, t_v=self._t_v(size, weights, context)) for context in CONTEXTS)
+        return Costs(curves, self._t_d(size, blocks), hop_s=self.link.hop_us * MICRO, coordinator_s=self.link.coordinator_us * MICRO)
+
+    def _t_v(self, size: Size, weights: Weights, context: int) -> RowsSeconds:
+        part, total = self.target, size.weights * WEIGHT_BYTES[weights]
+        near = part.resident_bandwidth_gb_s or part.bandwidth_gb_s
+        resident = min(total, part.resident_gb * GIGA)
+        cache = 2 * context * size.keys * size.layers * part.kv_bytes
+        reading = (total - resident) / (part.bandwidth_gb_s * GIGA) + (resident + cache) / (near * GIGA)
+        operations = 2 * size.weights + 4 * context * size.hidden * size.layers
+        peak = part.peak_gflop_s[weights] * GIGA
+        return curve(ROWS, [max(reading, rows * operations / peak) + size.layers * part.layer_us * MICRO for rows in ROWS])
+
+    def _t_d(self, size: Size, blocks: int | None) -> RowsSeconds:
+        part = self.draft
+        blocks = part.blocks if blocks is None else blocks
+        if part.copy_bits is not None:
+            weights, width, layers = size.weights, part.copy_bits / 8, size.layers
+        else:
+            weights, width, layers = blocks * size.block + 2 * size.hidden**2 + size.head, part.bytes, blocks
+        reading = weights * width / (part.bandwidth_gb_s * GIGA)
+        beside = (part.pass_us + layers * part.block_us) * MICRO
+        return curve(ROWS, [max(reading, 2 * rows * weights / (part.peak_gflop_s * GIGA)) + beside for rows in ROWS])
+
+
+def machine_names() -> list[str]:
+    """Those that come with the program."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def read_machine(name: str) -> Machine:
+    """The machine of that name, or in that file; `UserError` says what is wrong with it."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    try:
+        return Machine.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"there is no machine {name!r}: choose {', '.join(machine_names())}, or name a file that ends in .toml") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"the machine in {path} cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise UserError(f"the machine in {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def read_size(name: str) -> Size:
+    if name not in SIZES:
+        raise UserError(f"there is no target of size {name!r}: choose {', '.join(SIZES)}")
+    return SIZES[name]

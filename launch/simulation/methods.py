@@ -1,0 +1,64 @@
+"""Which trees are played: a policy with its sizes, and whether it drafts ahead; one, or a sweep over one of its sizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.launch.configure import SETTINGS, Configuration, parse_setting
+from dovetail.launch.simulation.recording import About
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import MAX_GAMMA, POLICIES, TreeSettings
+
+
+@dataclass(frozen=True)
+class Method:
+    """A tree as a session asks for it; `ahead` None: where it pays."""
+
+    name: str
+    tree: TreeSettings
+    ahead: bool | None
+
+    def named(self, name: str, **changes: object) -> "Method":
+        return Method(name, TreeSettings(**{**self.tree.model_dump(), **changes}), self.ahead)
+
+    def with_ahead(self, ahead: bool) -> "Method":
+        return Method(self.name, self.tree, ahead)
+
+
+def read_methods(base: Configuration, texts: Sequence[str], about: About) -> list[Method]:
+    """What "POLICY,SETTING=VALUE,..." name over the settings of the run, which stand alone where none is named; `UserError` says what is wrong with one."""
+    if len(set(texts)) < len(texts):
+        raise UserError("a --method is named twice: give each once")
+    return [read_method(base, text, about) for text in texts or (base.settings.tree.policy,)]
+
+
+def read_method(base: Configuration, text: str, about: About) -> Method:
+    """One of them. Scores are the recording's, so its sharpening is taken."""
+    head, *parts = text.split(",")
+    if head not in POLICIES:
+        raise UserError(f"--method {head!r} is no tree policy: choose {', '.join(POLICIES)}, with settings behind it such as gamma=59 or ahead=false")
+    values = {"tree.policy": head, "tree.sharpening": about.sharpening}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"--method {text}: {part!r} is no setting: write NAME=VALUE, such as gamma=6")
+        name = name if "." in name else _full_name(name)
+        if name == "tree.sharpening":
+            raise UserError(f"--method {text}: the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, or record anew")
+        values[name] = parse_setting(name, value, f"--method {text}")
+    settings = base.over(f"--method {text}", values).settings
+    if settings.tree.width > about.width:
+        raise UserError(f"--method {text}: {about.width} children of a node were recorded: set tree.width to at most that, or record anew with --children")
+    return Method(text, settings.tree, None if settings.draft.ahead == "auto" else settings.draft.ahead)
+
+
+def vary(method: Method, size: str, value: int) -> Method:
+    """The method with another gamma or depth; a beam of more levels offers more nodes."""
+    name = f"{method.name},{size}={value}"
+    if size == "depth" and method.tree.policy == "beam":
+        return method.named(name, depth=value, gamma=min(MAX_GAMMA, value * method.tree.width))
+    return method.named(name, **{size: value})
+
+
+def _full_name(name: str) -> str:
+    """With its section: that of the draft for `ahead`, else of the tree."""
+    return next((full for full in (f"tree.{name}", f"draft.{name}") if full in SETTINGS), f"tree.{name}")

@@ -1,0 +1,224 @@
+"""What a draft would say and what its target chose, at every position of a reply: the file that the simulator reads.
+
+A reply is decoded once, a token a round; at each position the draft grows a tree that is larger than any that will be evaluated. Since draft and target share
+their noise the reply is the same whatever was offered, so one recording serves every policy, tree size and cost. A recording is a folder: `recording.json`
+says of what it is, and each reply is a file of its own, so that a run that was interrupted goes on.
+
+Letters: P positions, N nodes of one position. Position i has the prompt and the first i + 1 tokens of the reply behind it; the last of these is the root.
+Knows numbers and files; no torch, no models.
+"""
+
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import Frozen, Sampling
+from dovetail.protocol.tree import ROOT
+
+ABOUT = "recording.json"
+SUFFIX = ".npz"
+PLAIN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+class About(Frozen):
+    """Of what a recording is; runs that go on with it must agree."""
+
+    format: Literal[1] = 1
+    target: str
+    """Fingerprint."""
+    target_model: str
+    draft_model: str
+    head: bool
+    """Whether the draft reads features of its target: then the tree is grown anew below every root."""
+    vocabulary_size: Annotated[int, Field(ge=1)]
+    end: tuple[int, ...]
+    context: Annotated[int, Field(ge=1)]
+    sampling: Sampling
+    seed: int
+    sharpening: Annotated[float, Field(gt=0.0)]
+    nodes: Annotated[int, Field(ge=1)]
+    """Nodes that were expanded at each position, at least."""
+    depth: Annotated[int, Field(ge=1)]
+    width: Annotated[int, Field(ge=1)]
+    """Children of each node."""
+    max_tokens: Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Position:
+    """A draft's tree below one root; the children of a node stand side by side, best first."""
+
+    tokens: Ints
+    parents: Ints
+    """Index of the parent, -1: the root."""
+    gains: Floats
+    """Log-probability given the parent."""
+    expanded: NDArray[np.bool_]
+    """[N] whether the node's children are here. The root's are."""
+
+    @cached_property
+    def _places(self) -> tuple[Ints, Ints]:
+        """For every node (the root last, at index -1) the first of its children, and how many it has."""
+        count = np.bincount(self.parents + 1, minlength=len(self.parents) + 1).astype(np.int32)
+        first = np.full(len(count), -1, np.int32)
+        first[(self.parents + 1)[::-1]] = np.arange(len(self.parents), dtype=np.int32)[::-1]
+        return np.roll(first, -1), np.roll(count, -1)
+
+    def children(self, path: Sequence[int], width: int) -> tuple[Ints, Floats] | None:
+        """Tokens and gains of the best `width` children of the node with that path; None if it is not here, or was not expanded."""
+        node = self._find(path)
+        if node is None or not (node == ROOT or self.expanded[node]):
+            return None
+        first, count = (int(place[node]) for place in self._places)
+        stop = first + min(count, width)
+        return self.tokens[first:stop], self.gains[first:stop]
+
+    def _find(self, path: Sequence[int]) -> int | None:
+        node = ROOT
+        firsts, counts = self._places
+        for token in path:
+            first = int(firsts[node])
+            found = np.flatnonzero(self.tokens[first : first + int(counts[node])] == token)
+            if not len(found):
+                return None
+            node = first + int(found[0])
+        return node
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One reply: what was asked, what the target said, and the draft's tree at each of its positions."""
+
+    id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Of the reply; the first comes with the prompt."""
+    positions: tuple[Position, ...]
+    """[P] one for each token but the last."""
+
+    def children(self, position: int, path: Sequence[int], width: int, *, head: bool) -> tuple[Ints, Floats] | None:
+        """What the draft says after `path` below the root of `position`; None where that was not recorded.
+
+        A small model says the same below any root. Of the target's own path the longest part is taken as given, below whose end more was recorded. What a
+        head says depends on how much of the path it has guessed itself: there the tree of the position comes first.
+        """
+        known = self._known(position, path)
+        starts = (0, known) if head else (known,)
+        for start in starts:
+            at = position + start
+            found = self.positions[at].children(path[start:], width) if at < len(self.positions) else None
+            if found is not None:
+                return found
+        return None
+
+    def _known(self, position: int, path: Sequence[int]) -> int:
+        """How many tokens of `path` are the target's own."""
+        said = self.tokens[position + 1 :]
+        return next((place for place, token in enumerate(path) if place >= len(said) or said[place] != token), len(path))
+
+
+@dataclass(frozen=True)
+class Library:
+    """A recording of several replies, with what it is of."""
+
+    about: About
+    recordings: tuple[Recording, ...] = field(repr=False)
+
+
+class Folder:
+    """The folder of a recording, being written."""
+
+    def __init__(self, path: Path, about: About) -> None:
+        """Makes it, or goes on with one of the same; `UserError` if another recording is there."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            there = path / ABOUT
+            if not there.exists():
+                if any(path.iterdir()):
+                    raise UserError(f"{path} holds something else than a recording: name a new folder")
+                there.write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"a recording cannot be written to {path}: {error.strerror}") from None
+        if (before := read_about(path)) != about:
+            changed = [name for name in About.model_fields if getattr(before, name) != getattr(about, name)]
+            raise UserError(f"{path} holds a recording with another {', '.join(changed)}: name a new folder, or ask for the same")
+
+    def has(self, number: int, id: str) -> bool:
+        return self._file(number, id).exists()
+
+    def write(self, number: int, recording: Recording) -> None:
+        """Add a reply; the file is there whole or not at all."""
+        file = self._file(number, recording.id)
+        part = file.with_suffix(".part")
+        with part.open("wb") as stream:
+            np.savez_compressed(stream, **_arrays(recording))
+        part.replace(file)
+
+    def _file(self, number: int, id: str) -> Path:
+        return self.path / f"{number:05d}-{PLAIN_NAME.sub('_', id)[:80]}{SUFFIX}"
+
+
+def read_about(path: Path) -> About:
+    """What the recording in a folder is of; `UserError` if there is none."""
+    try:
+        return About.model_validate_json((path / ABOUT).read_bytes())
+    except OSError:
+        raise UserError(f"{path} is no recording: make one with `dovetail simulate record --prompts FILE --out {path}`") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise UserError(f"{path / ABOUT} is damaged or of another version ({first['msg']}): record anew into another folder") from None
+
+
+def read_library(path: Path, limit: int | None = None) -> Library:
+    """The first `limit` replies of a recording; `UserError` names the file that is none."""
+    about = read_about(path)
+    files = sorted(path.glob(f"*{SUFFIX}"))[:limit]
+    if not files:
+        raise UserError(f"the recording {path} has no reply yet: let `dovetail simulate record` finish one")
+    return Library(about, tuple(_read(file) for file in files))
+
+
+def _arrays(recording: Recording) -> dict[str, Any]:
+    """Of all positions one array each, and where every position ends."""
+    trees = recording.positions
+    return {
+        "id": np.array(recording.id),
+        "prompt": np.array(recording.prompt, np.int32),
+        "reply": np.array(recording.tokens, np.int32),
+        "stops": np.cumsum([len(tree.tokens) for tree in trees], dtype=np.int64),
+        **{name: np.concatenate([getattr(tree, name) for tree in trees] or [np.empty(0)]) for name in ("tokens", "parents", "gains", "expanded")},
+    }
+
+
+def _read(file: Path) -> Recording:
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            found = {name: content[name] for name in content.files}
+        positions = tuple(_positions(found))
+        tokens = tuple(found["reply"].tolist())
+        if len(positions) != len(tokens) - 1:
+            raise ValueError(f"{len(positions)} trees of {len(tokens)} tokens")
+        return Recording(str(found["id"]), tuple(found["prompt"].tolist()), tokens, positions)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file} is damaged ({error}): remove it, and record that prompt again") from None
+
+
+def _positions(found: dict[str, Any]) -> Iterator[Position]:
+    start = 0
+    for stop in found["stops"].tolist():
+        tokens, parents, gains, expanded = (found[name][start:stop] for name in ("tokens", "parents", "gains", "expanded"))
+        yield Position(tokens, parents, gains, expanded.astype(bool))
+        start = stop

@@ -1,0 +1,287 @@
+"""What passes cost: the target's over M rows behind a context, the draft's over rows, and what a round takes beside them.
+
+A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass: each number of rows keeps its last passes, of which the
+middle half counts, so that an interruption moves nothing and an old machine state is forgotten; what has been seen bends the curve that was expected, for
+rows in between and beyond; the result never falls with rows. Pure: seconds are handed in, and nothing here knows who computes.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
+
+KEPT = 16
+"""Passes that are remembered of each number of rows."""
+FEW = 8
+"""Below so many only the median counts."""
+TRUST = 2.0
+"""Passes of a number of rows that weigh as much as what its neighbours and the profile say."""
+HOPE = 0.5
+"""How much of a rise between two numbers of rows that were seen is put down to those between them, where no profile tells: so that they are tried too."""
+ROW_SHARE = 0.01
+"""What a further row adds to a pass, as a share of a pass over one, where nothing is known: little, so that larger passes are tried, and then known."""
+OUTLIER = 4.0
+"""A pass counts for the slope over the context with so many times the usual seconds of its number of rows at most."""
+FORGETTING = 0.995
+"""Of the slope, a pass."""
+SPREAD = 64.0 * 64.0
+"""Squared tokens that contexts must have been apart before a slope over them is believed by half."""
+LEAST_S = 1e-9
+STALE_TOKENS = 32
+"""A table of passes serves contexts that are so near."""
+STALE_PASSES = 8
+MOST_POINTS = 24
+"""Of a curve that is shown."""
+RECENT = 32.0
+"""Values after which a running average has forgotten all but a third."""
+
+
+def bucket(rows: int) -> int:
+    """The number of rows under which a pass is remembered: itself up to 32, above with a sixteenth of precision."""
+    step = 1 << max(0, rows.bit_length() - 5)
+    return rows // step * step
+
+
+class Average:
+    """A running mean of the last values, the early ones all alike."""
+
+    def __init__(self, recent: float = RECENT) -> None:
+        self._recent, self._count, self._mean = recent, 0, 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._count > 0
+
+    @property
+    def value(self) -> float:
+        """0 where nothing is known."""
+        return self._mean
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        self._mean += (value - self._mean) / min(self._count, self._recent)
+
+
+@dataclass
+class _Passes:
+    """The passes of one number of rows."""
+
+    last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """(seconds, context)."""
+    weight: float = 0.0
+    mean_context: float = 0.0
+    mean_seconds: float = 0.0
+    contexts: float = 0.0
+    """Sum of squares of contexts about their mean, with forgetting; `product` that of contexts and seconds."""
+    product: float = 0.0
+
+    def add(self, seconds: float, context: float) -> None:
+        self.last.append((seconds, context))
+        if self.weight > 1.0:
+            seconds = min(seconds, OUTLIER * self.mean_seconds)
+        kept = self.weight * FORGETTING
+        self.weight = kept + 1.0
+        off_context, off_seconds = context - self.mean_context, seconds - self.mean_seconds
+        self.mean_context += off_context / self.weight
+        self.mean_seconds += off_seconds / self.weight
+        self.contexts = FORGETTING * self.contexts + off_context * off_context * kept / self.weight
+        self.product = FORGETTING * self.product + off_context * off_seconds * kept / self.weight
+
+    def middle(self) -> tuple[float, float]:
+        """Seconds and context of the middle half of the last passes, in the order of their seconds: the mean of each."""
+        ordered = sorted(self.last)
+        edge = len(ordered) // 4 if len(ordered) >= FEW else (len(ordered) - 1) // 2
+        inner = ordered[edge : len(ordered) - edge]
+        return sum(seconds for seconds, _ in inner) / len(inner), sum(context for _, context in inner) / len(inner)
+
+
+class RowCosts:
+    """T(M, context) of one worker's passes, in seconds."""
+
+    def __init__(self, curves: Sequence[ContextCurve] = ()) -> None:
+        self._curves = tuple(sorted(curves, key=lambda curve: curve.context))
+        self._contexts = [curve.context for curve in self._curves]
+        self._levels: list[list[float]] = [[] for _ in self._curves]
+        """Each curve at 0, 1, 2, ... rows."""
+        self._passes: dict[int, _Passes] = {}
+        self._observed = 0
+        self._table: list[float] = []
+        self._made_for = (0.0, -1)
+        self._asked = 0
+        """Rows that were asked for since the table was made."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to go by."""
+        return bool(self._curves or self._passes)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether it began with curves, which hold for all rows but for a factor."""
+        return bool(self._curves)
+
+    def seen(self, rows: int) -> int:
+        """How many of the last passes had so many rows, or nearly."""
+        found = self._passes.get(bucket(rows))
+        return len(found.last) if found else 0
+
+    def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
+        """A pass over so many rows behind a context of so many tokens has taken so long."""
+        if seconds <= 0.0:
+            return
+        key = bucket(rows)
+        if key not in self._passes:
+            self._passes[key] = _Passes()
+        self._passes[key].add(seconds, context)
+        self._observed += 1
+
+    def at(self, rows: int, context: float = 0.0) -> float:
+        """Seconds of a pass; 0 where nothing is known."""
+        return self.table(rows, context)[rows]
+
+    def table(self, most: int, context: float = 0.0) -> list[float]:
+        """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one when more is known."""
+        made_for, made_after = self._made_for
+        self._asked = max(self._asked, most)
+        stale = self._observed - made_after >= min(STALE_PASSES, 1 + self._observed // 4)
+        if len(self._table) <= most or stale or abs(context - made_for) > STALE_TOKENS:
+            self._table = self._made(max(most, self._asked), context)
+            self._made_for, self._asked = (context, self._observed), most
+        return self._table
+
+    def curve(self, context: float = 0.0) -> RowsSeconds | None:
+        """What is thought of the numbers of rows that have been seen; None where nothing has."""
+        rows = sorted(self._passes)[:: 1 + len(self._passes) // MOST_POINTS]
+        if not rows:
+            return None
+        table = self.table(rows[-1], context)
+        return RowsSeconds(rows=tuple(rows), seconds=tuple(table[count] for count in rows))
+
+    def _made(self, most: int, context: float) -> list[float]:
+        if not self.known:
+            return [0.0] * (most + 1)
+        expected = self._expected(most, context)
+        if not self._passes:
+            return [0.0, *accumulate(expected[1:], max)]
+        anchors = self._anchors(expected if len(expected) > max(self._passes) else self._expected(max(self._passes), context), context)
+        bent = _bent(expected, anchors, beyond=not self._curves)
+        return [0.0, *accumulate(bent[1:], max)]
+
+    def _expected(self, most: int, context: float) -> list[float]:
+        """The curve before anything has been measured here: that of the profile at this context, else a pass of 1 with a little more for each row."""
+        if not self._curves:
+            return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
+        below, above, share = self._around(context)
+        low, high = self._level(below, most), self._level(above, most)
+        return [max(LEAST_S, (1.0 - share) * low[rows] + share * high[rows]) for rows in range(most + 1)]
+
+    def _around(self, context: float) -> tuple[int, int, float]:
+        """The curves below and above a context, and how far on the way it lies; beyond the last, along the last two."""
+        if len(self._curves) == 1 or context <= self._contexts[0]:
+            return 0, 0, 0.0
+        place = min(bisect_left(self._contexts, context), len(self._curves) - 1)
+        low, high = self._contexts[place - 1], self._contexts[place]
+        return place - 1, place, (context - low) / (high - low)
+
+    def _level(self, curve: int, most: int) -> list[float]:
+        level, t_v = self._levels[curve], self._curves[curve].t_v
+        level.extend(t_v.at(rows) for rows in range(len(level), most + 1))
+        return level
+
+    def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
+        """(rows, what a pass takes in parts of what was expected), ascending in rows: what has been seen, leaning on all of it together where it is little."""
+        slope = self._learned_slope()
+        found = []
+        for rows, passes in sorted(self._passes.items()):
+            seconds, behind = passes.middle()
+            there = max(0.25 * seconds, seconds + slope * (context - behind))
+            found.append((rows, there / expected[rows], float(len(passes.last))))
+        if not self._curves:
+            return _risen([(rows, share, count) for rows, share, count in found], expected)
+        overall = _weighted_median([(share, count) for _, share, count in found])
+        return _risen([(rows, (count * share + TRUST * overall) / (count + TRUST), count) for rows, share, count in found], expected)
+
+    def _learned_slope(self) -> float:
+        """Seconds a token of context, beyond what the profile's curves say of it: from passes over the same number of rows behind different contexts."""
+        if len(self._curves) > 1:
+            return 0.0
+        contexts = sum(passes.contexts for passes in self._passes.values())
+        product = sum(passes.product for passes in self._passes.values())
+        return max(0.0, product / (contexts + SPREAD))
+
+
+def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    ordered = sorted(values)
+    half, reached = sum(weight for _, weight in ordered) / 2, 0.0
+    for value, weight in ordered:
+        reached += weight
+        if reached >= half:
+            return value
+    return ordered[-1][0]
+
+
+def _risen(found: Sequence[tuple[int, float, float]], expected: Sequence[float]) -> list[tuple[int, float]]:
+    """(rows, share) whose seconds do not fall with rows: neighbours that do are averaged, each with its weight (pool adjacent violators)."""
+    pools: list[tuple[float, float, list[int]]] = []
+    for rows, share, weight in found:
+        pools.append((share * expected[rows], weight, [rows]))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, low_weight, low_rows), (high, high_weight, high_rows) = pools[-2:]
+            mean = (low * low_weight + high * high_weight) / (low_weight + high_weight)
+            pools[-2:] = [(mean, low_weight + high_weight, low_rows + high_rows)]
+    return [(rows, seconds / expected[rows]) for seconds, _, members in pools for rows in members]
+
+
+def _bent(expected: Sequence[float], anchors: Sequence[tuple[int, float]], *, beyond: bool) -> list[float]:
+    """The expected curve times the shares at the anchors, linear in between and level outside.
+
+    `beyond`: nothing else is known of the curve; then what lies between is hoped to be nearer to the lower anchor, and behind the last one the seconds rise
+    at least as fast as on the way from the first to it.
+    """
+    bent = [seconds * anchors[0][1] for seconds in expected]
+    for (below, low), (above, high) in pairwise(anchors):
+        for rows in range(below + 1, min(above + 1, len(bent))):
+            way = (rows - below) / (above - below) * (HOPE if beyond and rows < above else 1.0)
+            bent[rows] = expected[rows] * (low + (high - low) * way)
+    last, share = anchors[-1]
+    first = anchors[0][0]
+    slope = (bent[last] - bent[first]) / (last - first) if beyond and len(bent) > last > first else 0.0
+    for rows in range(last + 1, len(bent)):
+        bent[rows] = max(expected[rows] * share, bent[last] + slope * (rows - last))
+    return bent
+
+
+@dataclass
+class PairCosts:
+    """What a round of a draft and a target costs: passes, hops, the coordinator's own time."""
+
+    target: RowCosts = field(default_factory=RowCosts)
+    """Shared by all pairs of this target."""
+    draft: RowCosts = field(default_factory=RowCosts)
+    exposed_s: Average = field(default_factory=Average)
+    """Drafting that a round with a draft waited for."""
+    draft_hop_s: Average = field(default_factory=Average)
+    """From the order to the proposal, beside drafting."""
+    target_hop_s: Average = field(default_factory=Average)
+    """From Verify to Verified, beside the pass."""
+    host_s: Average = field(default_factory=Average)
+    """The coordinator's own, a round."""
+    plain_host_s: Average = field(default_factory=Average)
+    """The same of rounds without a draft."""
+
+    def draft_s(self, passes: Sequence[int]) -> float:
+        """Seconds of draft passes over so many rows each."""
+        return sum(self.draft.at(rows) for rows in passes)
+
+    def round_s(self, *, rows: int, context: float, passes: Sequence[int] | None = None) -> float:
+        """Seconds of a round with a draft whose Verify has so many rows; `passes`: those it waits for, unless as many as rounds did lately."""
+        exposed = self.exposed_s.value if passes is None else self.draft_s(passes)
+        return exposed + self.target.at(rows, context) + self.draft_hop_s.value + self.target_hop_s.value + self.host_s.value
+
+    def alone_s(self, *, context: float, sessions: int = 1) -> float:
+        """Seconds of a round without a draft, of so many sessions in one pass; 0 where nothing is known."""
+        host = self.plain_host_s if self.plain_host_s.known else self.host_s
+        return self.target.at(sessions, context) + self.target_hop_s.value + host.value if self.target.known else 0.0

@@ -1,0 +1,195 @@
+"""Whether drafting pays: what a session and its pair of workers have learned of it, from rounds as they were.
+
+`Switch` turns a session's drafting off when it loses against the target alone, and tries it again now and then; `AheadTrial` finds out whether growth while
+the target verifies pays where both share a device. Both are told rounds - tokens and seconds - and say what the next one shall be. Pure: no clock, no
+messages; what they decide they say in a sentence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+LOSS = 3.0
+"""Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make up for losses, but are not saved up."""
+LOSS_OF_A_WINNER = 6.0
+"""The same where drafting has paid for long: there a run of misses is likely to be chance."""
+FIRST_TRY = 8
+"""Rounds without drafting before it is tried again; doubled by every try that fails."""
+MOST_DOUBLINGS = 3
+TRY_SHARE = 0.015
+"""Of all time that trying may cost, in the long run."""
+ALLOWANCE = 2.0
+"""Rounds of the target alone that trying may cost in advance."""
+MOST_ALLOWANCE = 30.0
+TRY_GAIN, TRY_LOSS = 1.5, 1.0
+"""Rounds of the target alone by which a try is won or lost before it is over."""
+LEAST_TRY, MOST_TRY = 3, 8
+"""Rounds of a try, beside the first, which catches up with what was said meanwhile and does not count."""
+TRY_ROUNDS = 2
+"""Of which a try that fails is thought to have need."""
+TRY_MARGIN = 1.03
+LASTING = 32
+"""Rounds of drafting after which it is taken to pay."""
+
+
+@dataclass
+class Experience:
+    """What the sessions of a pair have learned together."""
+
+    losing: bool = False
+    """What the last change was."""
+    credit_s: float = 0.0
+    """Time that trying may cost."""
+    try_s: float = 0.0
+    """What the last try cost, or the next is thought to."""
+    granted: bool = False
+
+    def earn(self, seconds: float, alone_s: float) -> None:
+        """A round has taken so long."""
+        if not self.granted:
+            self.granted, self.credit_s = True, ALLOWANCE * alone_s
+        self.credit_s = min(self.credit_s + TRY_SHARE * seconds, max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s))
+
+    @property
+    def affordable(self) -> bool:
+        return self.credit_s >= self.try_s
+
+
+class Switch:
+    """On, off or trying, for one session."""
+
+    def __init__(self, experience: Experience) -> None:
+        self._experience = experience
+        self.state: Literal["on", "off", "try"] = "off" if experience.losing else "on"
+        self._rounds = 0
+        """Of drafting since it began, or without since it ended."""
+        self._failed = 0
+        self._balance = 0.0
+        """On: rounds of the target alone that were lost; trying: that were won."""
+        self._tokens = self._seconds = 0.0
+        self._tried = False
+        self._cost_s = 0.0
+        """Of a try."""
+        self._worst_s = 0.0
+        """What the worst round of drafting has lost."""
+
+    @property
+    def drafting(self) -> bool:
+        return self.state != "off"
+
+    def plain(self, seconds: float, alone_s: float) -> None:
+        """A round without drafting has passed."""
+        self._experience.earn(seconds, alone_s)
+        if self.state != "off":
+            return
+        self._rounds += 1
+        if self._rounds >= FIRST_TRY << min(self._failed, MOST_DOUBLINGS) and self._experience.affordable:
+            self._enter("try")
+
+    def drafted(self, tokens: float, seconds: float, alone_s: float) -> str | None:
+        """A round with drafting has brought so many tokens; what follows from it, in words, if anything does. `alone_s`: a round of the target alone."""
+        self._experience.earn(seconds, alone_s)
+        self._rounds += 1
+        won = tokens - seconds / alone_s
+        if self.state == "try":
+            return self._tested(tokens, seconds, alone_s, won)
+        self._count(tokens, seconds)
+        self._balance = max(0.0, self._balance - won)
+        self._worst_s = max(self._worst_s, -won * alone_s)
+        if self._rounds >= LASTING and self._balance == 0.0:
+            self._failed, self._tried, self._experience.losing = 0, False, False
+        if self._balance <= (LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS):
+            return None
+        if self._tried:  # the try had promised too much
+            self._experience.credit_s -= self._balance * alone_s
+            self._failed += 1
+        self._experience.losing = True
+        self._experience.try_s = TRY_ROUNDS * self._worst_s
+        words = f"drafting stops, it loses: {self._rates(alone_s)}"
+        self._enter("off")
+        return words
+
+    def _tested(self, tokens: float, seconds: float, alone_s: float, won: float) -> str | None:
+        self._cost_s += max(0.0, -won * alone_s)
+        if self._rounds == 1:
+            return None
+        self._count(tokens, seconds)
+        self._balance += won
+        judged = self._rounds - 1
+        if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds):
+            words = f"drafting resumes, it pays again: {self._rates(alone_s)}"
+            self._pay()
+            self._tried, self._experience.losing = True, False
+            self._enter("on")
+            return words
+        if self._balance <= -TRY_LOSS or judged >= MOST_TRY:
+            self._pay()
+            self._failed += 1
+            self._enter("off")
+        return None
+
+    def _pay(self) -> None:
+        self._experience.credit_s -= self._cost_s
+        self._experience.try_s = self._cost_s
+
+    def _enter(self, state: Literal["on", "off", "try"]) -> None:
+        self.state, self._rounds, self._balance, self._cost_s, self._worst_s = state, 0, 0.0, 0.0, 0.0
+        self._tokens = self._seconds = 0.0
+
+    def _count(self, tokens: float, seconds: float) -> None:
+        """For the rate: of late, if there was much."""
+        kept = 1.0 - 1.0 / 16
+        self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
+
+    def _rates(self, alone_s: float) -> str:
+        return f"{self._tokens / self._seconds:.1f} tokens/s, the target alone {1 / alone_s:.1f}"
+
+
+BLOCK = 12
+"""Rounds of a block of a trial, the first ones of which do not count: what was grown before is still there."""
+SETTLING = 2
+TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
+WORTH = 1.02
+"""By how much growing ahead has to be better."""
+FIRST_PAUSE, MOST_PAUSE = 512, 8192
+
+
+class AheadTrial:
+    """Grows ahead by turns in blocks of rounds, keeps what was better, and looks again after a while, ever more rarely."""
+
+    def __init__(self) -> None:
+        self.ahead = TURNS[0]
+        self._round = self._block = 0
+        self._pause = 0
+        self._next_pause = FIRST_PAUSE
+        self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
+        self._told: bool | None = None
+
+    def drafted(self, tokens: float, seconds: float) -> str | None:
+        """A round with drafting; what was found out, in words, if it is new."""
+        if self._pause:
+            self._pause -= 1
+            if not self._pause:
+                self.ahead = TURNS[0]
+            return None
+        self._round += 1
+        if self._round > SETTLING:
+            sums = self._sums[self.ahead]
+            sums[0], sums[1] = sums[0] + tokens, sums[1] + seconds
+        if self._round < BLOCK:
+            return None
+        self._round, self._block = 0, self._block + 1
+        if self._block < len(TURNS):
+            self.ahead = TURNS[self._block]
+            return None
+        return self._judge()
+
+    def _judge(self) -> str | None:
+        without, with_ = (sums[0] / max(1e-9, sums[1]) for sums in (self._sums[False], self._sums[True]))
+        self.ahead = with_ > WORTH * without
+        self._block, self._pause = 0, self._next_pause
+        self._next_pause = min(2 * self._next_pause, MOST_PAUSE) if self.ahead == self._told or self._told is None else FIRST_PAUSE
+        self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
+        changed, self._told = self.ahead != self._told, self.ahead
+        verb = "pays" if self.ahead else "does not pay"
+        return f"drafting ahead on the shared device {verb}: {with_:.1f} tokens/s with it, {without:.1f} without" if changed else None

@@ -1,0 +1,118 @@
+"""What passes are thought to cost after what has been seen of them."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.runtime.costs import KEPT, Average, PairCosts, RowCosts, bucket
+
+PROFILE = tuple(
+    ContextCurve(context=context, t_v=RowsSeconds(rows=(1, 4, 8, 16, 32), seconds=tuple(0.02 + 0.001 * rows + 1e-5 * context for rows in (1, 4, 8, 16, 32))))
+    for context in (128, 512, 2048)
+)
+
+
+def seen(cost: Callable[[int, float], float], passes: list[tuple[int, float]], curves: tuple[ContextCurve, ...] = ()) -> RowCosts:
+    costs = RowCosts(curves)
+    for rows, context in passes:
+        costs.observe(rows, cost(rows, context), context)
+    return costs
+
+
+def test_nothing_is_known_of_nothing() -> None:
+    assert not RowCosts().known
+    assert RowCosts().at(5) == 0.0
+    assert RowCosts().curve() is None
+    assert PairCosts().alone_s(context=10) == 0.0
+
+
+def test_a_profile_is_believed_until_passes_are_seen() -> None:
+    costs = RowCosts(PROFILE)
+    for rows, context in ((1, 128), (6, 320), (16, 512), (48, 2048), (4, 4096), (4, 16)):
+        assert costs.at(rows, context) == pytest.approx(0.02 + 0.001 * rows + 1e-5 * max(128, context))
+
+
+def test_a_machine_that_is_slower_than_its_profile_is_slower_for_all_rows() -> None:
+    costs = seen(lambda rows, context: 1.5 * (0.02 + 0.001 * rows + 1e-5 * context), [(8, 300)] * 10, PROFILE)
+    for rows in (1, 8, 16, 64):
+        assert costs.at(rows, 300) == pytest.approx(1.5 * (0.02 + 0.001 * rows + 0.003), rel=0.03)
+
+
+def test_what_was_measured_counts_and_what_lies_between_follows() -> None:
+    costs = seen(lambda rows, _: 0.02 + 0.001 * rows, [(1, 10), (9, 10), (17, 10)] * 8, PROFILE[:1])
+    assert [costs.at(rows, 10) for rows in (1, 5, 9, 13, 17)] == pytest.approx([0.021, 0.025, 0.029, 0.033, 0.037], rel=0.05)
+
+
+def test_without_a_profile_rows_that_were_not_tried_are_thought_cheap_and_beyond_those_that_were_as_dear() -> None:
+    costs = seen(lambda rows, _: 0.01 * rows, [(1, 10), (11, 10)] * 4)
+    assert 0.01 < costs.at(6, 10) < 0.06
+    assert costs.at(21, 10) >= 0.2
+    assert costs.at(11, 10) == pytest.approx(0.11)
+
+
+def test_interruptions_do_not_count() -> None:
+    rng = random.Random(3)
+    passes = [(rows, 50.0) for rows in (1, 5, 9) for _ in range(KEPT)]
+    costs = seen(lambda rows, _: (0.02 + 0.001 * rows) * (20.0 if rng.random() < 0.15 else 1.0), passes)
+    for rows in (1, 5, 9):
+        assert costs.at(rows, 50) == pytest.approx(0.02 + 0.001 * rows, rel=0.05)
+
+
+def test_an_old_state_of_the_machine_is_forgotten() -> None:
+    costs = seen(lambda rows, _: 0.01 * rows, [(rows, 50.0) for rows in (1, 5)] * 100)
+    for _ in range(KEPT):
+        for rows in (1, 5):
+            costs.observe(rows, 0.03 * rows, 50.0)
+    assert [costs.at(rows, 50) for rows in (1, 5)] == pytest.approx([0.03, 0.15])
+
+
+def test_passes_get_dearer_with_the_context_as_they_were_seen_to() -> None:
+    def cost(rows: int, context: float) -> float:
+        return 0.02 + 0.001 * rows + 2e-5 * context
+
+    costs = seen(cost, [(1 + step % 6, 50.0 + step) for step in range(1000)])
+    for rows, context in ((1, 1000.0), (4, 2000.0), (6, 600.0)):
+        assert costs.at(rows, context) == pytest.approx(cost(rows, context), rel=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-6, 10.0), st.floats(0.0, 4096.0)), max_size=40), st.booleans(), st.floats(0.0, 8192.0))
+@settings(max_examples=50, deadline=None)
+def test_a_pass_over_more_rows_never_takes_less(passes: list[tuple[int, float, float]], profiled: bool, context: float) -> None:
+    costs = RowCosts(PROFILE if profiled else ())
+    for rows, seconds, where in passes:
+        costs.observe(rows, seconds, where)
+    table = costs.table(250, context)
+    assert table == sorted(table)
+    assert min(table) >= 0.0
+    assert costs.known == bool(passes or profiled)
+
+
+def test_numbers_of_rows_are_told_apart_as_far_as_it_matters() -> None:
+    assert [bucket(rows) for rows in (1, 2, 31, 32, 33, 34, 70, 1023)] == [1, 2, 31, 32, 32, 34, 68, 992]
+
+
+def test_a_round_takes_its_passes_its_hops_and_the_coordinator() -> None:
+    pair = PairCosts()
+    for _ in range(8):
+        pair.target.observe(1, 0.02)
+        pair.target.observe(5, 0.03)
+        pair.draft.observe(2, 0.004)
+    for average, value in ((pair.exposed_s, 0.01), (pair.draft_hop_s, 0.001), (pair.target_hop_s, 0.002), (pair.host_s, 0.0005), (pair.plain_host_s, 0.0002)):
+        average.add(value)
+    assert pair.round_s(rows=5, context=0) == pytest.approx(0.0435)
+    assert pair.round_s(rows=5, context=0, passes=(2, 2, 2)) == pytest.approx(0.0455)
+    assert pair.alone_s(context=0) == pytest.approx(0.0222)
+
+
+def test_an_average_starts_with_the_first_value_and_forgets() -> None:
+    average = Average(4.0)
+    assert not average.known
+    average.add(8.0)
+    assert average.value == 8.0
+    for _ in range(40):
+        average.add(2.0)
+    assert average.value == pytest.approx(2.0, abs=1e-3)

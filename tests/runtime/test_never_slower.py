@@ -1,0 +1,167 @@
+"""`goodput` in virtual time: whatever drafting costs and brings, a reply takes hardly longer than with the target alone, nor than with the best fixed tree.
+
+Workers take the time that they are told to take; nothing here depends on the machine.
+"""
+
+import pytest
+
+from dovetail.protocol.messages import Emitted, Finished, Verify
+from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.session import Session
+from support.timed import HOST_S, Costs, TimedHouse
+
+TOKENS = 300
+NEVER_RIGHT = Costs(right=lambda _: 0.0, belief=lambda _: 0.5)
+
+
+def best_fixed(costs: Costs) -> float:
+    """Tokens a second with the best chain of a fixed length, in expectation: not on a text that happens to suit it."""
+    return max(expected(costs, length) for length in range(1, 16))
+
+
+def expected(costs: Costs, length: int) -> float:
+    """Tokens a second with a chain of this length: the coordinator looks twice at a round's messages."""
+    tokens = sum(costs.right(0) ** depth for depth in range(length + 1))
+    work_s = (1.0 + costs.noise) * costs.pass_s(1 + length, 0) + length * costs.level_s(0)
+    return tokens / (work_s + costs.target_hop_s + costs.draft_hop_s + 2 * HOST_S)
+
+
+def test_the_expectation_is_what_a_fixed_chain_does() -> None:
+    costs = Costs(right=lambda _: 0.6)
+    assert TimedHouse(costs).rate(600, policy="static", gamma=3, depth=3) == pytest.approx(expected(costs, 3), rel=0.04)
+
+
+def stretched(house: TimedHouse, replies: int = 2) -> float:
+    """Tokens a second of several replies, one after the other, each another text."""
+    results = [house.complete(TOKENS, prompt=8 + TOKENS * reply).result for reply in range(replies)]
+    return replies / sum(1.0 / result.tokens_per_s for result in results)
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        pytest.param(NEVER_RIGHT, id="a draft that is never right"),
+        pytest.param(Costs(draft_hop_s=0.08), id="a slow link"),
+        pytest.param(Costs(right=lambda _: 0.5, level_s=lambda _: 0.015), id="a slow draft"),
+        pytest.param(Costs(level_s=lambda context: 2e-4 * context), id="a draft that the context slows down"),
+        pytest.param(Costs(right=lambda _: 0.3, pass_s=lambda rows, context: 0.01 + 1e-5 * context + 0.01 * rows), id="rows that are dear"),
+    ],
+)
+def test_where_drafting_does_not_pay_next_to_nothing_is_lost(costs: Costs) -> None:
+    replies = [TimedHouse(costs).rate(TOKENS, prompt=8 + TOKENS * reply, speculate=False) for reply in range(2)]
+    alone = len(replies) / sum(1.0 / rate for rate in replies)
+    assert stretched(TimedHouse(costs)) >= 0.95 * alone
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        pytest.param(Costs(right=lambda _: 0.6), id="guesses that are often right"),
+        pytest.param(Costs(right=lambda _: 0.8, level_s=lambda _: 0.012), id="a slow draft that is right"),
+        pytest.param(Costs(right=lambda _: 0.9, pass_s=lambda rows, _: 0.01 + 0.008 * rows), id="rows that are dear"),
+        pytest.param(Costs(right=lambda _: 0.8, noise=0.2), id="passes that vary"),
+    ],
+)
+def test_where_drafting_pays_hardly_any_fixed_tree_is_better(costs: Costs) -> None:
+    house = TimedHouse(costs)
+    house.complete(TOKENS // 2)  # finds out what passes cost
+    assert stretched(house, replies=4) >= 0.97 * best_fixed(costs)
+
+
+def test_a_draft_that_is_hopelessly_slow_is_asked_for_a_single_level_once() -> None:
+    house = TimedHouse(Costs(level_s=lambda _: 0.5))
+    records, _ = house.records(TOKENS)
+    assert sum(record.draft_ns for record in records) == 500_000_000
+    again, _ = house.records(TOKENS)
+    assert sum(record.draft_ns for record in again) == 0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 15])
+def test_every_bound_of_the_tree_will_do(gamma: int) -> None:
+    finished = TimedHouse(Costs(right=lambda _: 0.99)).complete(60, gamma=gamma)
+    assert finished.result.accepted_tokens > 0
+    assert finished.result.drafted_tokens <= gamma * finished.result.rounds
+
+
+def test_drafting_comes_back_where_text_becomes_predictable_and_every_change_is_told() -> None:
+    def right(context: int) -> float:
+        return 0.0 if context < 200 else 0.9
+
+    house = TimedHouse(Costs(right=right, belief=lambda _: 0.6))
+    records, finished = house.records(500)
+    drafted = [bool(record.tokens) for record in records]
+    assert not any(drafted[60:70])
+    assert sum(drafted[-20:]) >= 18
+    changes = [line for line in house.client.status().decisions if "session 1" in line]
+    assert "drafting stops, it loses" in changes[0]
+    assert "drafting resumes, it pays again" in changes[-1]
+    assert finished.result.plain_rounds == sum(record.verified == 0 for record in records)
+
+
+def test_while_drafting_is_off_status_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = TimedHouse(NEVER_RIGHT)
+    house.complete(200)
+    reports = []
+    verified = Session.verified
+
+    def look(self: Session, *args: object) -> object:
+        if self.round == 5:
+            reports.append(house.coordinator.report())
+        return verified(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "verified", look)
+    house.complete(20)
+    assert [reason for reason in reports[0].reasons if "session 2 decodes with the target alone" in reason]
+    assert not reports[0].degraded
+    assert any("session 2 begins without drafting" in line for line in reports[0].decisions)
+    assert house.client.status().reasons == ()
+    (pair,) = house.client.status().pairs
+    assert not pair.speculating
+    assert pair.alone_tokens_per_s == pytest.approx(TimedHouse(NEVER_RIGHT).rate(TOKENS, speculate=False), rel=0.03)
+
+
+def test_a_round_is_predicted_before_it_is_made_and_its_times_add_up() -> None:
+    house = TimedHouse(Costs(right=lambda _: 0.7, noise=0.1))
+    house.complete(TOKENS)
+    records, finished = house.records(TOKENS)
+    result = finished.result
+    assert result.predicted_tokens_per_s == pytest.approx(result.tokens_per_s, rel=0.1)
+    parts = [record.draft_ns + record.verify_ns + record.transport_ns + record.queue_ns + record.coordinator_ns for record in records]
+    assert sum(parts) / 1e9 == pytest.approx(result.wall_s - result.time_to_first_token_s, rel=0.02)
+    assert sum(record.draft_ns for record in records) / 1e9 == pytest.approx(result.draft_exposed_s, rel=1e-6)
+    assert result.predicted_tokens_per_s is not None
+    (pair,) = house.client.status().pairs
+    assert pair.t_v is not None
+    assert pair.t_v.at(1) == pytest.approx(0.0225, rel=0.1)
+    assert pair.t_d is not None
+    assert pair.t_d.at(1) == pytest.approx(0.002, rel=0.01)
+
+
+def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target() -> None:
+    house = TimedHouse(Costs(ahead_slows=1.4), target={"cores": (0,)}, draft={"cores": (0,)})
+    while not (found := [line for line in house.client.status().decisions if "drafting ahead" in line]):
+        house.complete(TOKENS)
+    assert "does not pay" in found[0]
+    house.draft.orders.clear()
+    house.complete(TOKENS)
+    assert not any(order.ahead for order in house.draft.orders)
+
+
+def test_sessions_that_share_a_pass_are_cut_together_and_others_are_left_whole() -> None:
+    house = TimedHouse(Costs(right=lambda _: 0.8, pass_s=lambda rows, _: 0.01 + 0.004 * rows))
+    house.complete(TOKENS)
+    house.target.seen.clear()
+    trees = [TreeSettings(policy=policy, gamma=6, depth=6) for policy in ("goodput", "goodput", "static")]
+    requests = [house.client.submit(tokens=[3] * 8, max_tokens=60, seed=1, tree=tree) for tree in trees]
+    finished = {}
+    while len(finished) < len(requests):
+        reply = house.client.receive(0)
+        assert isinstance(reply, Emitted | Finished)
+        if isinstance(reply, Finished):
+            finished[reply.request] = reply.result
+    assert len({result.token_ids for result in finished.values()}) == 1
+    passes = [command for command in house.target.seen if isinstance(command, Verify) and len(command.items) > 1]
+    static = finished[requests[-1]]
+    assert passes
+    assert {len(item.tokens) for command in passes for item in command.items if item.session == 4 and item.prefix < 8 + 60 - 7} == {6}
+    assert static.drafted_tokens > 1.2 * finished[requests[0]].drafted_tokens

@@ -1,0 +1,120 @@
+"""Whether drafting pays, from rounds that were made up."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from dovetail.runtime.switches import BLOCK, FIRST_PAUSE, LASTING, TURNS, AheadTrial, Experience, Switch
+
+ALONE_S = 0.02
+
+
+def live_through(switch: Switch, rounds: int, tokens: Callable[[int], float], seconds: Callable[[int], float]) -> tuple[float, float, list[str]]:
+    """(tokens, seconds, decisions) of so many rounds, which are as said where there is drafting."""
+    said, spent_s, words = 0.0, 0.0, []
+    for at in range(rounds):
+        if switch.drafting:
+            said, spent_s = said + tokens(at), spent_s + seconds(at)
+            if (decision := switch.drafted(tokens(at), seconds(at), ALONE_S)) is not None:
+                words.append(decision)
+        else:
+            said, spent_s = said + 1.0, spent_s + ALONE_S
+            switch.plain(ALONE_S, ALONE_S)
+    return said, spent_s, words
+
+
+def test_drafting_that_loses_is_stopped_and_costs_little() -> None:
+    switch = Switch(Experience())
+    said, spent_s, words = live_through(switch, 400, lambda _: 1.0, lambda _: 1.6 * ALONE_S)
+    assert switch.state != "on"
+    assert said * ALONE_S / spent_s > 0.97
+    assert words[0].startswith("drafting stops, it loses: 31.2 tokens/s, the target alone 50.0")
+
+
+@pytest.mark.parametrize("cost", [1.1, 2.0, 10.0, 100.0])
+def test_in_the_long_run_trying_costs_two_percent_at_most(cost: float) -> None:
+    experience = Experience()
+    live_through(Switch(experience), 50, lambda _: 1.0, lambda _: cost * ALONE_S)
+    said, spent_s, _ = live_through(Switch(experience), 30_000, lambda _: 1.0, lambda _: cost * ALONE_S)
+    assert said * ALONE_S / spent_s >= 0.98
+
+
+def test_drafting_that_pays_is_never_stopped_by_chance_for_long() -> None:
+    rng = random.Random(2)
+    said, spent_s, _ = live_through(Switch(Experience()), 3000, lambda _: float(rng.choice((1, 1, 1, 2, 2, 3, 5))), lambda _: 1.5 * ALONE_S)
+    assert said * ALONE_S / spent_s > 0.97 * (15 / 7) / 1.5
+
+
+def test_drafting_resumes_where_text_becomes_predictable() -> None:
+    experience = Experience()
+    switch = Switch(experience)
+    live_through(switch, 200, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
+    assert experience.losing
+    said, spent_s, words = live_through(switch, 300, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
+    assert said * ALONE_S / spent_s > 2.0
+    assert any(word.startswith("drafting resumes, it pays again") for word in words)
+    assert not experience.losing
+
+
+def test_a_session_begins_as_the_last_change_left_the_pair_and_tries_early() -> None:
+    experience = Experience()
+    live_through(Switch(experience), 100, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
+    later = Switch(experience)
+    assert later.state == "off"
+    said, spent_s, _ = live_through(later, 100, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
+    assert later.state == "on"
+    assert said * ALONE_S / spent_s > 1.2
+
+
+def test_a_disaster_is_ended_by_its_first_round() -> None:
+    switch = Switch(Experience())
+    switch.drafted(1.0, 50 * ALONE_S, ALONE_S)
+    assert switch.state == "off"
+
+
+def trial_of(trial: AheadTrial, rounds: int, without: float, with_: float, seed: int = 1) -> tuple[int, list[str]]:
+    """(rounds ahead, decisions) where a round without and with growth ahead takes so long."""
+    rng, ahead, words = random.Random(seed), 0, []
+    for _ in range(rounds):
+        ahead += trial.ahead
+        if (decision := trial.drafted(rng.uniform(1.5, 3.0), with_ if trial.ahead else without)) is not None:
+            words.append(decision)
+    return ahead, words
+
+
+@pytest.mark.parametrize(("without", "with_", "pays"), [(0.03, 0.024, True), (0.024, 0.03, False), (0.03, 0.03, False)])
+def test_growing_ahead_on_a_shared_device_is_kept_where_it_is_better(without: float, with_: float, pays: bool) -> None:
+    trial = AheadTrial()
+    _, words = trial_of(trial, BLOCK * len(TURNS), without, with_)
+    assert trial.ahead == pays
+    assert len(words) == 1
+    assert ("does not pay" in words[0]) != pays
+
+
+def test_what_was_found_out_is_looked_at_again_ever_more_rarely() -> None:
+    trial, once = AheadTrial(), BLOCK * len(TURNS)
+    ahead, words = trial_of(trial, once + FIRST_PAUSE + once, 0.024, 0.03)
+    assert ahead == once
+    assert len(words) == 1
+    more, words = trial_of(trial, 20 * FIRST_PAUSE, 0.024, 0.03)
+    assert more <= 0.02 * 20 * FIRST_PAUSE
+    assert words == []
+
+
+def test_a_change_of_the_machine_is_found() -> None:
+    trial = AheadTrial()
+    trial_of(trial, BLOCK * len(TURNS), 0.024, 0.03)
+    _, words = trial_of(trial, 2 * FIRST_PAUSE, 0.03, 0.02)
+    assert trial.ahead
+    assert len(words) == 1
+
+
+def test_drafting_that_lasts_is_forgiven_more() -> None:
+    switch = Switch(Experience())
+    live_through(switch, LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
+    for _ in range(3):
+        switch.drafted(0.0, 1.5 * ALONE_S, ALONE_S)
+    assert switch.state == "on"
+    switch.drafted(0.0, 1.8 * ALONE_S, ALONE_S)
+    assert switch.state == "off"

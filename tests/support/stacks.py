@@ -1,0 +1,51 @@
+"""A coordinator and its workers as real processes, and requests to them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Failed, Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+
+PROMPTS: list[list[str]] = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+"""The shipped ones, each as its turns."""
+SILENCE_S = 60.0
+
+
+@contextmanager
+def started(flags: dict[str, str]) -> Iterator[tuple[Stack, Client]]:
+    """Processes with these settings that are ready, and a client of them."""
+    with Supervisor() as supervisor:
+        stack = start_stack(supervisor, configure(flags=flags, environment={}))
+        wait_until_ready(supervisor, stack)
+        with stack.connect() as client:
+            yield stack, client
+
+
+@contextmanager
+def running(flags: dict[str, str]) -> Iterator[Client]:
+    """A client of processes with these settings."""
+    with started(flags) as (_, client):
+        yield client
+
+
+def submit(client: Client, turns: Sequence[str], *, sampling: Sampling, tokens: int, seed: int = 0, tree: TreeSettings | None = None) -> int:
+    """The number of a request that is drafted for with this tree; without one it is decoded by the target alone."""
+    return client.submit(turns=turns, sampling=sampling, max_tokens=tokens, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None)
+
+
+def complete_all(client: Client, requests: Sequence[int]) -> list[Finished]:
+    """The ends of requests that run side by side, in the order of `requests`; `RequestError` for the first that fails."""
+    ends: dict[int, Finished] = {}
+    while len(ends) < len(requests):
+        reply = client.receive(SILENCE_S)
+        assert reply is not None, f"nothing was heard of {set(requests) - set(ends)} for {SILENCE_S:g} s"
+        if isinstance(reply, Failed):
+            raise RequestError(reply.code, reply.text)
+        if isinstance(reply, Finished):
+            ends[reply.request] = reply
+    return [ends[request] for request in requests]

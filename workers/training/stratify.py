@@ -1,0 +1,115 @@
+"""Bins of entropy for the policy `heterospec`: from the rounds of many replies to a handful of thresholds (HeteroSpec, Liu et al. 2025, section 4.2).
+
+A regression tree of three levels splits the rounds by their cumulative meta-path entropy so that the *terminal confidence rank* varies as little as possible
+within a bin. On one feature such a tree is an ordered partition of at most eight intervals. The paper takes it for granted that the mean rank rises from bin
+to bin; where it does not, neighbours are one bin here (isotonic regression by pooling adjacent violators), so that a lower bin is always a surer one.
+
+What is fitted is the rank of *fully accepted* paths, as in the paper, of which it says nothing else. A round in which the target left the tree above its
+depth has the worst rank. Without that distinction the mean says nothing: a node eight levels down has rank 8 at best, so of the embedded pair (368 rounds,
+15/8/4, temperature 0) the surest tenth, all of it accepted to the bottom, has mean rank 8.5, and the least sure one, with two accepted tokens a round, 6.3.
+
+Knows numbers only; rounds are played and files written elsewhere. scikit-learn is an extra and imported where the tree is fitted.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail.protocol.errors import UserError
+
+LEVELS = 3
+LEAF_SHARE = 0.01
+"""Of all rounds, how many a bin has at least: the mean rank of fewer says little."""
+DECIMALS = 4
+"""Of a threshold, in nats."""
+LEAST_ROUNDS = 100
+
+
+class Round(NamedTuple):
+    """What was seen of one."""
+
+    entropy: float
+    """In nats."""
+    rank: int
+    """Terminal confidence rank."""
+    full: bool
+    """Whether the accepted path reached the tree's depth."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The rounds between two thresholds."""
+
+    rounds: int
+    fitted_rank: float
+    """Mean, with the worst rank for every round that was not fully accepted: what rises from bin to bin."""
+    mean_rank: float
+    full_share: float
+    """Of the rounds, those that were fully accepted."""
+
+
+@dataclass(frozen=True)
+class Strata:
+    """Bins by ascending entropy; `thresholds[i]` is the highest entropy that belongs to bin i."""
+
+    thresholds: tuple[float, ...]
+    bins: tuple[Bin, ...]
+
+
+def terminal_confidence_rank(accepted: Sequence[int], nodes: int) -> int:
+    """The rank, 1 for the best, of the last accepted node among the `nodes` that a round may offer, best first; the worst one where none was accepted.
+
+    `accepted` are places in what was offered, a path from below the root. (HeteroSpec, section 3.2.)
+    """
+    return accepted[-1] + 1 if accepted else nodes
+
+
+def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
+    """The bins of `rounds`, at least two; `nodes` is the worst rank. `UserError` where there are too few rounds, or where rank does not rise with entropy."""
+    if len(rounds) < LEAST_ROUNDS:
+        raise UserError(f"{len(rounds)} rounds were played, and thresholds need {LEAST_ROUNDS}: give more prompts, or let replies be longer")
+    strata = _merged(rounds, nodes, sorted({round(split, DECIMALS) for split in _splits(rounds, nodes)}))
+    if not strata.thresholds:
+        raise UserError(
+            f"the entropy of {len(rounds)} rounds says nothing of what is accepted (mean rank {strata.bins[0].fitted_rank:.1f} everywhere): "
+            "give more prompts, of the kind that is to be decoded"
+        )
+    return strata
+
+
+def fitted_rank(seen: Round, nodes: int) -> int:
+    """What the regression tree is fitted to."""
+    return seen.rank if seen.full else nodes
+
+
+def _splits(rounds: Sequence[Round], nodes: int) -> list[float]:
+    """The thresholds of the regression tree."""
+    try:
+        from sklearn.tree import DecisionTreeRegressor
+    except ImportError:
+        raise UserError("fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'") from None
+    entropies, ranks = np.array([[seen.entropy] for seen in rounds]), np.array([fitted_rank(seen, nodes) for seen in rounds])
+    fitted = DecisionTreeRegressor(max_depth=LEVELS, min_samples_leaf=max(1, int(LEAF_SHARE * len(rounds))), random_state=0).fit(entropies, ranks).tree_
+    return [float(threshold) for feature, threshold in zip(fitted.feature, fitted.threshold, strict=True) if feature >= 0]
+
+
+def _merged(rounds: Sequence[Round], nodes: int, splits: Sequence[float]) -> Strata:
+    """The bins between `splits`, neighbours as one where the mean rank does not rise."""
+    groups: list[list[Round]] = [[] for _ in range(len(splits) + 1)]
+    for seen in rounds:
+        groups[bisect_left(splits, seen.entropy)].append(seen)
+    merged: list[tuple[list[Round], Bin, float]] = []
+    for group, bound in zip(groups, (*splits, np.inf), strict=True):
+        while merged and (not group or merged[-1][1].fitted_rank >= _bin(group, nodes).fitted_rank):
+            group = merged.pop()[0] + group
+        merged.append((group, _bin(group, nodes), bound))
+    return Strata(tuple(bound for _, _, bound in merged[:-1]), tuple(found for _, found, _ in merged))
+
+
+def _bin(group: Sequence[Round], nodes: int) -> Bin:
+    columns = [(fitted_rank(seen, nodes), seen.rank, seen.full) for seen in group]
+    fitted, rank, full = (float(np.mean(column)) for column in zip(*columns, strict=True))
+    return Bin(len(group), fitted, rank, full)
