@@ -151,5 +151,8 @@ def _describe(role: str, worker: WorkerState, inflation: str) -> str:
 
 
 def shorten_model(model: str) -> str:
-    """How a model is called in a summary: "demo" for an embedded one."""
-    return "demo" if Path(model).is_relative_to(DEMO_FOLDER) else model
+    """How a model is called in a summary: "demo" for one of the embedded pair, "demo dovetail" for an embedded head."""
+    path = Path(model)
+    if not path.is_relative_to(DEMO_FOLDER):
+        return model
+    return f"demo {path.name}" if path.parent.name == "heads" else "demo"

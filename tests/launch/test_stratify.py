@@ -160,10 +160,13 @@ def stratified(run: Run, folder: Path, *arguments: str) -> subprocess.CompletedP
     return run("stratify", "--out", str(folder / "t.toml"), "--sampling.max_tokens", "96", "--draft.device", "cpu", *arguments)
 
 
+@pytest.mark.slow
 def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_the_first(run: Run, tmp_path: Path) -> None:
+    """With a small tree, for many rounds, and a sharpening that is given: what is fitted online begins anew with every process."""
     prompts, rounds = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
-    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS[:12]), encoding="utf-8")
-    first = stratified(run, tmp_path, "--prompts", str(prompts), "--rounds", str(rounds), "--plot", str(tmp_path / "t.svg"), "--json")
+    small = ("--tree.gamma", "4", "--tree.depth", "3", "--tree.sharpening", "1.0", "--prompts", str(prompts), "--rounds", str(rounds), "--json")
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS[:5]), encoding="utf-8")
+    first = stratified(run, tmp_path, *small, "--plot", str(tmp_path / "t.svg"))
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     assert tuple(told["thresholds"]) == read_thresholds(tmp_path / "t.toml").thresholds
@@ -171,17 +174,17 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
     means = [found["fitted_rank"] for found in told["bins"]]
     assert means == sorted(means)
     assert tomllib.loads((tmp_path / "t.toml").read_text())["holds_for"] == told["holds_for"]
-    assert configured(tree__thresholds=str(tmp_path / "t.toml")) == tuple(told["thresholds"])
+    assert configured(tree__thresholds=str(tmp_path / "t.toml"), tree__depth="3", tree__sharpening="1.0") == tuple(told["thresholds"])
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
     content = rounds.read_bytes()
     rounds.write_bytes(content[:-20])  # interrupted
-    again = stratified(run, tmp_path, "--prompts", str(prompts), "--rounds", str(rounds), "--json")
+    again = stratified(run, tmp_path, *small)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout) == told
     assert rounds.read_bytes() == content
-    other = stratified(run, tmp_path, "--prompts", str(prompts), "--rounds", str(rounds), "--tree.depth", "5")
+    other = stratified(run, tmp_path, *small, "--tree.depth", "5")
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "were played with depth = 8, and it is 5: choose another --rounds" in other.stderr
+    assert "were played with depth = 3, and it is 5: choose another --rounds" in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -214,10 +217,9 @@ def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(stack: S
                 assert found.rounds < alone.rounds
 
 
-def test_in_a_low_bin_trees_are_deeper_than_the_depth_and_in_no_bin_they_are_not(stack: Stack) -> None:
+def test_in_a_low_bin_more_levels_are_accepted_than_the_depth_and_in_one_bin_alone_they_are_not(stack: Stack) -> None:
     with stack.connect() as client:
-        for thresholds, deepest in (((50.0,), 12), ((), 8)):
+        for thresholds, longer in (((50.0,), True), ((), False)):
             tree = TreeSettings.model_validate({"policy": "heterospec", "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds})
-            request = client.submit(turns=PROMPTS[0]["turns"], max_tokens=64, seed=3, tree=tree)
-            result = client.complete(request).result
-            assert deepest - 1 <= len(result.accepted_per_position) <= deepest
+            results = [client.complete(client.submit(turns=prompt["turns"], max_tokens=64, seed=3, tree=tree)).result for prompt in PROMPTS[:3]]
+            assert any(len(result.accepted_per_position) > tree.depth for result in results) is longer
