@@ -289,7 +289,8 @@ def test_rows_in_chunks_of_several_sessions_are_those_of_one_pass(name: str, bac
             caches[session].length = stop
             found[session].append(rows.logits[session * count : (session + 1) * count])
     for own, whole in zip(found, expected, strict=True):
-        if backend == "kernels":
+        # the mixture of Jakiro*'s two distributions is torch's own sum, whose vector lanes fall elsewhere in another chunk
+        if backend == "kernels" and "star" not in name:
             assert torch.equal(torch.cat(own), whole.logits)
         assert_close(torch.cat(own), whole.logits.double())
 
