@@ -61,7 +61,8 @@ def kill_while_it_is_waited_for(draft: Child) -> None:
     kill(draft)
 
 
-@pytest.mark.parametrize("end", [kill, pytest.param(kill_while_it_is_waited_for, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [kill, kill_while_it_is_waited_for])
 def test_replies_whose_draft_is_killed_are_those_of_the_target_alone(end: Callable[[Child], None]) -> None:
     with started(HEAD) as (stack, client):
         alone = complete_all(client, ask(client, tree=None))

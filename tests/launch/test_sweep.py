@@ -30,6 +30,7 @@ def told(name: str, prompts: str, speedup: float | None) -> tuple[dict[str, Any]
     return row, {"verify_ms": 3.0, "ratio": 1.5, "draft_ms": 1.0}
 
 
+@pytest.mark.slow
 def test_a_sweep_of_gamma_measures_each_value_on_the_same_processes_and_draws_the_figure(run: RunCommand, tmp_path: Path) -> None:
     prompts, plot = tmp_path / "few.jsonl", tmp_path / "figure.svg"
     prompts.write_text("".join(json.dumps({"id": id, "turns": [text]}) + "\n" for id, text in (("a", "Hello."), ("b", "What is two plus two?"))))

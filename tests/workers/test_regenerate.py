@@ -47,7 +47,7 @@ def rows(file: Path) -> dict[str, Any]:
     return {row["id"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_answer_is_what_the_target_emits_alone(model: LanguageModel, renderer: Renderer, temperature: float) -> None:
     scribe = Scribe(model)
     prompts = [renderer.prompt(chat.messages[:1]) for chat in CHATS[:2]]
