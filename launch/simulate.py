@@ -38,8 +38,6 @@ NOTED_SHARE = 0.01
 """Of expanded nodes that were not recorded: more is worth a word."""
 TOLERANCE = 0.05
 
-METHOD_HELP = "A tree, such as goodput or dynamic,gamma=59,ahead=false; can be repeated.  [default: tree.policy]"
-
 Row = dict[str, Any]
 
 

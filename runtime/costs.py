@@ -272,14 +272,10 @@ class PairCosts:
     plain_host_s: Average = field(default_factory=Average)
     """The same of rounds without a draft."""
 
-    def draft_s(self, passes: Sequence[int]) -> float:
-        """Seconds of draft passes over so many rows each."""
-        return sum(self.draft.at(rows) for rows in passes)
-
-    def round_s(self, *, rows: int, context: float, passes: Sequence[int] | None = None) -> float:
-        """Seconds of a round with a draft whose Verify has so many rows; `passes`: those it waits for, unless as many as rounds did lately."""
-        exposed = self.exposed_s.value if passes is None else self.draft_s(passes)
-        return exposed + self.target.at(rows, context) + self.draft_hop_s.value + self.target_hop_s.value + self.host_s.value
+    def round_s(self, *, rows: int, context: float, exposed_s: float) -> float:
+        """Seconds of a round whose Verify has so many rows; `exposed_s`: what it waits for its draft, hops and all, 0 where it has none."""
+        host = self.host_s if exposed_s else self.plain_host_s
+        return exposed_s + self.target.at(rows, context) + self.target_hop_s.value + host.value
 
     def alone_s(self, *, context: float, sessions: int = 1) -> float:
         """Seconds of a round without a draft, of so many sessions in one pass; 0 where nothing is known."""

@@ -74,7 +74,6 @@ class Pair:
     trial: AheadTrial = field(default_factory=AheadTrial)
     rounds: int = 0
     """In which was drafted."""
-    controls: int = 0
     hits: Average = field(default_factory=Average)
     gamma: Average = field(default_factory=Average)
     tokens: Average = field(default_factory=Average)
@@ -234,8 +233,7 @@ class Pilot:
         if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
             self._promise = None
             return
-        host = costs.host_s if self._exposed_s else costs.plain_host_s
-        self._promise = 1.0 + self._honesty * promised, self._exposed_s + costs.target.at(rows, context) + costs.target_hop_s.value + host.value
+        self._promise = 1.0 + self._honesty * promised, costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s)
 
     # -- after it -------------------------------------------------------------------------------------------------------------------------------
 

@@ -100,11 +100,10 @@ def test_a_round_takes_its_passes_its_hops_and_the_coordinator() -> None:
     for _ in range(8):
         pair.target.observe(1, 0.02)
         pair.target.observe(5, 0.03)
-        pair.draft.observe(2, 0.004)
     for average, value in ((pair.exposed_s, 0.01), (pair.draft_hop_s, 0.001), (pair.target_hop_s, 0.002), (pair.host_s, 0.0005), (pair.plain_host_s, 0.0002)):
         average.add(value)
-    assert pair.round_s(rows=5, context=0) == pytest.approx(0.0435)
-    assert pair.round_s(rows=5, context=0, passes=(2, 2, 2)) == pytest.approx(0.0455)
+    assert pair.round_s(rows=5, context=0, exposed_s=0.011) == pytest.approx(0.0435)
+    assert pair.round_s(rows=5, context=0, exposed_s=0.0) == pytest.approx(0.0322)
     assert pair.alone_s(context=0) == pytest.approx(0.0222)
 
 
