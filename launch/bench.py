@@ -81,8 +81,9 @@ def command(
     sweeping = read_sweep(sweep, values) if sweep is not None else None
     every = points_of(sweeping, chosen) if sweeping is not None else chosen
     sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
+    heats = _heats(configuration, temperatures)
     with contenders(every) as found:
-        measured = list(measure(found, sets, _heats(configuration, temperatures), repeat, seed))
+        measured = list(measure(found, sets, heats, repeat, seed))
         result, differs = _result(measured, found, seed)
     if sweeping is None:
         _report(result, out, as_json, lambda: show(result))

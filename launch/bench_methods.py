@@ -14,9 +14,11 @@ from dovetail.launch.configure import Configuration, parse_setting, read_file
 from dovetail.launch.connection import Connection, ahead_of
 from dovetail.launch.cores import CoreLayout
 from dovetail.launch.peers import ASSISTED, Peer
+from dovetail.launch.peers import check as check_peer
 from dovetail.launch.prompts import Prompt, read_prompts
-from dovetail.launch.supervise import Supervisor, layout_of, start_stack, wait_until_ready
+from dovetail.launch.supervise import Supervisor, check_stack, layout_of, start_stack, wait_until_ready
 from dovetail.launch.terminal import spinner
+from dovetail.launch.worker import thread_count
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, RoundRecord
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, Sampling
@@ -187,10 +189,25 @@ def read_prompt_set(path: Path, limit: int | None) -> PromptSet:
     return PromptSet(path.stem, tuple(read_prompts(path)[:limit]))
 
 
+def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
+    """`UserError` for the first method that cannot be started, as far as its settings and a look at its models tell."""
+    for method in methods:
+        settings = method.configuration.settings
+        if not method.ours:
+            check_peer(settings)
+            continue
+        check_stack(method.configuration)
+        thread_count("target", settings.target, layout.target)
+
+
 @contextmanager
 def contenders(methods: Sequence[Method]) -> Iterator[dict[str, Contender]]:
-    """What decodes for each method, by the method's label, all on the same cores and all ready; the first method is `none`."""
+    """What decodes for each method, by the method's label, all on the same cores and all ready; the first method is `none`.
+
+    All methods are looked at before a process is started.
+    """
     layout = layout_of(methods[0].configuration.settings)
+    check_methods(methods, layout)
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
         found: dict[str, Contender] = {}

@@ -1,7 +1,8 @@
 """`dovetail calibrate`: what a pass of the target costs on this machine, beside what the hardware would allow.
 
 The measuring happens in a process of its own, on the cores and the memory that the target worker would get and bound as it is, because torch must not be
-imported before that; the draft is measured afterwards, on the draft's. What is found goes to the profile file, from where planner and policies read it.
+imported before that; the draft is measured afterwards, on the draft's. What is found goes to the profile file, from where workers read it and tell it the
+coordinator.
 
 `python -m dovetail.launch.calibrate` is that process; it says on stdout, line by line, what it is doing, and then what it found.
 """
@@ -12,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 import click
 
@@ -31,9 +32,11 @@ from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
-from dovetail.protocol.profile import Calibration, ProfileKey, load_profile, update_profile
+from dovetail.protocol.profile import Calibration, ContextCurve, Entry, ProfileKey, load_profile, update_profile
+from dovetail.protocol.settings import HEAD_KINDS
 
 Role = Literal["target", "draft"]
+ReadT = TypeVar("ReadT", Calibration, ContextCurve)
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
@@ -61,6 +64,8 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
 
     A target folder may hold a config.json alone: its weights are random then, which costs the same, so that a model can be measured before it is
     downloaded. Where memory does not hold all layers, fewer are measured and the times scaled by weights. Median of several passes.
+
+    Of a draft, a small model or a head of the target's, t_D is measured too: the seconds of a level of its tree.
     """
     if math.isnan(seconds):  # which no range excludes
         raise UserError("--seconds nan is no number of seconds: write one such as 30")
@@ -76,11 +81,14 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
         load_profile(profile)  # a damaged one is told now, not after the measurement
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], step)
-        found["t_d"] = _measure(supervisor, "draft", place.draft, [*options[:1], *configuration.arguments("draft")], step) if _has_draft(configuration) else {}
-    key, calibration = found.pop("key"), found.pop("calibration")
+        drafted = _measure(supervisor, "draft", place.draft, [*options[:1], *_draft_arguments(configuration)], step) if _has_draft(configuration) else None
+    key, calibration = found.pop("key"), _read(Calibration, found.pop("calibration"))
+    levels = _read(ContextCurve, drafted["levels"]) if drafted is not None else None
+    found["t_d"] = {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)} if levels is not None else {}
     if profile is not None:
-        new = Calibration.model_validate_json(json.dumps(calibration))
-        update_profile(profile, ProfileKey.model_validate(key), lambda entry: entry.with_calibration(new))
+        _keep(profile, key, lambda entry: entry.with_calibration(calibration))
+        if drafted is not None and levels is not None:
+            _keep(profile, drafted["key"], lambda entry: entry.with_levels(levels))
     if plot is not None:
         plot.write_text(_chart(found), encoding="utf-8")
     if as_json:
@@ -104,9 +112,24 @@ def _check(configuration: Configuration) -> None:
 
 
 def _has_draft(configuration: Configuration) -> bool:
-    """Whether there is a small model to measure: one that is named, or the embedded one beside the embedded target."""
+    """Whether there is a small model or a head to measure: one that is named, or an embedded one beside the embedded target."""
     draft = configuration.settings.draft
-    return draft.kind in ("auto", "small") and bool(draft.model or not configuration.settings.target.model)
+    return draft.kind in ("auto", "small", *HEAD_KINDS) and bool(draft.model or not configuration.settings.target.model)
+
+
+def _draft_arguments(configuration: Configuration) -> list[str]:
+    """The settings of the draft; a head reads the target's embedding."""
+    target = configuration.settings.target.model
+    return [*configuration.arguments("draft"), *([f"--target.model={target}"] if target else [])]
+
+
+def _read(kind: type[ReadT], told: object) -> ReadT:
+    """What a process has measured, from its JSON."""
+    return kind.model_validate_json(json.dumps(told))
+
+
+def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:
+    update_profile(profile, ProfileKey.model_validate(key), change)
 
 
 def _measure(supervisor: Supervisor, role: Role, place: Place, arguments: Sequence[str], step: Callable[[str], None]) -> dict[str, Any]:
@@ -207,13 +230,15 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
-    from dovetail.workers.calibration import calibrate, calibrate_draft
+    from dovetail.workers.calibration import calibrate
     from dovetail.workers.devices import is_out_of_memory
+    from dovetail.workers.draft_costs import calibrate_draft
 
     found: object
     try:
         if role == "draft":
-            found = calibrate_draft(with_draft(draft), threads=threads, seconds=seconds / 4)
+            key, levels = calibrate_draft(with_draft(draft), threads=threads, target=with_target(target).model, seconds=seconds / 4)
+            found = {"key": key.model_dump(), "levels": levels.model_dump()}
         else:
             found = calibrate(
                 with_target(target),

@@ -25,6 +25,7 @@ from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings, misfit
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 PREFIX = "DOVETAIL_"
+SEVERAL = "one or more"
 ALL_SECTIONS = tuple(Settings.model_fields)
 SHORT_FORMS = {
     "target.model": "--target",
@@ -278,20 +279,21 @@ def _expected(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [repr(value) for value in get_args(kind)]
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is not tuple:
-        return [f"one or more with commas between them, each {' or '.join(_expected(get_args(kind)[0]))}"]
+        return [f"{SEVERAL} with commas between them, each {' or '.join(_expected(get_args(kind)[0]))}"]
     if get_origin(kind) is tuple:  # of pairs
         key, value = (_expected(part)[0] for part in get_args(get_args(kind)[0]))
-        return [f"one or more of A=B with commas between them, A {key} and B {value}"]
+        return [f"{SEVERAL} of A=B with commas between them, A {key} and B {value}"]
     if get_args(kind):
         return [words for part in get_args(kind) for words in _expected(part)]
     return [{int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")]
 
 
 def _bounded(words: str, bounds: Sequence[Any]) -> str:
-    found = {key: getattr(b, key) for b in bounds for key in ("ge", "gt", "le", "lt") if getattr(b, key, None) is not None}
+    found = {key: getattr(b, key) for b in bounds for key in ("ge", "gt", "le", "lt", "max_length") if getattr(b, key, None) is not None}
     low = f" from {found['ge']}" if "ge" in found else f" above {found['gt']}" if "gt" in found else ""
     high = f" to {found['le']}" if "le" in found else f" below {found['lt']}" if "lt" in found else ""
-    return words + low + high
+    many = f", at most {found['max_length']} of them" if "max_length" in found and words.startswith(SEVERAL) else ""
+    return words + low + high + many
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def command(
             note(f"the target went on alone: {loss}")
         note(summary(finished.result, connection.models()))
         if wish.speculates and finished.result.plain_rounds:
-            note(without_speculation(finished.result, connection.client.status().decisions))
+            decisions = connection.client.status().decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
+            note(without_speculation(finished.result, decisions))
     if trace is not None:
         write_trace(trace, finished.spans)
     if as_json:
@@ -232,10 +233,12 @@ def _predicted(result: Result) -> str:
 
 
 def without_speculation(result: Result, decisions: Sequence[str]) -> str:
-    """How many rounds the target decoded alone, and what the coordinator last decided about that."""
+    """How many rounds the target decoded alone, and why: to be measured, and by what the coordinator last decided."""
     which = "every round" if result.plain_rounds == result.rounds else f"{result.plain_rounds} of {result.rounds} rounds"
+    measured = f"{result.control_rounds} to measure the target's pass over a single row" if result.control_rounds else ""
     about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers
-    return f"without speculation in {which}{f': {about[-1]}' if about else ''}"
+    reasons = "; ".join(filter(None, (measured, *about[-1:])))
+    return f"without speculation in {which}{f': {reasons}' if reasons else ''}"
 
 
 # -- a file of prompts -------------------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
     try:
         content = json.loads(line)
         return str(content["id"]), int(content["turn"]), RoundRecord.model_validate_json(json.dumps(content["record"]))
-    except (ValueError, TypeError, KeyError, RecursionError, ValidationError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ValidationError):
         raise UserError(f'{where} is no round of `dovetail generate --record`: {{"id", "turn", "record"}}') from None
 
 

@@ -81,7 +81,7 @@ def command(context: click.Context, configuration: Configuration, connect: str |
         raise UserError("rejection keeps the target's law and not its tokens, so there is nothing to compare: leave --sampling.acceptance out")
     chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
     tokens = configuration.settings.sampling.max_tokens if configuration.given("sampling.max_tokens") else TOKENS
-    cases = _cases(configuration.settings.tree, tokens)
+    cases = _cases(drafting_tree(configuration), tokens)
     with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
         refuse_lossy(connection.state.workers)
         runs = _Runs(connection, chosen, tokens)
@@ -112,6 +112,12 @@ def _remark(check: Check) -> str:
     if check.difference is None:
         return ""
     return f"{'near-tie' if check.difference.near_tie else 'differs'} at token {check.difference.position}"
+
+
+def drafting_tree(configuration: Configuration) -> TreeSettings:
+    """The tree of the settings; where they name no policy, one that drafts whether that pays here or not, so that there is something to compare."""
+    tree = configuration.settings.tree
+    return tree if configuration.given("tree.policy") else tree.model_copy(update={"policy": "dynamic"})
 
 
 def _cases(tree: TreeSettings, tokens: int) -> list[Case]:

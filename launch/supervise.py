@@ -187,11 +187,8 @@ class Stack:
 
 def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "") -> Stack:
     """Start what the settings ask for; it is not ready yet."""
+    check_stack(configuration)
     drafting = configuration.settings.draft.kind != "none"
-    _check_pair(configuration)
-    check_target(configuration.settings)
-    if drafting:
-        check_draft(configuration.settings)
     layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
     address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator")
@@ -201,6 +198,14 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
         supervisor.start(f"{prefix}{role} worker", arguments)
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
+
+
+def check_stack(configuration: Configuration) -> None:
+    """`UserError` for what these settings ask for and cannot be started, as far as a look at the models tells."""
+    _check_pair(configuration)
+    check_target(configuration.settings)
+    if configuration.settings.draft.kind != "none":
+        check_draft(configuration.settings)
 
 
 def layout_of(settings: Settings) -> CoreLayout:

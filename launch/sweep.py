@@ -42,6 +42,10 @@ class Sweep:
         """The method with each of the values, named as `--method` would have it."""
         if method.configuration.origins[self.setting].startswith("--method"):
             raise UserError(f"--method {method.name} sets {self.setting}, which --sweep {self.name} varies: leave one of the two out")
+        tree = method.configuration.settings.tree
+        if self.name == "depth" and tree.policy == "heterospec" and isinstance(method.configuration.thresholds, str):
+            remedy = "sweep gamma, or take another policy; thresholds that are given as numbers are taken as they are at every depth"
+            raise UserError(f"--sweep depth: the thresholds of heterospec ({method.name}) hold for one depth, here {tree.depth}: {remedy}")
         return [self._point(method, value) for value in self.values]
 
     def _point(self, method: Method, value: int) -> Method:

@@ -14,7 +14,6 @@ The embedded drafts have such files beside them (`demo/thresholds-KIND.toml`). K
 
 import hashlib
 import json
-import math
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,8 @@ from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Sett
 
 MADE_FOR = ("depth", "width", "sharpening")
 """The tree's settings that an entropy depends on."""
+MOST_NATS = 1e6
+"""Of a threshold, as of tree.thresholds."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def _remedy(settings: Settings) -> str:
     """How to make thresholds for these settings."""
     target, draft, tree = settings.target, settings.draft, settings.tree
     models = [*(("--target", target.model) if target.model else ()), *(("--draft", draft.model or draft.kind) if draft.model or draft.kind != "auto" else ())]
-    shape = [text for name in ("gamma", "depth", "width") for text in (f"--tree.{name}", str(getattr(tree, name)))]
+    names = ("gamma", "depth", "width", *(("sharpening",) if tree.sharpening != "auto" else ()))
+    shape = [text for name in names for text in (f"--tree.{name}", str(getattr(tree, name)))]
     command = shlex.join(["dovetail", "stratify", *models, *shape, "--prompts", "FILE", "--out", "thresholds.toml"])
     return f"run `{command}`, and name what it writes: --tree.thresholds thresholds.toml"
 
@@ -139,5 +141,5 @@ def _bounds(numbers: Any) -> tuple[float, ...]:
     """`numbers` where they are what tree.thresholds may be, else none."""
     if not isinstance(numbers, list) or not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         return ()
-    sound = len(numbers) < MAX_BINS and all(math.isfinite(number) and number >= 0 for number in numbers)
+    sound = len(numbers) < MAX_BINS and all(0 <= number <= MOST_NATS for number in numbers)
     return tuple(map(float, numbers)) if sound and all(before < after for before, after in pairwise(numbers)) else ()

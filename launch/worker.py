@@ -101,9 +101,8 @@ def _serve(configuration: Configuration, role: Role, connect: str, name: str, th
 
 def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], Worker]":
     """How the worker of this role is opened: (name, threads) -> worker."""
-    target = with_target(configuration.settings.target)
+    target, profile = with_target(configuration.settings.target), writable_profile_path()
     if role == "target":
-        profile = writable_profile_path()
         from dovetail.workers.target import open_target_worker
 
         return lambda name, threads: open_target_worker(target, name=name, threads=threads, profile=profile)
@@ -113,4 +112,4 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     draft = with_draft(draft)
     from dovetail.workers.draft import open_draft_worker
 
-    return lambda name, threads: open_draft_worker(draft, name=name, threads=threads, target=target.model)
+    return lambda name, threads: open_draft_worker(draft, name=name, threads=threads, target=target.model, profile=profile)

@@ -176,7 +176,7 @@ class Hello(Message):
     cores: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...], Field(max_length=MAX_CORES, fail_fast=True)] = ()
     """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a core in common share a device."""
     curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
-    """Of a target: T_V over rows at some lengths of the cache, as its machine's profile file has them; none if it has not been calibrated."""
+    """Of a target T_V, of a draft t_D, over rows at some lengths of the cache, as its machine's profile file has them; none if it has not been calibrated."""
 
 
 class Welcome(Message):
@@ -547,6 +547,8 @@ class Result(Frozen):
     """Rows of all passes of the target, roots included."""
     plain_rounds: Count = 0
     """Rounds that were verified without a tree."""
+    control_rounds: Count = 0
+    """Of these, rounds in which nothing was drafted so that the target's pass over a single row could be measured."""
     predicted_tokens_per_s: float | None = None
     """What the cost model expected of these rounds before each began; None where it knows too little."""
 

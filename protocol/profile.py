@@ -1,8 +1,8 @@
 """The profile file: what was measured on a machine, so that it is measured once.
 
 Holds, for each combination of machine, software, weights, threads and model shapes, which way each linear is computed and what every candidate took, and
-the calibration: the target's pass over M rows, and the limits of the hardware. JSON, written atomically under a lock, since several workers may start at
-once. Knows neither where the file lies (`launch/directory.py` decides) nor how anything is measured.
+the calibration: the target's pass over M rows, the draft's over those of a level, and the limits of the hardware. JSON, written atomically under a lock,
+since several workers may start at once. Knows neither where the file lies (`launch/directory.py` decides) nor how anything is measured.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Frozen
@@ -25,7 +25,7 @@ MAX_BYTES = 64 << 20
 MAX_POINTS = 256
 
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
-Seconds = Annotated[float, Field(ge=0.0)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
 Rate = Annotated[float, Field(gt=0.0)]
 MACHINE_FIELDS = ("vendor_id", "model name", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU variant", "CPU part", "Features")
 """What tells processors apart in /proc/cpuinfo, on x86-64 and on aarch64."""
@@ -67,6 +67,12 @@ class RowsSeconds(Frozen):
     rows: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MAX_POINTS)]
     seconds: Annotated[tuple[Seconds, ...], Field(min_length=1, max_length=MAX_POINTS)]
 
+    @model_validator(mode="after")
+    def _is_curve(self) -> "RowsSeconds":
+        if len(self.rows) != len(self.seconds) or not all(below < above for below, above in pairwise(self.rows)):
+            raise ValueError(f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are no curve: rows ascend, and each has its seconds")
+        return self
+
     def at(self, rows: int) -> float:
         """Seconds of a pass over so many rows: linear between the measured ones, and level or along the last piece beyond them."""
         points = list(zip(self.rows, self.seconds, strict=True))
@@ -77,7 +83,7 @@ class RowsSeconds(Frozen):
 
 
 class ContextCurve(Frozen):
-    """T_V over rows, at one length of the cache."""
+    """Seconds of a pass over rows, at one length of the cache: T_V of a target, t_D of a draft."""
 
     context: Annotated[int, Field(ge=0, le=1 << 24)]
     t_v: RowsSeconds
@@ -119,6 +125,8 @@ class Entry(Frozen):
     linears: tuple[LinearChoice, ...] = ()
     calibrations: tuple[Calibration, ...] = ()
     """At most one for each back end."""
+    levels: ContextCurve | None = None
+    """Of a draft: t_D, a level of its tree."""
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
         """What was chosen for a shape: the entry of the smallest row class that holds `rows`."""
@@ -134,6 +142,10 @@ class Entry(Frozen):
         """This calibration in place of that of the same back end."""
         others = tuple(c for c in self.calibrations if c.backend != calibration.backend)
         return self.model_copy(update={"calibrations": (*others, calibration)})
+
+    def with_levels(self, levels: ContextCurve) -> "Entry":
+        """This t_D in place of what was known."""
+        return self.model_copy(update={"levels": levels})
 
 
 class Profile(Frozen):

@@ -153,12 +153,12 @@ class TreeSettings(Frozen):
     """The shape of the token tree of a round; gamma 0 decodes with the target alone."""
 
     policy: str = Field(
-        "dynamic",
-        description="how the tree is shaped: dynamic (expand and rerank, EAGLE-2), static (a fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to "
-        "gamma, SpecExec), beam (the best of every level, SubSpec: gamma = width x depth), heterospec (deeper and narrower where the draft is sure) or "
-        "goodput (as large as it pays, down to none)",
+        "goodput",
+        description="how the tree is shaped: goodput (as large as it pays, up to gamma and down to none), dynamic (expand and rerank, EAGLE-2), static (a "
+        "fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to gamma, SpecExec), beam (the best of every level, SubSpec: gamma = width x depth) or "
+        "heterospec (deeper and narrower where the draft is sure)",
     )
-    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(15, description="drafted nodes verified in a round, root not counted")
+    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(15, description="drafted nodes verified in a round at most, root not counted")
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(8, description="levels below the root")
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(10, description="nodes expanded a level, and children considered a node")
     sharpening: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["auto"] = Field(

@@ -70,6 +70,8 @@ MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
 MAX_BACKLOG = 16384
 MAX_REASONS = 64
+MAX_WORDS = 512
+"""Characters of a reason or a decision; the names in it are a worker's own."""
 STUCK_NS = 10 * 10**9
 """A draft that has been waited for so long is done without."""
 
@@ -302,20 +304,20 @@ class Coordinator:
     def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
         """A round has ended: what it cost and brought says how the next is drafted."""
         times, session = live.round_ended(), live.session
-        done = Round(times, session.length, 1 + len(item.accepted), session.verifying, session.proposal, live.company)
+        done = Round(times, session.length, 1 + len(item.accepted), session.verifying, session.proposal, live.other_rows)
         live.pilot.learn(done)
         return times
 
     def _relieve(self, live: Live) -> None:
         """A draft that has not been asked for long would have too much to catch up with."""
-        if live.session.held_bytes > MAX_HELD_BYTES:
+        if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
             self._decide(f"session {live.session.number} gives its draft up: {live.session.held_bytes >> 20} MiB of features wait for it")
             self._drop_draft(live)
 
     def _decide(self, words: str) -> None:
         """Tell and keep a change of how is speculated."""
         log.info("%s", words)
-        self._decisions.append(words[:512])
+        self._decisions.append(words[:MAX_WORDS])
 
     def _answer(self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]) -> Live:
         """The session that waits for this answer of this worker in one of these roles; `StaleError` if none does, and then it waits on."""
@@ -538,7 +540,7 @@ class Coordinator:
         for item in pass_.items:
             if (live := self._live.get(item.session)) is not None:
                 live.session.sent(len(item.tokens))
-                live.company = len(pass_.items)
+                live.other_rows = rows - len(item.tokens)
                 live.pilot.sends(item.prefix, live.session.scores, rows)
 
     def _emit(self, live: Live, emit: Emit) -> None:
@@ -548,8 +550,9 @@ class Coordinator:
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
         live.session.accounts.add("coordinator", now_ns - live.mark_ns)
-        predicted = live.pilot.predicted_tokens_per_s
-        result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason).model_copy(update={"predicted_tokens_per_s": predicted})
+        result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason)
+        controls = min(live.pilot.controls, result.plain_rounds)  # the last one may have been cut short
+        result = result.model_copy(update={"predicted_tokens_per_s": live.pilot.predicted_tokens_per_s, "control_rounds": controls})
         self._finished += finish.reason != "cancelled"
         self._cancelled += finish.reason == "cancelled"
         self._rounds += result.rounds
@@ -701,7 +704,7 @@ class Coordinator:
         if self._lost_draft:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
         degraded = bool(reasons)
-        reasons += [off for live in self._live.values() if (off := live.pilot.off)]
+        reasons += [off[:MAX_WORDS] for live in self._live.values() if (off := live.pilot.off)]
         return Reported(
             epoch=self.epoch,
             address=self._hub.address,

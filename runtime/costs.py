@@ -102,7 +102,7 @@ class RowCosts:
     """T(M, context) of one worker's passes, in seconds."""
 
     def __init__(self, curves: Sequence[ContextCurve] = ()) -> None:
-        self._curves = tuple(sorted(curves, key=lambda curve: curve.context))
+        self._curves = tuple(sorted({curve.context: curve for curve in curves}.values(), key=lambda curve: curve.context))
         self._contexts = [curve.context for curve in self._curves]
         self._levels: list[list[float]] = [[] for _ in self._curves]
         """Each curve at 0, 1, 2, ... rows."""
@@ -277,7 +277,7 @@ class PairCosts:
         host = self.host_s if exposed_s else self.plain_host_s
         return exposed_s + self.target.at(rows, context) + self.target_hop_s.value + host.value
 
-    def alone_s(self, *, context: float, sessions: int = 1) -> float:
-        """Seconds of a round without a draft, of so many sessions in one pass; 0 where nothing is known."""
+    def alone_s(self, *, context: float, rows: int = 1) -> float:
+        """Seconds of a round without a draft; `rows`: of its pass, those of other sessions among them. 0 where nothing is known."""
         host = self.plain_host_s if self.plain_host_s.known else self.host_s
-        return self.target.at(sessions, context) + self.target_hop_s.value + host.value if self.target.known else 0.0
+        return self.target.at(rows, context) + self.target_hop_s.value + host.value if self.target.known else 0.0

@@ -33,8 +33,8 @@ class Live:
     spans: list[tuple[str, Span]] = field(default_factory=list)
     times: RoundTimes = field(default_factory=RoundTimes)
     """Of the round that runs."""
-    company: int = 1
-    """Sessions in the pass that the session waits for."""
+    other_rows: int = 1
+    """Rows of the pass that the session waits for, without its own nodes: what it would have without a draft."""
 
     def awaited(self) -> Worker | None:
         """The worker whose answer the session waits for."""

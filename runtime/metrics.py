@@ -37,8 +37,16 @@ class RoundTimes:
 
     @property
     def own_ns(self) -> int:
-        """Without the wait for passes of other sessions, which a session without a draft has too."""
+        """Without the wait for the target."""
         return self.draft_ns + self.draft_hop_ns + self.draft_queue_ns + self.verify_ns + self.target_hop_ns + self.coordinator_ns
+
+    @property
+    def missed_ns(self) -> int:
+        """Of that wait, what drafting is to blame for: without it a session asks as soon as it has its verdict, and shares the next pass with whoever waits.
+
+        A wait that is longer than a pass is for a prompt that is being read.
+        """
+        return min(self.target_queue_ns, self.verify_ns)
 
     @property
     def transport_ns(self) -> int:

@@ -56,8 +56,8 @@ class Round:
     """Drafted nodes in the pass."""
     drafted: Drafted | None
     """The proposal; None where none was asked for."""
-    sessions: int = 1
-    """In the pass."""
+    other_rows: int = 1
+    """Of the pass, without these: its root, and all of what other sessions had in it."""
 
 
 @dataclass
@@ -74,6 +74,8 @@ class Pair:
     trial: AheadTrial = field(default_factory=AheadTrial)
     rounds: int = 0
     """In which was drafted."""
+    controls: int = 0
+    """Rounds in which nothing was, to measure the target's pass over a single row."""
     hits: Average = field(default_factory=Average)
     gamma: Average = field(default_factory=Average)
     tokens: Average = field(default_factory=Average)
@@ -149,8 +151,10 @@ class Pilot:
         self._exposed_s: float | None = None
         self.expected_tokens = self.predicted_s = 0.0
         """Of all rounds that could be predicted."""
+        self.controls = 0
+        """Rounds in which nothing was drafted, to measure the target's pass over a single row."""
         if self._switch is not None and not self._switch.drafting:
-            say(f"session {number} begins without drafting: with {self._names} it lost of late")
+            say(f"session {number} begins without drafting: with {self._names} {self._lost_of_late(self._switch)}")
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
@@ -172,6 +176,11 @@ class Pilot:
     def _names(self) -> str:
         assert self._pair is not None
         return f"{self._pair.draft} and {self._pair.target}"
+
+    def _lost_of_late(self, switch: Switch) -> str:
+        assert self._pair is not None
+        alone_s = self._costs.alone_s(context=self._pair.context)
+        return f"it lost of late: {switch.last_rates(alone_s)}" if alone_s > 0.0 else "it lost of late"
 
     def leave(self) -> None:
         """The draft is lost."""
@@ -200,10 +209,15 @@ class Pilot:
         return Plan(ahead=ahead) if self._switch is None else self._priced(context, ahead)
 
     def _controls(self) -> bool:
-        """Whether the target's pass over a single row has to be measured."""
+        """Whether the target's pass over a single row has to be measured. One try for each time: other sessions may be in the pass, and have rows there."""
         assert self._pair is not None
-        target, rounds = self._costs.target, self._pair.rounds
-        return not target.profiled and target.seen(1) < sum(rounds >= after for after in CONTROLS)
+        target, pair = self._costs.target, self._pair
+        due = sum(pair.rounds >= after for after in CONTROLS)
+        if target.profiled or target.seen(1) >= due or (target.known and pair.controls >= due):
+            return False
+        pair.controls += 1
+        self.controls += 1
+        return True
 
     def _priced(self, context: int, ahead: bool) -> Plan:
         assert self._pair is not None
@@ -243,12 +257,17 @@ class Pilot:
         if seconds <= 0.0:
             return
         self._count(done, seconds)
-        alone_s = self._costs.alone_s(context=done.context, sessions=done.sessions)
+        alone_s = self._costs.alone_s(context=done.context, rows=done.other_rows)
         if done.drafted is None:
             if self._switch is not None and alone_s > 0.0:
-                self._switch.plain(seconds, alone_s)
+                self._tell(self._switch.plain(seconds, alone_s))
         else:
             self._learn_of_draft(done, done.drafted, seconds, alone_s)
+
+    def _tell(self, words: str | None) -> None:
+        """Say what was decided, if anything was."""
+        if words is not None:
+            self._say(f"session {self._number}, {self._names}: {words}")
 
     def _count(self, done: Round, seconds: float) -> None:
         times, costs = done.times, self._costs
@@ -294,8 +313,9 @@ class Pilot:
         ):
             average.add(value)
         self._empty = 0 if drafted.tokens else self._empty + 1 if self._empty < EMPTY else 0
-        if self._switch is not None and alone_s > 0.0 and (words := self._switch.drafted(self._recent[-1][0], seconds, alone_s)):
-            self._say(f"session {self._number}, {self._names}: {words}")
+        judged_s = seconds + times.missed_ns / 1e9
+        if self._switch is not None and alone_s > 0.0:
+            self._tell(self._switch.drafted(self._recent[-1][0], judged_s, alone_s))
         pair.speculating = self._switch is None or self._switch.state == "on"
         if self._ahead is None and pair.shared and (words := pair.trial.drafted(1.0 + self._honesty * self._promised, seconds)):
             self._say(f"{self._names}: {words}")

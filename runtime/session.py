@@ -186,6 +186,8 @@ class Session:
             raise TreeError(f"a proposal of {len(tree)} nodes where at most {self.request.tree.most_nodes} were asked for")
         if len(event.scores) != len(tree):
             raise ProtocolError(f"a proposal of {len(tree)} nodes with {len(event.scores)} scores")
+        if (highest := max(event.scores, default=0.0)) > 0.0:  # what a node promises is its exponential
+            raise ProtocolError(f"a proposal with the score {highest:g}: the logarithm of a probability is 0 at most")
         tree.check(self.request.vocabulary_size)
         drawn = event if self.request.sampling.rejects and tree else None
         if drawn is not None:

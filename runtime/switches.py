@@ -42,6 +42,8 @@ class Experience:
     """Time that trying may cost."""
     try_s: float = 0.0
     """What the last try cost, or the next is thought to."""
+    rate: float = 0.0
+    """Tokens a second that drafting brought when that was last judged; 0 before."""
     granted: bool = False
 
     def earn(self, seconds: float, alone_s: float) -> None:
@@ -77,14 +79,17 @@ class Switch:
     def drafting(self) -> bool:
         return self.state != "off"
 
-    def plain(self, seconds: float, alone_s: float) -> None:
-        """A round without drafting has passed."""
+    def plain(self, seconds: float, alone_s: float) -> str | None:
+        """A round without drafting has passed; what follows from it, in words, if anything does."""
         self._experience.earn(seconds, alone_s)
         if self.state != "off":
-            return
+            return None
         self._rounds += 1
-        if self._rounds >= FIRST_TRY << min(self._failed, MOST_DOUBLINGS) and self._experience.affordable:
-            self._enter("try")
+        if self._rounds < FIRST_TRY << min(self._failed, MOST_DOUBLINGS) or not self._experience.affordable:
+            return None
+        words = f"drafting is tried again after {self._rounds} rounds without it: {self.last_rates(alone_s)}"
+        self._enter("try")
+        return words
 
     def drafted(self, tokens: float, seconds: float, alone_s: float) -> str | None:
         """A round with drafting has brought so many tokens; what follows from it, in words, if anything does. `alone_s`: a round of the target alone."""
@@ -105,9 +110,7 @@ class Switch:
             self._failed += 1
         self._experience.losing = True
         self._experience.try_s = TRY_ROUNDS * self._worst_s
-        words = f"drafting stops, it loses: {self._rates(alone_s)}"
-        self._enter("off")
-        return words
+        return self._judged("off", "drafting stops, it loses", alone_s)
 
     def _tested(self, tokens: float, seconds: float, alone_s: float, won: float) -> str | None:
         self._cost_s += max(0.0, -won * alone_s)
@@ -117,16 +120,24 @@ class Switch:
         self._balance += won
         judged = self._rounds - 1
         if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds):
-            words = f"drafting resumes, it pays again: {self._rates(alone_s)}"
             self._pay()
             self._tried, self._experience.losing = True, False
-            self._enter("on")
-            return words
+            return self._judged("on", "drafting resumes, it pays again", alone_s)
         if self._balance <= -TRY_LOSS or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
-            self._enter("off")
+            return self._judged("off", f"the try ends after {self._rounds} rounds, drafting does not pay", alone_s)
         return None
+
+    def last_rates(self, alone_s: float) -> str:
+        """Both rates, in words: that of drafting when it was last judged."""
+        return f"it last brought {self._experience.rate:.1f} tokens/s, the target alone brings {1 / alone_s:.1f}"
+
+    def _judged(self, state: Literal["on", "off"], verdict: str, alone_s: float) -> str:
+        """Go over to that state; the verdict with both rates, in words."""
+        self._experience.rate = self._tokens / self._seconds
+        self._enter(state)
+        return f"{verdict}: {self._experience.rate:.1f} tokens/s, the target alone {1 / alone_s:.1f}"
 
     def _pay(self) -> None:
         self._experience.credit_s -= self._cost_s
@@ -140,9 +151,6 @@ class Switch:
         """For the rate: of late, if there was much."""
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
-
-    def _rates(self, alone_s: float) -> str:
-        return f"{self._tokens / self._seconds:.1f} tokens/s, the target alone {1 / alone_s:.1f}"
 
 
 BLOCK = 12

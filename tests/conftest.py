@@ -1,11 +1,20 @@
-"""Gives a bare checkout its import name, here and in child processes."""
+"""Gives a bare checkout its import name, here and in child processes; one running pair for all tests that only ask it things."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from dovetail.launch.supervise import Stack
+    from dovetail.runtime.client import Client
 
 if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.modules:
     folder = Path(tempfile.mkdtemp(prefix="dovetail-import-"))
@@ -13,3 +22,25 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
     (folder / "dovetail").symlink_to(root, target_is_directory=True)
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is no garbage: whoever looks for garbage, as each load of a model does, need not look through that again (a quarter second)."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator["Stack"]:
+    """The embedded pair, running; the imports wait for the name that they need, and for a test that asks."""
+    from support.stacks import started
+
+    with started({"draft.device": "cpu"}) as (stack, _):
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def client(stack: "Stack") -> Iterator["Client"]:
+    """A client of the embedded pair."""
+    with stack.connect() as connected:
+        yield connected

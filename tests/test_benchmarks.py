@@ -111,6 +111,7 @@ def test_a_side_that_ends_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert "No module named benchmarks.nowhere" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
     done = subprocess.run([sys.executable, BENCHMARKS, "llama"], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,5 +1,6 @@
 """Acceptance by rejection, and every tree policy, over real processes and the embedded pair."""
 
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -8,8 +9,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from dovetail.launch.configure import DEMO_FOLDER, configure
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import BUILT_POLICIES, Sampling, TreeSettings
@@ -25,32 +25,31 @@ REJECTED = Sampling(temperature=1.0, acceptance="rejection")
 TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(flags={"draft.device": "cpu"}, environment={}))
-        wait_until_ready(supervisor, stack)
-        with stack.connect() as connected:
-            yield connected
-
-
 def ask(client: Client, prompt: int, *, sampling: Sampling, tree: TreeSettings | None, seed: int = 0) -> Finished:
     request = client.submit(turns=PROMPTS[prompt][:1], sampling=sampling, max_tokens=TOKENS, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None)
     return client.complete(request)
 
 
+@pytest.fixture(scope="module")
+def alone(client: Client) -> dict[tuple[float, int], tuple[int, ...]]:
+    """What the target alone says at each temperature to the first prompts."""
+    places = itertools.product((0.0, 1.0), range(2))
+    return {(t, prompt): ask(client, prompt, sampling=Sampling(temperature=t), tree=None).result.token_ids for t, prompt in places}
+
+
 @pytest.mark.parametrize("policy", BUILT_POLICIES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_is_the_same_with_every_policy(client: Client, policy: str, temperature: float) -> None:
-    sampling, gained = Sampling(temperature=temperature), 0
-    for prompt in range(3):
-        alone = ask(client, prompt, sampling=sampling, tree=None)
+def test_output_is_the_same_with_every_policy(client: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]]) -> None:
+    """Where drafting does not pay on this machine, goodput tries now and then."""
+    drafted = accepted = 0
+    for (temperature, prompt), tokens in alone.items():
         for gamma, depth, width in ((25, 5, 10), (24, 8, 3)):
-            finished = ask(client, prompt, sampling=sampling, tree=TreeSettings(policy=policy, gamma=gamma, depth=depth, width=width))
-            wrong = difference(finished, alone.result.token_ids)
+            tree = TreeSettings(policy=policy, gamma=gamma, depth=depth, width=width)
+            finished = ask(client, prompt, sampling=Sampling(temperature=temperature), tree=tree)
+            wrong = difference(finished, tokens)
             assert wrong is None, wrong
-            gained += finished.result.accepted_tokens
-    assert gained > 30
+            drafted, accepted = drafted + finished.result.drafted_tokens, accepted + finished.result.accepted_tokens
+    assert drafted > 0
+    assert accepted > 40 or policy == "goodput"
 
 
 def places(tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator) -> Iterator[float]:

@@ -9,20 +9,20 @@ scaled by weights. Knows settings and seconds; nothing of files but what the loa
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, ContextCurve, Limits, ProfileKey, RowsSeconds, load_profile, machine_key, shapes_key
-from dovetail.protocol.settings import DraftSettings, TargetSettings, byte_count
+from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
-from dovetail.workers.devices import first_device, open_device
+from dovetail.workers.devices import open_device
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
 from dovetail.workers.models.checkpoint import find_folder
 from dovetail.workers.models.inflate import grow_skeleton, plan_inflation, planned_shapes
@@ -36,8 +36,6 @@ EVERY_ROW = tuple(range(1, MOST_ROWS + 1))
 LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Measured where all 64 would take too long; T_V is nearly a polyline with its bends at the kernels' tile heights."""
 SHORT_LADDER = (1, 2, 4, 8, 16, 32, 64)
-LEVELS = (1, 2, 4, 8, 10, 16)
-"""Rows of one level of a draft."""
 CHILDREN = 4
 CONTEXT = 512
 CHUNK = 128
@@ -303,10 +301,23 @@ def _say_share(say: Say, doing: str, begun: float, share: float, done: float) ->
     say(doing, begun + share * done)
 
 
+class Computes(Protocol):
+    """What passes are made of: `LanguageModel`, or what passes for one."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def new_cache(self, capacity: int) -> Cache:
+        """For one session."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segments: Sequence[Segment], *, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [R, V] of `rows`, None: of all."""
+
+
 class Passes:
     """Passes of a model over one cache; `done` hears what share of a curve's time has gone."""
 
-    def __init__(self, model: LanguageModel, capacity: int) -> None:
+    def __init__(self, model: Computes, capacity: int) -> None:
         self._model = model
         self._cache: Cache = model.new_cache(capacity)
         self._generator = torch.Generator().manual_seed(1)
@@ -362,16 +373,3 @@ def tree_paths(rows: int) -> list[list[int]]:
     for node in range(1, rows):
         paths.append([*paths[(node - 1) // CHILDREN], node])
     return paths
-
-
-# -- the draft ---------------------------------------------------------------------------------------------------------------------------------
-
-
-def calibrate_draft(settings: DraftSettings, *, threads: int, seconds: float) -> Mapping[str, float]:
-    """t_D: rows of a level -> seconds, of a small model on the device of the settings, over a cache of CONTEXT rows or as many as it allows."""
-    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
-    model = load_language_model(settings.model, weights=device.draft_weights if settings.weights == "auto" else settings.weights, device=device.name)
-    passes = Passes(model, CONTEXT + LEVELS[-1])
-    passes.fill(min(CONTEXT, model.context - LEVELS[-1]))
-    curve = passes.curve(LEVELS, seconds)
-    return {str(rows): taken for rows, taken in zip(curve.rows, curve.seconds, strict=True)}

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
@@ -32,6 +33,7 @@ from dovetail.protocol.messages import (
     Reads,
     VocabularyFacts,
 )
+from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
@@ -120,6 +122,8 @@ class Identity:
     context: int
     vocabulary: VocabularyFacts | None = None
     tokenizer: bytes | None = None
+    curves: Sequence[ContextCurve] = ()
+    """What a level of its tree costs, as the machine's profile file has it."""
 
 
 @dataclass
@@ -181,6 +185,7 @@ class DraftWorker(Generic[SessionT]):
             tokenizer=None if tokenizer is None else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
             reads=None if self._reader is None else self._reader.reads,
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
+            curves=tuple(identity.curves),
         )
 
     def handle(self, command: Command) -> Sequence[Event]:
@@ -313,8 +318,11 @@ class DraftWorker(Generic[SessionT]):
         )
 
 
-def open_draft_worker(settings: DraftSettings, *, name: str, threads: int, target: str) -> DraftWorker[Any]:
-    """The draft worker of `settings`: a lookup, or the model in the folder or hub id `settings.model`: a smaller one, or a head of the model `target`."""
+def open_draft_worker(settings: DraftSettings, *, name: str, threads: int, target: str, profile: Path | None = None) -> DraftWorker[Any]:
+    """The draft worker of `settings`: a lookup, or the model in the folder or hub id `settings.model`: a smaller one, or a head of the model `target`.
+
+    `profile`: the file that remembers what was measured on this machine.
+    """
     if settings.kind == "none":
         raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' or 'ngram'")
     if settings.kind == "ngram":
@@ -328,7 +336,7 @@ def open_draft_worker(settings: DraftSettings, *, name: str, threads: int, targe
     kind = classify(settings.model, allow_bin=settings.pickled)
     if settings.kind not in ("auto", told := _KIND_NAMES.get(kind, kind)):
         raise SettingsError(f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: leave draft.kind out, or name another folder")
-    return _open_small(settings, name, threads) if kind is None else _open_head(settings, name, threads, target)
+    return _open_small(settings, name, threads, profile) if kind is None else _open_head(settings, name, threads, target, profile)
 
 
 _KIND_NAMES = {None: "small", "jakiro*": "jakiro"}
@@ -339,8 +347,9 @@ def _in_words(kind: str | None) -> str:
     return "an ordinary language model (kind 'small')" if kind == "small" else f"a head of kind {kind!r}"
 
 
-def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker[Any]:
+def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path | None) -> DraftWorker[Any]:
     from dovetail.workers.devices import first_device, open_device
+    from dovetail.workers.draft_costs import known_levels
     from dovetail.workers.drafter import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
@@ -350,12 +359,14 @@ def _open_small(settings: DraftSettings, name: str, threads: int) -> DraftWorker
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(settings.model, weights=weights, device=device.name)
     checkpoint, spans = model.checkpoint, Spans()
-    identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer)
+    curves = known_levels(profile, model, device.library)
+    identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer, curves)
     return DraftWorker(Drafter(model, spans, ahead=settings.ahead is not False), identity, spans)
 
 
-def _open_head(settings: DraftSettings, name: str, threads: int, target: str) -> DraftWorker[Any]:
+def _open_head(settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None) -> DraftWorker[Any]:
     from dovetail.workers.devices import first_device, open_device
+    from dovetail.workers.draft_costs import known_levels
     from dovetail.workers.head_drafter import HeadDrafter
     from dovetail.workers.models.heads import open_head
 
@@ -366,4 +377,5 @@ def _open_head(settings: DraftSettings, name: str, threads: int, target: str) ->
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
     engine = HeadDrafter(head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False)
-    return DraftWorker(engine, Identity(name, settings.model, device.name, threads, MAX_TOKENS), spans, reader=engine)
+    curves = known_levels(profile, head, device.library)
+    return DraftWorker(engine, Identity(name, settings.model, device.name, threads, MAX_TOKENS, curves=curves), spans, reader=engine)

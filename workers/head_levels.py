@@ -92,6 +92,17 @@ class FixedLevels:
         return self._passes[rows, contrast]
 
 
+def open_levels(head: Head, rows: int, capture: Capture | None, *, least_rows: int = 1) -> tuple[Cache, Levels]:
+    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed shapes where there is a `capture`."""
+    if capture is None:
+        cache = head.new_cache(rows)
+        return cache, FreeLevels(head, cache)
+    padded = head.new_cache(rows + 1)
+    if not isinstance(padded, KVCache):
+        raise TypeError(f"a cache of type {type(padded).__name__} cannot be written in fixed shapes")
+    return padded, FixedLevels(head, padded, capture, least_rows=least_rows)
+
+
 def adapts_shapes(tree: TreeSettings) -> bool:
     """Whether passes of few rows have shapes of their own; not where heterospec is told to do without, and then all of them are as wide as the tree."""
     return tree.policy != "heterospec" or "compute" in tree.adapt

@@ -104,11 +104,15 @@ class _Loop:
 
     def _idle(self) -> bool:
         """Background work; it is only ahead of time, so a worker lives without it, and what fails here fails again where a command needs it."""
+        start = time.monotonic_ns()
         try:
-            return self._worker.idle()
+            worked = self._worker.idle()
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return False
+        if worked:
+            self._busy_ns += time.monotonic_ns() - start
+        return worked
 
     def _decode(self, frames: list[bytes]) -> Command | None:
         try:

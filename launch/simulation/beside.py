@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.configure import Configuration
+from dovetail.launch.cores import CoreLayout
 from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, Recording
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.supervise import Supervisor, layout_of, start_stack, wait_until_ready
 from dovetail.launch.terminal import progress_bar, spinner
+from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Failed, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client
@@ -24,13 +26,15 @@ class Reply:
 def decode_all(configuration: Configuration, library: Library, methods: Sequence[Method]) -> Iterator[tuple[Method, list[Reply]]]:
     """All replies with each method, on one stack of processes; one more before them, which warms up.
 
-    `UserError` if the pair writes other tokens than were recorded, so that it is another.
+    `UserError` if the pair writes other tokens than were recorded, so that it is another, and where a method drafts ahead on a core of the target.
     """
     with Supervisor() as supervisor:
         with spinner() as say:
             say("starting")
             stack = start_stack(supervisor, configuration)
-            wait_until_ready(supervisor, stack, say)
+            state = wait_until_ready(supervisor, stack, say)
+        if any("draft" in worker.roles and worker.device == "cpu" for worker in state.workers):
+            check_apart(methods, layout_of(configuration.settings))
         with stack.connect() as client, progress_bar(len(methods) * len(library.recordings), "replies") as step:
             for method in methods:
                 _decode(client, library, library.recordings[0], method)
@@ -41,6 +45,17 @@ def decode_all(configuration: Configuration, library: Library, methods: Sequence
                 if losses := stack.losses():
                     raise losses[0]
                 yield method, replies
+
+
+def check_apart(methods: Sequence[Method], layout: CoreLayout) -> None:
+    """`UserError` for a method that drafts ahead where the draft has a core of the target: what that takes from the target's passes no record tells."""
+    common = sorted({*layout.target.cores} & {*layout.draft.cores})
+    ahead = next((method for method in methods if method.ahead is not False), None)
+    if common and ahead is not None:
+        raise UserError(
+            f"target and draft share core {format_numbers(common)} here, and no recorded cost tells what drafting ahead takes from the target there, so that "
+            f"a simulation cannot be held against it: write --method {ahead.name},ahead=false"
+        )
 
 
 def most_tokens(library: Library, recording: Recording) -> int:

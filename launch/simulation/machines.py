@@ -22,7 +22,7 @@ WEIGHT_BYTES = {"fp32": 4.0, "half": 2.0, "int8": 1.0}
 Weights = Literal["fp32", "half", "int8"]
 Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
 Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
-ROWS = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(320, MAX_GAMMA + 2, 64), MAX_GAMMA + 1)
+ROWS = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(320, MAX_GAMMA + 1, 64), MAX_GAMMA + 1)
 """At which passes are computed; between them they are interpolated."""
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 GIGA, MICRO = 1e9, 1e-6

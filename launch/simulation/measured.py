@@ -3,12 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import ceil
 from statistics import fmean
 
 from dovetail.launch.simulation.costs import NS, Costs, curve
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.protocol.profile import MAX_POINTS, ContextCurve, RowsSeconds
 
 HOPS_OF_PLAIN, HOPS_OF_DRAFTED = 2, 4
 """Messages of a round."""
@@ -38,9 +39,10 @@ def _beside(record: RoundRecord) -> float:
 
 
 def _by_rows(samples: Iterable[tuple[int, int]]) -> RowsSeconds:
-    """The mean of every number of rows that was seen."""
+    """The mean of every number of rows that was seen; of neighbours together, where a curve has no room for all."""
     seen: dict[int, list[int]] = defaultdict(list)
     for rows, taken in samples:
         seen[rows].append(taken)
-    known = sorted(seen)
-    return curve(known, [fmean(seen[rows]) / NS for rows in known])
+    known, step = sorted(seen), ceil(len(seen) / MAX_POINTS)
+    groups = [known[first : first + step] for first in range(0, len(known), step)]
+    return curve([group[len(group) // 2] for group in groups], [fmean(taken for rows in group for taken in seen[rows]) / NS for group in groups])

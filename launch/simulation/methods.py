@@ -32,23 +32,30 @@ def read_methods(base: Configuration, texts: Sequence[str], about: About) -> lis
 
 
 def read_method(base: Configuration, text: str, about: About) -> Method:
-    """One of them. Scores are the recording's, so its sharpening is taken."""
+    """One of them. Scores are the recording's, so its sharpening is taken; thresholds that hold for a sharpening found online are taken for it too."""
+    if base.settings.tree.sharpening != "auto":
+        raise UserError(f"tree.sharpening: {_recorded(about)}")
     head, *parts = text.split(",")
     if head not in POLICIES:
         raise UserError(f"--method {head!r} is no tree policy: choose {', '.join(POLICIES)}, with settings behind it such as gamma=59 or ahead=false")
-    values = {"tree.policy": head, "tree.sharpening": about.sharpening}
+    values: dict[str, object] = {"tree.policy": head}
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals:
             raise UserError(f"--method {text}: {part!r} is no setting: write NAME=VALUE, such as gamma=6")
         name = name if "." in name else _full_name(name)
         if name == "tree.sharpening":
-            raise UserError(f"--method {text}: the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, or record anew")
+            raise UserError(f"--method {text}: {_recorded(about)}")
         values[name] = parse_setting(name, value, f"--method {text}")
     settings = base.over(f"--method {text}", values).settings
     if settings.tree.width > about.width:
         raise UserError(f"--method {text}: {about.width} children of a node were recorded: set tree.width to at most that, or record anew with --children")
-    return Method(text, settings.tree, None if settings.draft.ahead == "auto" else settings.draft.ahead)
+    tree = settings.tree.model_copy(update={"sharpening": about.sharpening})
+    return Method(text, tree, None if settings.draft.ahead == "auto" else settings.draft.ahead)
+
+
+def _recorded(about: About) -> str:
+    return f"the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, or record anew"
 
 
 def vary(method: Method, size: str, value: int) -> Method:

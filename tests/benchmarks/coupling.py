@@ -29,7 +29,7 @@ GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 REJECTED = Sampling(temperature=1.0, acceptance="rejection")
 MATCHING_FIGURE, REJECTION_FIGURE = 1.5, 1.05
 """Of tau: against top-k matching, and against rejection on the same static tree."""
-PLAIN = TreeSettings(gamma=0)
+PLAIN = TreeSettings(policy="dynamic", gamma=0)
 PROMPTS = DEMO_FOLDER / "prompts.jsonl"
 
 

@@ -43,7 +43,8 @@ Shape = tuple[int, int, int]
 @option("--gammas", type=Numbers(), default="2,4,8,15,31", help="Of the fixed trees.")
 @option("--depths", type=Numbers(), default="2,4,8", help="Of the fixed trees; those above gamma are left out.")
 @option("--widths", type=Numbers(), default="4,10", help="Of the fixed trees.")
-@option("--preset", type=Numbers(3), default="15,8,10", help="gamma, depth, width of the papers' preset, of dynamic and heterospec.")
+@option("--preset", type=Numbers(3), default="15,8,10", help="gamma, depth, width of the papers' preset.")
+@option("--heterospec", type=Numbers(3), default="15,8,4", help="gamma, depth, width of heterospec; those of its thresholds.")
 @option("--most", type=Numbers(3), default="63,16,10", help="gamma, depth, width that goodput may not exceed.")
 @option("--no-heterospec", is_flag=True, help="Leave heterospec out, for a draft that has no thresholds.")
 @option("--no-adversary", is_flag=True, help="Leave the random draft out.")
@@ -77,7 +78,7 @@ def variants(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = {"/".join(map(str, shape)): tree("dynamic", shape) for shape in shapes}
     found[PRESET] = tree("dynamic", settings["preset"])
     if not settings["no_heterospec"]:
-        found[HETEROSPEC] = tree("heterospec", settings["preset"])
+        found[HETEROSPEC] = tree("heterospec", settings["heterospec"])
     found[GOODPUT] = tree("goodput", settings["most"])
     return found
 

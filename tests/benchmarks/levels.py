@@ -66,7 +66,11 @@ def levels(
                 step(f"{draft} {name}")
                 measured.append(
                     subject.measure(
-                        tokens, list_keys(name, 1)[0], Sampling(temperature=temperature), TreeSettings(gamma=gamma, depth=depth, width=width), max_tokens
+                        tokens,
+                        list_keys(name, 1)[0],
+                        Sampling(temperature=temperature),
+                        TreeSettings(policy="dynamic", gamma=gamma, depth=depth, width=width),
+                        max_tokens,
                     )
                 )
             found.append(Cost(draft, subject.parameters, tuple(measured)).as_json())

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.configure import configure
-from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
-
 # under nohup, or in the background of a script, these are ignored, and every process started here would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,12 +68,3 @@ def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
     for process in started:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture(scope="package")
-def stack() -> Iterator[Stack]:
-    """The embedded pair, running."""
-    with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(flags={"draft.device": "cpu"}, environment={}))
-        wait_until_ready(supervisor, stack)
-        yield stack

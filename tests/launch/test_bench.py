@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 
 from dovetail.launch.bench_figures import against_peers, best_of_peers, medians, row, speedup
-from dovetail.launch.bench_methods import Method, PromptSet, Run, Task, founder, read_method
+from dovetail.launch.bench_methods import Method, PromptSet, Run, Task, check_methods, founder, read_method
 from dovetail.launch.bench_turns import Cell, loop_begins
+from dovetail.launch.binding import Place
 from dovetail.launch.configure import Configuration, configure
+from dovetail.launch.cores import CoreLayout
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.transport import measure_overhead
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.messages import Finished, Result
 
-RunCommand = Callable[..., subprocess.CompletedProcess[str]]
+METHODS = ("none", "small,tree.gamma=4", "assisted")
 
 ROW_FIELDS = [
     "method",
@@ -67,17 +70,24 @@ def cell(seconds: list[float], tokens: list[int], *others: dict[str, Any]) -> Ce
     return made
 
 
-def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_temperature(run: RunCommand, tmp_path: Path) -> None:
-    prompts = tmp_path / "few.jsonl"
-    long = "word " * 2000
-    prompts.write_text("".join(json.dumps({"id": id, "turns": [text]}) + "\n" for id, text in (("a", "Hello."), ("b", long), ("c", "never"))))
-    options = ("--limit", "2", "--max-tokens", "12", "--draft.device", "cpu", "--temperature", "0", "--temperature", "1", "--out", str(tmp_path / "out.json"))
-    done = run("bench", "--prompts", str(prompts), "--method", "small,tree.gamma=4", *options, "--json")
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What a run of ours and of transformers' assisted generation says with --json, and writes to --out."""
+    folder, long = tmp_path_factory.mktemp("bench"), "word " * 2000
+    (folder / "few.jsonl").write_text("".join(json.dumps({"id": id, "turns": [text]}) + "\n" for id, text in (("a", "Hello."), ("b", long), ("c", "never"))))
+    options = ("--limit", "2", "--max-tokens", "12", "--draft.device", "cpu", "--temperature", "0", "--temperature", "1", "--out", str(folder / "out.json"))
+    methods = ("--method", METHODS[1], "--method", METHODS[2])
+    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "bench", "--prompts", str(folder / "few.jsonl"), *methods, *options, "--json"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert json.loads((tmp_path / "out.json").read_text()) == report
+    assert json.loads((folder / "out.json").read_text()) == json.loads(done.stdout)
+    told: Mapping[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_temperature(report: Mapping[str, Any]) -> None:
     assert all(list(row) == ROW_FIELDS for row in report["rows"])
-    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [(m, t) for t in (0.0, 1.0) for m in ("none", "small,tree.gamma=4")]
+    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [(m, t) for t in (0.0, 1.0) for m in METHODS]
     assert {row["prompts"] for row in report["rows"]} == {"few"}
     alone, drafted = report["rows"][:2]
     assert [told["ratio"] for told in report["passes"] if told["method"] == "none"] == [1.0, 1.0]
@@ -88,17 +98,11 @@ def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_tempera
     assert all(difference["near_tie"] for difference in report["differences"])
 
 
-def test_transformers_assisted_generation_is_a_method_that_takes_its_turns(run: RunCommand, tmp_path: Path) -> None:
-    prompts = tmp_path / "few.jsonl"
-    prompts.write_text(json.dumps({"id": "a", "turns": ["Hello."]}) + "\n")
-    done = run("bench", "--prompts", str(prompts), "--method", "assisted", "--max-tokens", "10", "--draft.device", "cpu", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert [row["method"] for row in report["rows"]] == ["none", "assisted"]
-    assert report["rows"][1]["weights"] == "fp32"
-    assert report["differences"] == []
-    assert sum(peer["best"] for peer in report["peers"]) == 1
-    assert [(a["method"], a["peer"]) for a in report["against"]] == [("none", "assisted")]
+def test_transformers_assisted_generation_is_a_method_that_takes_its_turns(report: Mapping[str, Any]) -> None:
+    assert report["rows"][2]["weights"] == "fp32"
+    assert [difference for difference in report["differences"] if difference["method"] == "assisted"] == []
+    assert [sum(peer["best"] for peer in report["peers"] if peer["temperature"] == t) for t in (0.0, 1.0)] == [1, 1]
+    assert {(a["method"], a["peer"]) for a in report["against"]} == {(method, "assisted") for method in METHODS[:2]}
 
 
 def test_the_transport_is_measured_around_a_real_coordinator() -> None:
@@ -144,6 +148,22 @@ def test_what_is_no_method_is_refused(text: str) -> None:
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("/nowhere/at/all", "the draft model /nowhere/at/all is not there"),
+        ("small,target.inflate=1000TiB", "does not fit into"),
+        ("small,target.threads=5", r"target\.threads = 5 is more than the cores 0"),
+        ("assisted,target.device=cuda:0", "assisted runs on the CPU"),
+    ],
+)
+def test_every_method_is_looked_at_before_a_process_is_started(text: str, words: str) -> None:
+    layout = CoreLayout(Place((0,)), Place((1,)), Place((1,)))
+    with pytest.raises(UserError, match=words):
+        check_methods([read_method(base(), "none"), read_method(base(), text)], layout)
+    check_methods([read_method(base(), "none"), read_method(base(), "small")], layout)
 
 
 def test_a_loop_begins_where_twenty_tokens_come_again() -> None:

@@ -9,6 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dovetail.launch.configure import configure
+from dovetail.launch.cores import lay_out_here
+from dovetail.launch.worker import _opener
 from dovetail.protocol.profile import load_profile
 from support.models import tiny_llama
 
@@ -32,6 +35,8 @@ def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: 
     assert (len(found["t_v"]), found["context"], next(iter(found["t_d"]))) == (64, 384, "1")
     (entry,) = (entry for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.calibrations)
     assert entry.calibrations[0].t_v.at(16) == found["t_v"]["16"]
+    (levels,) = (entry.levels for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.levels)
+    assert levels.t_v.at(10) == found["t_d"]["10"]
     assert len(ElementTree.parse(tmp_path / "plot.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")) == len(found["t_v_by_context"]) + 1
 
 
@@ -47,13 +52,25 @@ def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> N
     assert "kept in" in result.stderr
 
 
-def test_a_cap_on_instructions_keeps_nothing(calibrate: Calibrate, tmp_path: Path) -> None:
-    result = calibrate("--target", str(tiny_llama(tmp_path / "model")), "--isa", "plain", "--backend", "library")
+def test_a_cap_on_instructions_keeps_nothing_and_what_a_library_prints_is_not_taken_for_a_finding(calibrate: Calibrate, tmp_path: Path) -> None:
+    model = str(tiny_llama(tmp_path / "model"))
+    result = calibrate("--target", model, "--isa", "plain", "--backend", "library", "--json", ONEDNN_VERBOSE="1", MKL_VERBOSE="1")
     assert result.returncode == 0, result.stderr
-    assert "not kept: --isa was given" in result.stderr
+    assert json.loads(result.stdout)["backends"]["backend"] == "library"
     assert not (tmp_path / "cache/dovetail/profile.json").exists()
 
 
+@pytest.mark.slow
+def test_a_head_is_measured_and_its_worker_tells_what_it_took(calibrate: Calibrate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = calibrate("--draft", "dovetail", "--draft.device", "cpu", "--json")
+    assert result.returncode == 0, result.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    configuration = configure(flags={"draft.kind": "dovetail", "draft.device": "cpu"}, environment={})
+    (levels,) = _opener(configuration, "draft")("draft", len(lay_out_here().draft.cores)).hello(1).curves
+    assert {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)} == json.loads(result.stdout)["t_d"]
+
+
+@pytest.mark.slow
 def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibrate, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = calibrate("--target", str(tiny_llama(tmp_path / "model")), XDG_CACHE_HOME=str(tmp_path / "file"))
@@ -69,7 +86,7 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibr
         (("--plot", "plot.png"), "plot.svg"),
         (("--target.numa", "7"), "there is no node 7"),
         (("--target.numa", "everywhere"), "target.numa"),
-        (("--context", "100000"), "--context 100000"),
+        pytest.param(("--context", "100000"), "--context 100000", marks=pytest.mark.slow),
         (("--seconds", "nan"), "no number of seconds"),
         (("--seconds", "inf"), "--seconds"),
     ],
@@ -79,12 +96,6 @@ def test_a_mistake_is_one_line(calibrate: Calibrate, arguments: tuple[str, ...],
     assert result.returncode == 2
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_what_a_library_prints_is_not_taken_for_a_finding(calibrate: Calibrate, tmp_path: Path) -> None:
-    result = calibrate("--target", str(tiny_llama(tmp_path / "model")), "--backend", "library", "--json", ONEDNN_VERBOSE="1", MKL_VERBOSE="1")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["backends"]["backend"] == "library"
 
 
 def test_a_damaged_profile_file_is_told_by_name(calibrate: Calibrate, tmp_path: Path) -> None:

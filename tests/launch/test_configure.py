@@ -20,7 +20,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     environment = {"DOVETAIL_TREE__GAMMA": "4", "DOVETAIL_TREE__DEPTH": "4"}
     found = configure(flags={"tree.gamma": "5"}, file=file, environment=environment)
     tree = found.settings.tree
-    assert (tree.gamma, tree.depth, tree.width, tree.policy) == (5, 4, 3, "dynamic")
+    assert (tree.gamma, tree.depth, tree.width, tree.policy) == (5, 4, 3, "goodput")
     origins = [found.origins[f"tree.{key}"] for key in ("gamma", "depth", "width", "policy")]
     assert origins == ["--tree.gamma", "DOVETAIL_TREE__DEPTH", str(file), "default"]
 
@@ -58,6 +58,7 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         ({"sampling.logit_bias": "5=1,5=2"}, {}, ("token 5 has two biases",)),
         ({"sampling.logit_bias": "5=101"}, {}, ("'5=101'", "B a number from -100.0 to 100.0")),
         ({"sampling.presence_penalty": "3"}, {}, ("a number from -2.0 to 2.0",)),
+        ({"tree.thresholds": "1,2,3,4,5,6,7,8"}, {}, ("tree.thresholds", "write text or one or more with commas between them", ", at most 7 of them")),
         ({}, {"DOVETAIL_TREE__GAMA": "6"}, ("DOVETAIL_TREE__GAMA", "did you mean 'DOVETAIL_TREE__GAMMA'")),
         ({}, {"DOVETAIL_TREE_GAMMA": "6"}, ("did you mean DOVETAIL_TREE__GAMMA",)),
         ({}, {"DOVETAIL_TREE__GAMMA": "-1"}, ("'-1'", "DOVETAIL_TREE__GAMMA")),
@@ -75,7 +76,7 @@ def test_a_wrong_setting_is_named_with_value_origin_and_remedy(flags: dict[str, 
         ("[tree]\ngama = 6\n", ("tree.gama", "did you mean 'tree.gamma'")),
         ("[tre]\ngamma = 6\n", ("tre ", "did you mean 'tree'")),
         ("gamma = 6\n", ("gamma ", "no section")),
-        ("tree = 3\n", ("tree in ", "must be a table: write [tree]", 'policy = "dynamic"')),
+        ("tree = 3\n", ("tree in ", "must be a table: write [tree]", 'policy = "goodput"')),
         ("[[tree]]\ngamma = 6\n", ("tree in ", "must be a table")),
         ("[tree]\ngamma = '6'\n", ("tree.gamma = '6'", "whole number")),
         ("[tree\n", ("no TOML",)),

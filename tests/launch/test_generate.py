@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from pydantic import ValidationError
 
 from dovetail.launch import cli
 from dovetail.launch.answers import open_answers
-from dovetail.launch.configure import configure
 from dovetail.launch.connection import Connection
 from dovetail.launch.generate import STOP_CHARACTERS, summary, without_speculation
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.records import read_records
-from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.launch.supervise import Stack, Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import MAX_TEXT, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -58,6 +58,7 @@ RESULT_FIELDS = [
     "wasted_nodes",
     "verified_rows",
     "plain_rounds",
+    "control_rounds",
     "predicted_tokens_per_s",
 ]
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
@@ -215,6 +216,9 @@ def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_sess
     decisions = ("session 1: drafting stops", "session 2: drafting stops, it loses", "a and b: drafting ahead pays")
     assert without_speculation(some, decisions) == "without speculation in 12 of 40 rounds: session 2: drafting stops, it loses"
     assert without_speculation(every, ()) == "without speculation in every round"
+    measured = a_result(rounds=14, plain_rounds=3, control_rounds=2)
+    assert without_speculation(measured, ()) == "without speculation in 3 of 14 rounds: 2 to measure the target's pass over a single row"
+    assert without_speculation(measured, decisions).endswith("a single row; session 2: drafting stops, it loses")
 
 
 def test_the_rounds_of_a_request_are_recorded_as_they_were(run: Run, stack: Stack, tmp_path: Path) -> None:
@@ -396,25 +400,27 @@ def test_only_a_newline_ends_a_line_of_prompts(tmp_path: Path, separator: str) -
     assert read_prompts(path) == [Prompt("a", (f"x{separator}y",))]
 
 
-def test_the_loss_of_a_draft_is_an_error_where_runs_are_compared() -> None:
-    """The request itself survives it."""
-    with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(flags={"draft.device": "cpu"}, environment={}))
-        state = wait_until_ready(supervisor, stack)
-        draft = stack.workers[1].process
-        draft.kill()
-        draft.wait()
-        with stack.connect() as client, pytest.raises(DovetailError, match="the draft worker was killed by SIGKILL"):
-            Connection(client, state, stack).decode([STORY], sampling=Sampling(), tree=TreeSettings(), max_tokens=4)
+def test_the_loss_of_a_draft_is_an_error_where_runs_are_compared(stack: Stack) -> None:
+    """The request itself survives it. The draft that is lost here has not registered yet; the request has the one that has."""
+    with Supervisor() as supervisor, stack.connect() as client:
+        lost = supervisor.start("draft worker", ["worker", "--role=draft", f"--connect={stack.address}"])
+        lost.process.kill()
+        lost.process.wait()
+        connection = Connection(client, client.status(), replace(stack, workers=(stack.workers[0], lost)))
+        with pytest.raises(DovetailError, match="the draft worker was killed by SIGKILL"):
+            connection.decode([STORY], sampling=Sampling(), tree=TreeSettings(), max_tokens=4)
 
 
 # -- processes of its own ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
-    process = start("generate", STORY, "--max-tokens", "8", "--draft.device", "cpu", "--json")
+def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind_and_tells_of_a_target_that_is_not_lossless(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start("generate", STORY, "--max-tokens", "8", "--draft", "none", "--weights", "int8-per-tensor", "--json")
     output, notes = process.communicate()
     assert process.returncode == 0, notes
+    assert sum("int8-per-tensor is not lossless" in line for line in notes.splitlines()) == 1
     assert list(json.loads(output)) == RESULT_FIELDS
     assert [*(tmp_path / "tmp").glob("dovetail*")] == []
     assert not children_of(process.pid)

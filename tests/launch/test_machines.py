@@ -7,8 +7,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from dovetail.launch.supervise import Stack, layout_of
 from dovetail.launch.topology import format_numbers
+from dovetail.protocol.links import open_link
+from dovetail.runtime.client import Client
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -26,6 +30,13 @@ def machine(keys: Path, name: str) -> str:
     return str(folder)
 
 
+def wait_until_loaded(*workers: subprocess.Popen[str]) -> None:
+    """Until each has said so on stderr; to be registered, it has only to say hello then."""
+    for worker in workers:
+        assert worker.stderr is not None
+        assert any("is loaded" in line for line in worker.stderr)
+
+
 def test_three_machines_give_what_one_gives(start: Start, run: Run, stack: Stack, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert run("keygen", "--out", str(keys)).returncode == 0
@@ -36,8 +47,10 @@ def test_three_machines_give_what_one_gives(start: Start, run: Run, stack: Stack
         start("worker", "--role", role, *place, "--keys", machine(keys, role), "--cores", core) for role, core in (("target", CORES[0]), ("draft", CORES[-1]))
     ]
     client = machine(keys, "client")
-    while len(json.loads(run("status", *place, "--keys", client, "--json").stdout)["workers"]) < 2:
-        assert all(worker.poll() is None for worker in workers)
+    wait_until_loaded(*workers)
+    with Client(open_link(place[1], keys=Path(client), role="client")) as asking:
+        while len(asking.status().workers) < 2:
+            assert all(worker.poll() is None for worker in workers)
     far = json.loads(run("generate", *place, "--keys", client, *ASK).stdout)
     near = json.loads(run("generate", "--connect", stack.address, *ASK).stdout)
     assert far["token_ids"] == near["token_ids"]
@@ -47,6 +60,7 @@ def test_three_machines_give_what_one_gives(start: Start, run: Run, stack: Stack
     assert [worker.wait(30) for worker in workers] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_key_does_not_open_another_role(start: Start, run: Run, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert run("keygen", "--out", str(keys)).returncode == 0
@@ -71,14 +85,16 @@ def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
     assert f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}" in run("status", "--connect", stack.address).stdout
 
 
-def test_a_worker_by_hand_is_bound_nowhere_and_says_so(start: Start, run: Run) -> None:
+def test_a_worker_by_hand_is_bound_nowhere_and_says_so(start: Start) -> None:
     coordinator = start("coordinator")
     assert coordinator.stdout is not None
     address = coordinator.stdout.readline().strip()
     worker = start("worker", "--role", "target", "--connect", address, "--target.numa", "off")
-    while not (workers := json.loads(run("status", "--connect", address, "--json").stdout)["workers"]):
-        assert worker.poll() is None
-    assert workers[0]["binding"] == "none"
+    wait_until_loaded(worker)
+    with Client(open_link(address, role="client")) as asking:
+        while not (workers := asking.status().workers):
+            assert worker.poll() is None
+    assert workers[0].binding == "none"
 
 
 def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: Run) -> None:

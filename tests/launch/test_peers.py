@@ -58,6 +58,7 @@ def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: Peer)
     assert peer.decode(TURNS, sampling=Sampling(), max_tokens=2, seed=0, threads=1).result.completion_tokens <= 2
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_load_its_models_says_why() -> None:
     with Supervisor() as supervisor, pytest.raises(UserError, match="the assisted: transformers: "):
         Peer(supervisor, settings(draft__model=str(DEMO_FOLDER / "nothing")), lay_out_here())

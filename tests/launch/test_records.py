@@ -41,7 +41,16 @@ def test_a_run_that_goes_on_drops_a_torn_line_and_a_reply_that_is_done_again_rep
     assert [reply.id for reply in read_records(path)] == [""]
 
 
-@pytest.mark.parametrize("text", ["hello\n", '{"id": "a", "turn": 0}\n', '{"id": "a", "turn": 0, "record": {"round": 1}}\n', "[1]\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello\n",
+        '{"id": "a", "turn": 0}\n',
+        '{"id": "a", "turn": 0, "record": {"round": 1}}\n',
+        '{"id": "a", "turn": 1e400, "record": {}}\n',
+        "[1]\n",
+    ],
+)
 def test_a_file_of_something_else_is_named_with_its_line_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from dovetail.launch.comparison import Difference, first_difference
+from dovetail.launch.configure import configure
+from dovetail.launch.selftest import drafting_tree, refuse_lossy
 from dovetail.launch.supervise import Stack
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -36,17 +39,26 @@ def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
     assert "logit_bias 2 · " in done.stdout
 
 
-def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(run: Run) -> None:
+def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(stack: Stack) -> None:
+    with stack.connect() as client:
+        target, draft = (next(worker for worker in client.status().workers if worker.roles == (role,)) for role in ("target", "draft"))
+    refuse_lossy([target, draft])
+    lossy = target.model_copy(update={"fingerprint": target.fingerprint.replace("/fp32/", "/int8-per-tensor/")})
+    with pytest.raises(UserError, match=r"not lossless.* use --weights int8, half or fp32"):
+        refuse_lossy([draft, lossy])
+
+
+@pytest.mark.slow
+def test_processes_whose_target_is_not_lossless_are_not_tested(run: Run) -> None:
     done = run("selftest", "--weights", "int8-per-tensor", "--limit", "1")
     assert done.returncode == 2
     assert "not lossless" in done.stderr
     assert "use --weights int8, half or fp32" in done.stderr
 
 
-def test_that_a_target_is_not_lossless_is_told_to_whoever_decodes_with_it(run: Run) -> None:
-    done = run("generate", "--weights", "int8-per-tensor", "--draft", "none", "--max-tokens", "1", "Hello")
-    assert done.returncode == 0, done.stderr
-    assert sum("int8-per-tensor is not lossless" in line for line in done.stderr.splitlines()) == 1
+def test_what_is_compared_is_drafted_whether_that_pays_or_not_unless_a_policy_is_named() -> None:
+    for flags, policy in (({}, "dynamic"), ({"tree.policy": "budget"}, "budget"), ({"tree.policy": "goodput"}, "goodput")):
+        assert drafting_tree(configure(flags=flags, environment={})).policy == policy
 
 
 def test_equal_tokens_do_not_differ() -> None:

@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.launch.binding import Place
 from dovetail.launch.cli import run as run_command
 from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.cores import CoreLayout
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.records import open_records
-from dovetail.launch.simulation.beside import decode_all
+from dovetail.launch.simulation.beside import check_apart, decode_all
 from dovetail.launch.simulation.clockwork import Clock
 from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import machine_names, read_machine, read_size
 from dovetail.launch.simulation.measured import measured_costs
-from dovetail.launch.simulation.methods import read_method, vary
+from dovetail.launch.simulation.methods import Method, read_method, vary
 from dovetail.launch.simulation.play import Actor, Play, Stage, open_stage, play_all
 from dovetail.launch.simulation.recording import ABOUT, About, Folder, Library, Position, Recording, read_library
 from dovetail.launch.simulation.survey import Order, Recorder
@@ -198,6 +200,16 @@ def test_costs_are_the_means_of_what_was_measured() -> None:
     assert (costs.proposal_s, costs.hop_s, costs.coordinator_s) == pytest.approx((50e-9, 100e-9, 20e-9))
     with pytest.raises(UserError, match="nothing was drafted"):
         measured_costs(rounds[2:])
+
+
+def test_more_numbers_of_rows_than_a_curve_has_room_for_are_taken_together() -> None:
+    base = RoundRecord(round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=2)
+    costs = measured_costs(
+        [base.model_copy(update={"verified": rows - 1, "verify_ns": 1000 * rows, "passes": ((rows, 10 * rows),)}) for rows in range(1, 1001)]
+    )
+    for rows in (10, 500, 990):
+        assert costs.verify_s(rows, 0) == pytest.approx(1e-6 * rows, rel=0.2)
+        assert costs.draft_s(rows) == pytest.approx(1e-8 * rows, rel=0.2)
 
 
 def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path) -> None:
@@ -413,6 +425,23 @@ def test_the_machines_are_listed(run: RunCommand) -> None:
     assert all(name in done.stdout for name in machine_names())
 
 
+def test_the_machines_are_listed_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = told(capsys, "machines", "--target-size=13B", "--json")
+    found = json.loads(printed)
+    assert (code, found["target_size"], [one["machine"] for one in found["machines"]]) == (0, "13B", machine_names())
+    costs = {name: (machine := read_machine(name)).costs(read_size("13B"), machine.weights) for name in machine_names()}
+    assert all(one["t_v"]["16"] == costs[one["machine"]].verify_s(16, 512) and one["t_d"] == costs[one["machine"]].draft_s(10) for one in found["machines"])
+
+
+def test_a_round_on_the_die_of_the_paper_takes_as_many_passes_as_the_paper_says() -> None:
+    """Jakiro, Table 1, Vicuna 7B on MT-bench at temperature 0: 2.99 times the target alone at tau 4.96, EAGLE-2, with a level more, 2.75 times at 4.94."""
+    machine = read_machine("jakiro-mi250")
+    costs = machine.costs(read_size("7B"), machine.weights)
+    for passes, tau, speedup in ((5, 4.96, 2.99), (6, 4.94, 2.75)):
+        round_s = costs.verify_s(60, 512) + passes * costs.draft_s(10)
+        assert round_s / costs.verify_s(1, 512) == pytest.approx(tau / speedup, rel=0.05)
+
+
 # -- beside real workers -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +483,15 @@ def test_rounds_are_those_of_the_workers_themselves(tmp_path: Path, kind: str, t
             assert rounds_of(ours.rounds) == rounds_of(theirs.rounds)
             assert ours.result.tau == theirs.result.tau
         assert not coverage.missing
+
+
+def test_a_draft_that_shares_a_core_with_its_target_is_compared_without_what_it_does_ahead() -> None:
+    alone, apart = (CoreLayout(Place((0,)), Place((core,)), Place((core,))) for core in (0, 1))
+    ahead, waiting = (Method(f"goodput{suffix}", TreeSettings(policy="goodput"), wish) for suffix, wish in (("", None), (",ahead=false", False)))
+    check_apart([ahead, waiting], apart)
+    check_apart([waiting], alone)
+    with pytest.raises(UserError, match=r"share core 0 here.*: write --method goodput,ahead=false$"):
+        check_apart([waiting, ahead], alone)
 
 
 @pytest.mark.slow

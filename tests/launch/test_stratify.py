@@ -107,6 +107,7 @@ def test_a_draft_that_somebody_else_started_is_not_held_against_the_file(tmp_pat
         ("thresholds = []\n[holds_for]", "no file of thresholds"),
         ("thresholds = [nan]\n[holds_for]", "no file of thresholds"),
         ("thresholds = [true]\n[holds_for]", "no file of thresholds"),
+        pytest.param(f"thresholds = [1{'0' * 400}]\n[holds_for]", "no file of thresholds", id="no float"),
         ("thresholds = [1, 2, 3, 4, 5, 6, 7, 8]\n[holds_for]", "no file of thresholds"),
         ("thresholds = [1.0]", "no file of thresholds"),
         ("[tree]\ngamma = 4", "no file of thresholds"),
@@ -136,14 +137,14 @@ def result(tokens: list[int]) -> Result:
 
 
 def test_a_round_is_learned_from_if_it_had_a_tree_with_room_for_its_levels() -> None:
-    tree = TreeSettings(gamma=9, depth=4)
+    tree = TreeSettings(policy="dynamic", gamma=9, depth=4)
     records = [record(11), record(13, ()), record(14, entropy=None), record(25, (0, 1, 3, 5)), record(26)]
     assert rounds_of(records, result(list(range(20))), tree, 20) == [Round(1.5, 2, False), Round(1.5, 9, False), Round(1.5, 6, True)]
 
 
 def test_nothing_is_learned_from_a_reply_that_repeats_itself() -> None:
     tokens = [*range(30), *range(30)]
-    assert len(rounds_of([record(12), record(40), record(41)], result(tokens), TreeSettings(gamma=9, depth=4), 100)) == 2
+    assert len(rounds_of([record(12), record(40), record(41)], result(tokens), TreeSettings(policy="dynamic", gamma=9, depth=4), 100)) == 2
 
 
 def test_the_plot_has_the_rounds_and_the_bins() -> None:

@@ -1,5 +1,6 @@
 """Processes of ours: none outlives its supervisor, whatever ends it, and nothing is left behind."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dovetail.launch import supervise
 from dovetail.launch.configure import configure
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.errors import DovetailError, UserError
@@ -20,15 +22,17 @@ PARENT = (
     "-P",
     "-c",
     """
-import signal
+import os, signal
 from dovetail.launch.supervise import Supervisor
+cores = (min(os.sched_getaffinity(0)),)
 with Supervisor() as supervisor:
-    supervisor.start_coordinator((0,))
-    supervisor.start_coordinator((0,))
+    supervisor.start_coordinator(cores)
+    supervisor.start_coordinator(cores)
     print(*(child.process.pid for child in supervisor.children), flush=True)
     signal.pause()
 """,
 )
+CORES = (min(os.sched_getaffinity(0)),)
 GONE_S = 20.0
 
 
@@ -47,7 +51,7 @@ def assert_gone(pids: list[int]) -> None:
 
 def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: Path) -> None:
     with Supervisor() as supervisor:
-        address = supervisor.start_coordinator((0,))
+        address = supervisor.start_coordinator(CORES)
         pids = [child.process.pid for child in supervisor.children]
         assert Path(address.removeprefix("ipc://")).exists()
     assert_gone(pids)
@@ -59,7 +63,7 @@ def test_an_exception_ends_everything_too(temporary: Path) -> None:
 
     def fail() -> None:
         with supervisor:
-            supervisor.start_coordinator((0,))
+            supervisor.start_coordinator(CORES)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -70,7 +74,7 @@ def test_an_exception_ends_everything_too(temporary: Path) -> None:
 
 def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
     with Supervisor() as supervisor:
-        supervisor.start_coordinator((0,))
+        supervisor.start_coordinator(CORES)
         supervisor.children[0].process.kill()
         supervisor.children[0].process.wait()
         assert [*temporary.iterdir()] != []
@@ -79,9 +83,10 @@ def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
     assert [*temporary.iterdir()] == []
 
 
-def test_a_child_that_does_not_listen_is_killed() -> None:
+def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "GRACE_S", 0.2)
     with Supervisor() as supervisor:
-        supervisor.start_coordinator((0,))
+        supervisor.start_coordinator(CORES)
         process = supervisor.children[0].process
         process.send_signal(signal.SIGSTOP)
     assert process.returncode == -signal.SIGKILL

@@ -80,6 +80,21 @@ def test_what_is_swept_cannot_be_fixed_by_a_method_nor_swept_where_nothing_draft
         points_of(read_sweep("gamma", "1"), [method("none")])
 
 
+def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() -> None:
+    shaped = "small,tree.policy=heterospec,tree.gamma=15,tree.depth=8,tree.width=4"
+    base, sweep = configure(environment={}), read_sweep("depth", "4,8")
+    numbers = base.over("--tree.thresholds", {"tree.thresholds": (1.0, 2.0)})
+    fixed = read_method(numbers, "small,tree.policy=heterospec,tree.gamma=15")
+    assert [point.configuration.settings.tree.depth for point in sweep.points(fixed)] == [4, 8]
+    for name, value in (("tree.gamma", 15), ("tree.depth", 8), ("tree.width", 4)):
+        base = base.over("--config", {name: value})
+    with pytest.raises(UserError, match=r"thresholds of heterospec \(small,tree\.policy=heterospec\) hold for one depth, here 8: sweep gamma"):
+        sweep.points(read_method(base, "small,tree.policy=heterospec"))
+    assert len(read_sweep("gamma", "2,4").points(read_method(base, "small,tree.policy=heterospec"))) == 2
+    with pytest.raises(UserError, match=r"sets tree\.depth, which --sweep depth varies"):
+        sweep.points(method(shaped))
+
+
 @pytest.mark.parametrize(("options", "words"), [(("--values", "1"), "--values belongs to a sweep"), (("--plot", "a.svg"), "--plot belongs to a sweep")])
 def test_options_of_a_sweep_without_one_are_refused(run: RunCommand, options: tuple[str, ...], words: str) -> None:
     done = run("bench", *options)

@@ -5,6 +5,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from dovetail.protocol.profile import (
     Calibration,
@@ -83,10 +84,26 @@ def test_the_choice_for_some_rows_is_that_of_the_smallest_class_that_holds_them(
     assert [found and found.chosen for found in (entry.choice(8, 4, rows) for rows in (1, 4, 5, 64, 65))] == ["b", "b", "a", "a", None]
 
 
+def test_what_a_level_of_a_draft_takes_is_kept_beside_the_rest_and_a_file_without_it_is_read(tmp_path: Path) -> None:
+    path, levels = tmp_path / "profile.json", ContextCurve(context=512, t_v=RowsSeconds(rows=(1, 8), seconds=(0.1, 0.2)))
+    update_profile(path, key(), lambda entry: entry.with_calibration(calibration()).with_levels(levels))
+    assert (load_profile(path).find(key()).levels, load_profile(path).find(key()).calibrations) == (levels, (calibration(),))
+    content = json.loads(path.read_text())
+    del content["entries"][0]["levels"]
+    path.write_text(json.dumps(content))
+    assert load_profile(path).find(key()) == Entry(key=key()).with_calibration(calibration())
+
+
 def test_a_curve_is_linear_between_its_points() -> None:
     curve = RowsSeconds(rows=(1, 4, 8), seconds=(1.0, 1.0, 3.0))
     assert [curve.at(rows) for rows in (1, 2, 4, 5, 6, 8, 10)] == [1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]
     assert RowsSeconds(rows=(2,), seconds=(5.0,)).at(7) == 5.0
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [((1, 2), (1.0,)), ((1, 1), (1.0, 2.0)), ((4, 2), (1.0, 2.0)), ((1,), (1e300,))])
+def test_what_is_no_curve_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValidationError):
+        RowsSeconds(rows=rows, seconds=seconds)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2}', '{"entries": 3}', '{"unknown": 1}', "\xff\xfe"])

@@ -49,6 +49,9 @@ from support.scripted import END, READS, VOCABULARY, ScriptedDraft, ScriptedTarg
 PROMPT = (5, 6, 7)
 
 
+DYNAMIC = TreeSettings(policy="dynamic")
+
+
 class House:
     """A coordinator with its workers and one client, all in this thread."""
 
@@ -82,7 +85,7 @@ class House:
                 return
 
     def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
-        return self.client.submit(tokens=prompt, **{"max_tokens": 60, "seed": 1, **options})  # type: ignore[arg-type]
+        return self.client.submit(tokens=prompt, **{"max_tokens": 60, "seed": 1, "tree": DYNAMIC, **options})  # type: ignore[arg-type]
 
     def complete(self, **options: object) -> Finished:
         return self.client.complete(self.submit(**options))  # type: ignore[arg-type]
@@ -114,7 +117,7 @@ def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
 @pytest.mark.parametrize("tree", [(1, 1, 1), (2, 8, 1), (15, 8, 10), (64, 3, 4)])
 def test_output_does_not_depend_on_the_tree(tree: tuple[int, int, int]) -> None:
     gamma, depth, width = tree
-    finished = House().complete(tree=TreeSettings(gamma=gamma, depth=depth, width=width))
+    finished = House().complete(tree=TreeSettings(policy="dynamic", gamma=gamma, depth=depth, width=width))
     assert list(finished.result.token_ids) == continuation(PROMPT, 60)
 
 
@@ -500,7 +503,7 @@ def test_there_is_a_limit_to_the_workers_that_may_register() -> None:
 
 @pytest.mark.parametrize("max_tokens", range(2, 12))
 def test_no_more_is_accepted_than_was_drafted(max_tokens: int) -> None:
-    result = House().complete(max_tokens=max_tokens, tree=TreeSettings(gamma=2, depth=1, width=2)).result
+    result = House().complete(max_tokens=max_tokens, tree=TreeSettings(policy="dynamic", gamma=2, depth=1, width=2)).result
     assert result.accepted_tokens <= result.drafted_tokens
     assert result.drafted_tokens <= 2 * result.rounds
 
@@ -875,6 +878,36 @@ def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(monkeypat
     assert [line for line in report.decisions if "gives its draft up" in line] == [report.decisions[-1]]
     assert house.draft is not None
     assert house.draft.logs == {}
+
+
+def test_a_draft_whose_session_ends_is_not_given_up_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(reads=READS)
+    house.coordinator._plan = lambda live: None  # type: ignore[method-assign]
+    rounds = 20
+    monkeypatch.setattr(coordinator, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2)  # the last verdict is the first that is too much
+    house.complete(max_tokens=1 + rounds)
+    report = house.report()
+    assert report.decisions == ()
+    assert [worker.sessions for worker in report.workers] == [0, 0]
+
+
+class Boastful(ScriptedDraft):
+    """Is more than certain of what it proposes for session 2."""
+
+    def propose(self, command: Draft, log: list[int]) -> Drafted:
+        drafted = super().propose(command, log)
+        return drafted.model_copy(update={"scores": (1e300,) * len(drafted.tokens)}) if command.session == 2 else drafted
+
+
+def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_others_nothing() -> None:
+    house = House(draft=False)
+    house.add(Boastful, "draft")
+    tree = TreeSettings(policy="goodput")
+    house.complete(tree=tree)  # finds out what a pass costs
+    prompts = {house.submit((i, 9), max_tokens=30, tree=tree): (i, 9) for i in range(1, 5)}
+    finished = [r for r in house.replies() if isinstance(r, Finished)]
+    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 30) for request, prompt in prompts.items()}
+    assert house.report().refused == 1
 
 
 @pytest.mark.parametrize(

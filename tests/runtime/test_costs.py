@@ -36,6 +36,11 @@ def test_a_profile_is_believed_until_passes_are_seen() -> None:
         assert costs.at(rows, context) == pytest.approx(0.02 + 0.001 * rows + 1e-5 * max(128, context))
 
 
+def test_of_two_profiles_at_one_length_of_the_cache_the_last_one_counts() -> None:
+    other = ContextCurve(context=512, t_v=RowsSeconds(rows=(1,), seconds=(0.5,)))
+    assert RowCosts((*PROFILE, other)).at(6, 512) == pytest.approx(0.5)
+
+
 def test_a_machine_that_is_slower_than_its_profile_is_slower_for_all_rows() -> None:
     costs = seen(lambda rows, context: 1.5 * (0.02 + 0.001 * rows + 1e-5 * context), [(8, 300)] * 10, PROFILE)
     for rows in (1, 8, 16, 64):

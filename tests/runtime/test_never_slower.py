@@ -3,9 +3,13 @@
 Workers take the time that they are told to take; nothing here depends on the machine.
 """
 
+import re
+from collections.abc import Sequence
+
 import pytest
 
-from dovetail.protocol.messages import Emitted, Finished, Verify
+from dovetail.protocol.messages import Emitted, Finished, Result, Verify
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.session import Session
 from support.timed import HOST_S, Costs, TimedHouse
@@ -95,7 +99,23 @@ def test_drafting_comes_back_where_text_becomes_predictable_and_every_change_is_
     changes = [line for line in house.client.status().decisions if "session 1" in line]
     assert "drafting stops, it loses" in changes[0]
     assert "drafting resumes, it pays again" in changes[-1]
+    assert any("drafting is tried again" in line for line in changes)
     assert finished.result.plain_rounds == sum(record.verified == 0 for record in records)
+
+
+def test_rounds_that_only_measure_the_target_are_counted_where_no_profile_tells() -> None:
+    curve = ContextCurve(context=0, t_v=RowsSeconds(rows=(1, 64), seconds=(0.02, 0.15)))
+    unknown, profiled = (TimedHouse(Costs(right=lambda _: 0.9), target={"curves": curves}).complete(TOKENS).result for curves in ((), (curve,)))
+    assert (unknown.control_rounds, profiled.control_rounds) == (2, 0)
+    assert unknown.plain_rounds > unknown.control_rounds
+
+
+def test_what_a_profile_says_of_the_draft_is_where_its_costs_start() -> None:
+    levels = ContextCurve(context=512, t_v=RowsSeconds(rows=(1, 16), seconds=(0.004, 0.019)))
+    house = TimedHouse(Costs(right=lambda _: 0.9), draft={"curves": (levels,)})
+    (worker,) = (one for one in house.coordinator.registry.workers.values() if one.plays("draft"))
+    assert [worker.drafting.at(rows) for rows in (1, 6)] == pytest.approx([0.004, 0.009])
+    assert not worker.verifying.known
 
 
 def test_while_drafting_is_off_status_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +133,28 @@ def test_while_drafting_is_off_status_says_why(monkeypatch: pytest.MonkeyPatch) 
     house.complete(20)
     assert [reason for reason in reports[0].reasons if "session 2 decodes with the target alone" in reason]
     assert not reports[0].degraded
-    assert any("session 2 begins without drafting" in line for line in reports[0].decisions)
+    (beginning,) = (line for line in reports[0].decisions if "session 2 begins without drafting" in line)
+    assert re.search(r"it lost of late: it last brought \d+\.\d tokens/s, the target alone brings 4\d\.\d$", beginning)
     assert house.client.status().reasons == ()
     (pair,) = house.client.status().pairs
     assert not pair.speculating
     assert pair.alone_tokens_per_s == pytest.approx(TimedHouse(NEVER_RIGHT).rate(TOKENS, speculate=False), rel=0.03)
+
+
+def test_status_is_told_however_long_the_names_of_workers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = TimedHouse(NEVER_RIGHT, target={"name": "t" * 500}, draft={"name": "d" * 500})
+    house.complete(200)
+    told = []
+    verified = Session.verified
+
+    def look(self: Session, *args: object) -> object:
+        told.extend(house.coordinator.report().reasons)
+        return verified(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "verified", look)
+    house.complete(5)
+    assert told
+    assert all(reason.startswith("session 2 decodes with the target alone: drafting with dddd") for reason in told)
 
 
 def test_a_round_is_predicted_before_it_is_made_and_its_times_add_up() -> None:
@@ -147,21 +184,34 @@ def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target(
     assert not any(order.ahead for order in house.draft.orders)
 
 
-def test_sessions_that_share_a_pass_are_cut_together_and_others_are_left_whole() -> None:
-    house = TimedHouse(Costs(right=lambda _: 0.8, pass_s=lambda rows, _: 0.01 + 0.004 * rows))
-    house.complete(TOKENS)
-    house.target.seen.clear()
-    trees = [TreeSettings(policy=policy, gamma=6, depth=6) for policy in ("goodput", "goodput", "static")]
-    requests = [house.client.submit(tokens=[3] * 8, max_tokens=60, seed=1, tree=tree) for tree in trees]
-    finished = {}
+def together(house: TimedHouse, trees: Sequence[TreeSettings], tokens: int = TOKENS) -> list[Result]:
+    """The results of requests that come at once, in their order."""
+    requests = [house.client.submit(tokens=[3] * 8, max_tokens=tokens, seed=1, tree=tree) for tree in trees]
+    finished: dict[int, Result] = {}
     while len(finished) < len(requests):
         reply = house.client.receive(0)
         assert isinstance(reply, Emitted | Finished)
         if isinstance(reply, Finished):
             finished[reply.request] = reply.result
-    assert len({result.token_ids for result in finished.values()}) == 1
+    return [finished[request] for request in requests]
+
+
+def test_sessions_that_begin_together_draft_though_no_pass_has_a_single_row() -> None:
+    for result in together(TimedHouse(Costs(right=lambda _: 0.8)), [TreeSettings(policy="goodput")] * 2):
+        assert result.tau is not None
+        assert result.tau > 3.0
+        assert result.plain_rounds <= 4
+
+
+def test_sessions_that_share_a_pass_are_cut_together_and_others_are_left_whole() -> None:
+    house = TimedHouse(Costs(right=lambda _: 0.8, pass_s=lambda rows, _: 0.01 + 0.004 * rows))
+    house.complete(TOKENS)
+    house.target.seen.clear()
+    trees = [TreeSettings(policy=policy, gamma=6, depth=6) for policy in ("goodput", "goodput", "static")]
+    results = together(house, trees, 60)
+    assert len({result.token_ids for result in results}) == 1
     passes = [command for command in house.target.seen if isinstance(command, Verify) and len(command.items) > 1]
-    static = finished[requests[-1]]
+    static = results[-1]
     assert passes
     assert {len(item.tokens) for command in passes for item in command.items if item.session == 4 and item.prefix < 8 + 60 - 7} == {6}
-    assert static.drafted_tokens > 1.2 * finished[requests[0]].drafted_tokens
+    assert static.drafted_tokens > 1.2 * results[0].drafted_tokens

@@ -21,7 +21,7 @@ def new_session(
         seed=1,
         sampling=sampling or Sampling(),
         max_tokens=max_tokens,
-        tree=tree or TreeSettings(gamma=4, depth=3, width=2),
+        tree=tree or TreeSettings(policy="dynamic", gamma=4, depth=3, width=2),
         end=(END,),
         vocabulary_size=VOCABULARY,
         stop=stop,
@@ -156,6 +156,15 @@ def test_a_proposal_that_is_no_tree_or_too_large_is_refused(tokens: tuple[int, .
     opened(session)
     with pytest.raises(TreeError):
         drafted(session, tokens, parents)
+    assert session.state is State.DRAFTING
+
+
+def test_a_proposal_that_promises_more_than_certainty_is_refused() -> None:
+    session = new_session()
+    session.begin()
+    opened(session)
+    with pytest.raises(ProtocolError, match=r"the score 1e\+300"):
+        session.drafted(Drafted(epoch=1, session=1, round=1, tokens=(4, 5), parents=(-1, -1), scores=(-0.5, 1e300), grown=2, hit=False))
     assert session.state is State.DRAFTING
 
 

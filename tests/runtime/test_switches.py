@@ -20,7 +20,8 @@ def live_through(switch: Switch, rounds: int, tokens: Callable[[int], float], se
                 words.append(decision)
         else:
             said, spent_s = said + 1.0, spent_s + ALONE_S
-            switch.plain(ALONE_S, ALONE_S)
+            if (decision := switch.plain(ALONE_S, ALONE_S)) is not None:
+                words.append(decision)
     return said, spent_s, words
 
 
@@ -55,6 +56,25 @@ def test_drafting_resumes_where_text_becomes_predictable() -> None:
     assert said * ALONE_S / spent_s > 2.0
     assert any(word.startswith("drafting resumes, it pays again") for word in words)
     assert not experience.losing
+
+
+def test_every_change_is_told_with_both_rates() -> None:
+    switch = Switch(Experience())
+    states, told = [switch.state], []
+    for at in range(400):
+        tokens = 4.0 if at > 200 else 1.0
+        words = switch.drafted(tokens, 1.6 * ALONE_S, ALONE_S) if switch.drafting else switch.plain(ALONE_S, ALONE_S)
+        assert (words is not None) == (switch.state != states[-1])
+        if words is not None:
+            states.append(switch.state)
+            told.append(words)
+    assert {"on", "off", "try"} == {*states}
+    assert told[:3] == [
+        "drafting stops, it loses: 31.2 tokens/s, the target alone 50.0",
+        "drafting is tried again after 8 rounds without it: it last brought 31.2 tokens/s, the target alone brings 50.0",
+        "the try ends after 3 rounds, drafting does not pay: 31.2 tokens/s, the target alone 50.0",
+    ]
+    assert told[-1] == "drafting resumes, it pays again: 125.0 tokens/s, the target alone 50.0"
 
 
 def test_a_session_begins_as_the_last_change_left_the_pair_and_tries_early() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.speculation.growth import GrowingTree
+from dovetail.workers.speculation.growth import GrowingTree, Nodes
 from dovetail.workers.speculation.policies import Policy
 from dovetail.workers.speculation.proposal import Shape
 
@@ -38,18 +38,26 @@ def path_of(tree: GrowingTree, node: int) -> Path:
 
 
 def grow(
-    tree: GrowingTree, policy: Policy, children: Children, shape: Shape, above: Path = (), *, most: Callable[[], int] = lambda: 1 << 20
+    tree: GrowingTree, policy: Policy, children: Children, shape: Shape, above: Path = (), *, most: Callable[[], int] = lambda: 1 << 20, kept: int = 0
 ) -> list[list[Path]]:
-    """Grows the tree below the path `above` as a drafter does that can expand so many nodes of the next pass; returns what each pass expanded."""
+    """Grows the tree below the path `above` as a drafter does that can expand so many nodes of the next pass; returns what each pass expanded.
+
+    `kept`: children of a node, where they are more than the shape's width.
+    """
     passes = []
     for wanted in policy.passes(tree, shape):
         nodes = wanted[: most()]
         passes.append([path_of(tree, node) for node in nodes.tolist()])
-        if nodes[0] != ROOT:
-            tree.give_rows(nodes)
-        table = [children(above + path)[: shape.width] for path in passes[-1]]
-        tree.add_children(nodes, np.array([[t for t, _ in row] for row in table], np.int32), np.array([[g for _, g in row] for row in table], np.float32))
+        expand(tree, nodes, children, above, max(shape.width, kept))
     return passes
+
+
+def expand(tree: GrowingTree, nodes: Nodes, children: Children, above: Path, kept: int) -> None:
+    """Gives `nodes` rows and the first `kept` of their children."""
+    if nodes[0] != ROOT:
+        tree.give_rows(nodes)
+    table = [children(above + path_of(tree, node))[:kept] for node in nodes.tolist()]
+    tree.add_children(nodes, np.array([[t for t, _ in row] for row in table], np.int32), np.array([[g for _, g in row] for row in table], np.float32))
 
 
 def proposal(tree: GrowingTree, policy: Policy, shape: Shape) -> list[tuple[Path, np.float32]]:

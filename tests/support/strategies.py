@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from dovetail.protocol import messages, settings
 from dovetail.protocol.arrays import ITEM_BYTES, Array
 from dovetail.protocol.messages import Message
+from dovetail.protocol.profile import RowsSeconds
 from dovetail.protocol.settings import Frozen
 
 MOST = 5
@@ -27,6 +28,10 @@ WORDS = {
 WIDTHS = st.integers(1, messages.MAX_ROW // messages.MAX_TAPS)
 """Of hidden states, such that a row of any number of taps is not too long."""
 
+CURVES = st.dictionaries(st.integers(1, 1 << 40), st.floats(0.0, 1e9), min_size=1, max_size=MOST).map(
+    lambda points: RowsSeconds(rows=tuple(sorted(points)), seconds=tuple(points[rows] for rows in sorted(points)))
+)
+
 BIASES = st.dictionaries(st.integers(0, (1 << 31) - 1), st.floats(-100.0, 100.0), max_size=MOST).map(lambda biases: tuple(sorted(biases.items())))
 
 
@@ -38,6 +43,8 @@ def messages_of(member: type[Message]) -> st.SearchStrategy[Message]:
 def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
     if model is Array:
         return _arrays()
+    if model is RowsSeconds:
+        return CURVES
     fields = {name: _field(model, name, field) for name, field in model.model_fields.items()}
     return st.fixed_dictionaries(fields).map(model.model_validate)
 

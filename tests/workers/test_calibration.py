@@ -9,9 +9,9 @@ import torch
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, Limits, ProfileKey, RowsSeconds
-from dovetail.protocol.settings import DraftSettings, TargetSettings
+from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration import LADDER, Passes, best_of, calibrate, calibrate_draft, limit_curve, open_subject, read_design, tree_paths
+from dovetail.workers.calibration import LADDER, Passes, best_of, calibrate, limit_curve, open_subject, read_design, tree_paths
 from dovetail.workers.models.language_model import load_language_model
 from support.models import tiny_llama
 
@@ -138,12 +138,6 @@ def test_a_tree_is_filled_level_by_level() -> None:
     assert tree_paths(1) == [[0]]
     assert tree_paths(7) == [[0], [0, 1], [0, 2], [0, 3], [0, 4], [0, 1, 5], [0, 1, 6]]
     assert max(map(len, tree_paths(64))) == 4
-
-
-def test_a_draft_is_measured_by_levels(folder: Path) -> None:
-    levels = calibrate_draft(DraftSettings(model=str(folder), device="cpu"), threads=1, seconds=0.1)
-    assert list(levels) == ["1", "2", "4", "8", "10", "16"]
-    assert all(seconds > 0 for seconds in levels.values())
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built here")

@@ -23,7 +23,7 @@ from support.models import CONTEXT, VOCABULARY
 
 EPOCH = 7
 PROMPT = (3, 1, 4)
-TREE = TreeSettings(gamma=8, depth=3, width=3)
+TREE = TreeSettings(policy="dynamic", gamma=8, depth=3, width=3)
 
 
 def new_worker(model: LanguageModel) -> DraftWorker[DraftSession]:

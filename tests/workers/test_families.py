@@ -32,7 +32,8 @@ WAYS = {
 ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
 KEY = bytes(range(16))
 LONG = 640
-CHUNKS = (1, 7, 64, 256, 512)
+LENGTHS = {"short": (150, (1, 7, 128)), "long": (530, (1, 7, 64, 256, 512))}
+"""Tokens of a sequence, and of the chunks in which it is read; it takes hundreds of passes to read a long one token by token."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 EVERY_WAY = [pytest.param(way, marks=needs_kernels) if way in ON_KERNELS else way for way in WAYS]
@@ -81,7 +82,7 @@ def test_logits_are_those_of_transformers_eager(model: LanguageModel, way: str) 
 def decode(model: LanguageModel, sampling: Sampling, count: int, trees: random.Random | None, hints: list[int]) -> list[int]:
     """Tokens after the prompt, verified with random trees, half of which follow `hints`."""
     verifier = Verifier(model, Spans())
-    prompt, shape = tuple(TOKENS), TreeSettings(gamma=12, depth=6)
+    prompt, shape = tuple(TOKENS), TreeSettings(policy="dynamic", gamma=12, depth=6)
     (first,) = verifier.open(1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape)
     assert isinstance(first, First)
     log = [*prompt, first.token]
@@ -167,18 +168,20 @@ def chunks_of(size: int, total: int) -> list[int]:
 
 
 @needs_kernels
+@pytest.mark.parametrize("length", ["short", pytest.param("long", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ON_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
-    family: str, way: str, models: Models, every_isa: list[kernels.Isa]
+    family: str, way: str, length: str, models: Models, every_isa: list[kernels.Isa]
 ) -> None:
-    model = models.get(family, way, LONG)
-    tokens = [random.Random(4).randrange(VOCABULARY) for _ in range(530)]
-    alone = Bytes(model, tokens, chunks_of(1, 530))
+    model, (total, chunks) = models.get(family, way, LONG), LENGTHS[length]
+    numbers = random.Random(4)
+    tokens = [numbers.randrange(VOCABULARY) for _ in range(total)]
+    alone = Bytes(model, tokens, chunks_of(1, total))
     for isa in every_isa:
         kernels.use_isa(isa)
-        for size in CHUNKS:
-            count = 530 if size > 7 else 40
+        for size in chunks:
+            count = total if size > 7 else 40
             assert Bytes(model, tokens[:count], chunks_of(size, count)).equals(alone, count), (isa, size)
 
 
@@ -230,7 +233,8 @@ def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.
 @pytest.mark.parametrize("way", ON_KERNELS)
 def test_a_token_has_the_same_bytes_with_any_number_of_threads(way: str, models: Models) -> None:
     model = models.get("qwen3", way)
-    tokens = [random.Random(5).randrange(VOCABULARY) for _ in range(80)]
+    numbers = random.Random(5)
+    tokens = [numbers.randrange(VOCABULARY) for _ in range(80)]
     alone = Bytes(model, tokens, chunks_of(1, 80))
     before = kernels.threads()
     try:

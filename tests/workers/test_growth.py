@@ -12,7 +12,7 @@ from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import GrowingTree, likeliest
 from dovetail.workers.speculation.policies import Dynamic
 from dovetail.workers.speculation.proposal import Shape
-from support.growing import VOCABULARY, Table, grow, path_of
+from support.growing import VOCABULARY, Table, expand, grow, path_of
 
 POLICY = Dynamic()
 shapes = st.builds(Shape, nodes=st.integers(0, 40), depth=st.integers(1, 5), width=st.integers(1, 6))
@@ -150,6 +150,49 @@ def test_a_pruned_tree_has_the_best_children_of_every_node_and_their_rows(childr
     assert [path_of(tree, n) for n in range(len(tree))] == kept
     assert [int(row) for row in tree.rows] == [rows[path] for path in kept]
     assert (tree.rows_used, tree.root_expanded) == (used, expanded)
+
+
+def check_what_is_seen(tree: GrowingTree, width: int) -> None:
+    """By its definition: a node whose way from the root has the best `width` children only."""
+    seen = []
+    for node in range(len(tree)):
+        ranks, above = [], node
+        while above != ROOT:
+            ranks.append(int(tree.ranks[above]))
+            above = int(tree.parents[above])
+        seen.append(max(ranks) < width)
+    assert (tree.hidden == 0).tolist() == seen
+    for level in range(7):
+        assert tree.at_level(level).tolist() == [node for node in range(len(tree)) if seen[node] and tree.levels[node] == level]
+        assert tree.within(level).tolist() == [node for node in range(len(tree)) if seen[node] and tree.levels[node] <= level]
+
+
+@given(tables, shapes, st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 16))
+@settings(deadline=None, max_examples=60)
+def test_policies_see_the_best_children_of_every_node_that_they_see(children: Table, shape: Shape, width: int, later: int, move: int) -> None:
+    tree = GrowingTree()
+    tree.show(width)
+    grow(tree, POLICY, children, shape, kept=VOCABULARY)
+    check_what_is_seen(tree, width)
+    if len(left := tree.expandable(shape.depth + 1, 1e-6)):
+        expand(tree, left[-2:], children, (), VOCABULARY)
+        check_what_is_seen(tree, width)
+    if len(tree):
+        node = move % len(tree)
+        table = children((9,))
+        tree.rank_again(np.array([tree.parents[node]]), np.array([[t for t, _ in table]], np.int32), np.array([[g for _, g in table]], np.float32))
+        check_what_is_seen(tree, width)
+        tree.move_root(node, VOCABULARY)
+        check_what_is_seen(tree, width)
+    tree.show(later)
+    check_what_is_seen(tree, later)
+
+
+def test_hidden_children_that_are_next_to_impossible_are_left_out() -> None:
+    tree = GrowingTree()
+    tree.show(1)
+    assert tree.add_children([ROOT], np.array([[3, 4, 5]], np.int32), np.array([[-7.0, -6.9, -7.0]], np.float32)) == 2
+    assert tree.tokens.tolist() == [3, 4]
 
 
 @given(tables, shapes, st.integers(1, 6), st.sampled_from([1e-3, 0.1, 0.5]))

@@ -33,7 +33,7 @@ from support.models import VOCABULARY, cache_row, reference_law, reference_proce
 KEY = bytes(range(16))
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SHAPE = Shape(12, 4, 4)
-TREE = TreeSettings(gamma=12, depth=4, width=4)
+TREE = TreeSettings(policy="dynamic", gamma=12, depth=4, width=4)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.5, top_k=20)
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.7, "logit_bias": ((3, 4.0), (7, -5.0)), "min_tokens": 9}
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": Sampling(**PENALTIES), "all": SAMPLED.model_copy(update=PENALTIES)}
@@ -396,7 +396,7 @@ def test_a_head_says_what_it_reads(head: Head) -> None:
 
 
 SMALL = Shape(8, 3, 3)
-SMALL_TREE = TreeSettings(gamma=8, depth=3, width=3)
+SMALL_TREE = TreeSettings(policy="dynamic", gamma=8, depth=3, width=3)
 
 
 def verdict(story: Story, proposal: Proposal, random: np.random.Generator) -> tuple[tuple[int, ...], int, tuple[int, ...]]:

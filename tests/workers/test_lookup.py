@@ -23,7 +23,7 @@ LOGS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 def opened(
     prompt: list[int], *, sampling: Sampling | None = None, end: tuple[int, ...] = (), capacity: int = 10_000, sharpening: float | None = None
 ) -> LookupSession:
-    tree = TreeSettings() if sharpening is None else TreeSettings(sharpening=sharpening)
+    tree = TreeSettings() if sharpening is None else TreeSettings(policy="dynamic", sharpening=sharpening)
     return Lookup().open(prompt, capacity=capacity, vocabulary_size=1000, key=bytes(16), sampling=sampling or Sampling(), tree=tree, end=end)
 
 

@@ -11,12 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.settings import BUILT_POLICIES, TreeSettings
-from dovetail.workers.speculation.growth import GrowingTree
+from dovetail.protocol.tree import ROOT
+from dovetail.workers.speculation.growth import NO_ROW, GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
 from dovetail.workers.speculation.policies import DECAY, NO_DECAY, Beam, BestFirst, Dynamic, Policy, Static, open_policy
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.shapes import EAGLE_1, fixed_shape
-from support.growing import VOCABULARY, Children, Path, Table, grow, path_of, proposal
+from support.growing import VOCABULARY, Children, Path, Table, expand, grow, path_of, proposal
 
 Offered = list[tuple[Path, np.float32]]
 DYNAMIC, BEAM, BUDGET = Dynamic(), Beam(), BestFirst(DECAY)
@@ -142,6 +143,32 @@ def test_every_prefix_of_a_proposal_is_a_tree_within_its_shape_wherever_the_root
         if move is not None and len(tree):
             above += path_of(tree, move % len(tree))
             tree.move_root(move % len(tree), shape.width)
+
+
+@given(policies, tables, shapes, st.lists(st.integers(0, 1 << 16), max_size=3))
+@settings(deadline=None, max_examples=150)
+def test_children_that_are_hidden_and_what_is_below_them_change_no_pass_and_no_proposal(policy: str, children: Table, shape: Shape, moves: list[int]) -> None:
+    """Beside a tree that has no more children than the policy may see, wherever the root of both moves."""
+    plain, richer, above, policies = GrowingTree(), GrowingTree(), (), [named(policy, shape) for _ in range(2)]
+    for move in [*moves, None]:
+        richer.show(shape.width)
+        assert grow(richer, policies[0], children, shape, above, kept=VOCABULARY) == grow(plain, policies[1], children, shape, above)
+        assert proposal(richer, policies[0], shape) == proposal(plain, policies[1], shape)
+        unseen = np.flatnonzero(richer.hidden & (richer.rows == NO_ROW))
+        if len(unseen := unseen[(richer.parents[unseen] == ROOT) | (richer.rows_of(richer.parents[unseen]) != NO_ROW)]):
+            expand(richer, unseen[:2], children, above, VOCABULARY)
+        if move is not None and len(plain):
+            path = path_of(plain, move % len(plain))
+            plain.move_root(move % len(plain), shape.width)
+            richer.move_root(next(node for node in range(len(richer)) if path_of(richer, node) == path), VOCABULARY)
+            above += path
+
+
+def test_what_a_tree_lacks_on_several_levels_dynamic_expands_in_one_pass_and_asks_for_once() -> None:
+    tree, children, shape = GrowingTree(), Table(3, coarse=False), Shape(20, 4, 2)
+    for nodes in ([ROOT], [0]):
+        expand(tree, np.array(nodes), children, (), 2)
+    assert [[path_of(tree, node) for node in nodes] for nodes in DYNAMIC.passes(tree, shape)] == [[path_of(tree, node) for node in (1, 2, 3)]]
 
 
 @given(policies, tables, shapes)

@@ -215,9 +215,10 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.parametrize("samples", [500, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("shape", "p"), [*(("uneven", p) for p in SAMPLINGS), ("a chain", "cold"), ("siblings", "hot")])
-def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(shape: str, p: str) -> None:
-    size, samples = 6, 1500
+def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(shape: str, p: str, samples: int) -> None:
+    size = 6
     target, draft = logits_of(1, size, SAMPLINGS[p]), logits_of(2, size, Sampling(temperature=1.0))
     counts: Counter[Path] = Counter()
     for sample in range(samples):
@@ -247,7 +248,7 @@ def test_children_are_drawn_without_replacement_in_the_order_of_drawing(width: i
     law = logits[0].double().softmax(0).numpy()
     counts: Counter[Path] = Counter()
     draws = Draws(KEY)
-    for length in range(4000):
+    for length in range(2000):
         draws.begin(length)
         tokens, gains = draws.children(np.array([ROOT]), logits, width)
         assert np.isfinite(gains[0, :4]).all()

@@ -184,6 +184,13 @@ def test_a_round_for_which_there_is_no_time_is_left_out_whole() -> None:
     assert sharpness.nodes(sampled=False)[0] == 3
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_numbers_teach_nothing(bad: float) -> None:
+    observations = drawn(Scale(0.3), 50, sampled=False)
+    spoilt = Observation(0, torch.full((SIZE,), bad), 0.0, None, np.array([0], np.int32), 0)
+    assert learned([*observations, spoilt, *observations]).scales(sampled=False) == learned([*observations, *observations]).scales(sampled=False)
+
+
 @given(st.floats(-0.49, 0.49), st.floats(0.01, 100.0))
 @settings(deadline=None)
 def test_a_parabola_is_highest_at_its_peak(offset: float, bend: float) -> None:
@@ -268,7 +275,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.2), Sampling(temperature=0.8, to
 
 
 def opened(engine: Drafter, sampling: Sampling, **tree: object) -> DraftSession:
-    settings = TreeSettings(gamma=12, depth=5, width=4).model_copy(update=tree)
+    settings = TreeSettings(policy="dynamic", gamma=12, depth=5, width=4).model_copy(update=tree)
     return engine.open(PROMPT, capacity=90, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=settings)
 
 

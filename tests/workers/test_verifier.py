@@ -31,7 +31,7 @@ END = (1, 22, 41)
 PROMPT = (0, 3, 17, 9, 30)
 LENGTH = 24
 KEY = session_key(7, 0, PROMPT)
-TREE = TreeSettings(gamma=12, depth=6)
+TREE = TreeSettings(policy="dynamic", gamma=12, depth=6)
 
 
 @pytest.fixture(scope="module")

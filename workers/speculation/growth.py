@@ -4,6 +4,9 @@ Expanding a node adds its likeliest children; a node's score is the sum of the l
 its parent. In every order of nodes here, "best first" is (score descending, index ascending). A child's index is above its parent's, hence a parent always
 comes first and **every prefix of a best-first list is a tree**. What is expanded and what is offered, a policy decides (`policies.py`).
 
+A node may have more children than the policies are to consider. What is not among the best `shown` children, and whatever is below it, is *hidden* from them;
+it is there so that something is known below the next root, whichever it will be.
+
 Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cache (but for the row that a node was given in it) and no clock.
 """
 
@@ -23,9 +26,13 @@ Floats = NDArray[np.float32]
 Nodes = NDArray[np.intp]
 
 NO_ROW = -1
+ALL = 1 << 30
+"""As a number of children: however many there are."""
+LEAST_HIDDEN = math.log(1e-3)
+"""Hidden children of smaller gains are left out."""
 SMALLEST_POOL = 256
 """Places that a pool has at first; they double when there are no more."""
-TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED = range(6)
+TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
 """The columns of integers."""
 GAINS, SCORES = range(2)
 """Those of float32: the log-probability given the parent, at most 0, and the sum of these from the root down."""
@@ -36,12 +43,13 @@ class GrowingTree:
 
     def __init__(self) -> None:
         # place 0 is the root's, and node i has place i + 1: whatever is looked up for parents is there for the root too
-        self._ints = np.zeros((6, SMALLEST_POOL), np.int32)
+        self._ints = np.zeros((7, SMALLEST_POOL), np.int32)
         self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
         self._stop = 1
         self.root_expanded = False
         self.rows_used = 0
+        self.shown = ALL
 
     def __len__(self) -> int:
         return self._stop - 1
@@ -81,6 +89,11 @@ class GrowingTree:
         return len(self) - int(self.used.sum())
 
     @property
+    def hidden(self) -> Ints:
+        """1 for what the policies do not see, 0 for the others."""
+        return self._ints[HIDDEN, 1 : self._stop]
+
+    @property
     def gains(self) -> Floats:
         """The log-probability of each node given its parent; the children of an expanded node are the likeliest tokens after it, and nothing else."""
         return self._floats[GAINS, 1 : self._stop]
@@ -94,10 +107,13 @@ class GrowingTree:
         probabilities: Floats = np.exp(self.scores[nodes])
         return probabilities
 
-    def expected_tokens(self, nodes: int) -> float:
-        """How many tokens a verdict on the best `nodes` of the pool would bring, the bonus among them."""
-        scores = self.scores if len(self) <= nodes else np.partition(self.scores, len(self) - nodes)[len(self) - nodes :]
-        return 1.0 + float(np.exp(scores).sum())
+    def at_level(self, level: int) -> Nodes:
+        """What a policy sees of a level."""
+        return np.flatnonzero((self.levels == level) & (self.hidden == 0))
+
+    def within(self, depth: int) -> Nodes:
+        """What a policy sees of the first `depth` levels."""
+        return np.flatnonzero((self.levels <= depth) & (self.hidden == 0))
 
     def levels_of(self, nodes: Nodes) -> Ints:
         """The levels of `nodes`; the root (-1) has level 0."""
@@ -137,6 +153,12 @@ class GrowingTree:
         above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
         return np.flatnonzero((self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least)))
 
+    def show(self, width: int) -> None:
+        """From now on policies see of every node's children the best `width`."""
+        if width != self.shown:
+            self.shown = width
+            self._pass_down()
+
     def give_rows(self, nodes: Nodes) -> None:
         """Gives each of `nodes` the next free row."""
         self.rows[nodes] = self.rows_used + np.arange(len(nodes), dtype=np.int32)
@@ -163,17 +185,23 @@ class GrowingTree:
         return offsets, paths[paths != NO_ROW]
 
     def add_children(self, nodes: Sequence[int] | Nodes, tokens: Ints, gains: Floats) -> int:
-        """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf is no child. Returns how many were added."""
+        """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf is no child. Returns how many were added.
+
+        Of those that are hidden the least likely are left out.
+        """
         # log_softmax may round to a little above 0, and a child above its parent would break the order that makes every prefix a tree
         gains = np.minimum(gains, np.float32(0.0))
+        behind = gains[:, self.shown :]
+        behind[behind < LEAST_HIDDEN] = -np.inf
         if math.isnan(lowest := gains.min(initial=0.0)):
             raise FloatingPointError("the draft's logits are not numbers: its weights overflow in this type, or are damaged")
         first, above = self._stop, np.asarray(nodes, np.intp)[:, None] + 1
         self._reserve(first + tokens.size)
         self._stop += tokens.size
-        ints = self._ints[:, first : self._stop].reshape(6, *tokens.shape)
+        ints = self._ints[:, first : self._stop].reshape(7, *tokens.shape)
         ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, self._ints[LEVELS, above] + 1
         ints[RANKS], ints[ROWS], ints[USED] = np.arange(tokens.shape[1]), NO_ROW, 0
+        ints[HIDDEN] = self._ints[HIDDEN, above] | (ints[RANKS] >= self.shown)
         floats = self._floats[:, first : self._stop].reshape(2, *tokens.shape)
         floats[GAINS], floats[SCORES] = gains, self._floats[SCORES, above] + gains
         if math.isinf(lowest):
@@ -196,7 +224,7 @@ class GrowingTree:
         self._keep_below(node, width)
         self.root_expanded = root_expanded
         self.levels[:] -= level
-        self._sum_scores()
+        self._pass_down()
         expanded = np.flatnonzero(self.rows != NO_ROW)
         old_rows: list[int] = self.rows[expanded].tolist()
         self.rows_used = 0
@@ -220,7 +248,7 @@ class GrowingTree:
             new = ~same.any(axis=0)
             left[place, new] = gains[place, new]
         added = self.add_children(nodes, tokens, left)
-        self._sum_scores()
+        self._pass_down()
         return added
 
     def prune(self, width: int) -> None:
@@ -247,12 +275,15 @@ class GrowingTree:
         self._keep(np.concatenate(([0], survivors + 1)))
         self.parents[:] = renumbered[self.parents]
 
-    def _sum_scores(self) -> None:
-        scores = self.scores
-        scores[:] = self._floats[GAINS, 1 : self._stop]
+    def _pass_down(self) -> None:
+        """Scores, and what is hidden, from level to level."""
+        scores, hidden = self.scores, self.hidden
+        scores[:], hidden[:] = self.gains, self.ranks >= self.shown
         for level in range(2, int(self.levels.max(initial=0)) + 1):
             at_level = np.flatnonzero(self.levels == level)
-            scores[at_level] += scores[self.parents[at_level]]
+            above = self.parents[at_level]
+            scores[at_level] += scores[above]
+            hidden[at_level] |= hidden[above]
 
     def _reserve(self, places: int) -> None:
         """There is memory for so many."""

@@ -75,18 +75,18 @@ class Heterospec:
     def _longer(self, tree: GrowingTree, size: Shape, depth: int) -> Iterator[Nodes]:
         """The passes that go on from the frontier at `depth`, as those above it went."""
         for level in range(depth, size.depth):
-            frontier = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: size.width]
+            frontier = best_first(tree.at_level(level), tree.scores)[: size.width]
             if len(nodes := worthwhile(frontier, self._dynamic.select(tree, size), tree, size)):
                 yield nodes
 
 
 def surest_path(tree: GrowingTree, depth: int) -> Nodes:
     """The nodes from below the root down to the surest token of the deepest level that there is within `depth`; the lowest index where several are."""
-    levels = tree.levels
-    within = levels[levels <= depth]
+    within = tree.within(depth)
     if not len(within):
         return NO_PATH
-    last = np.flatnonzero(levels == within.max())
+    levels = tree.levels[within]
+    last = within[levels == levels.max()]
     path = [int(last[tree.gains[last].argmax()])]
     while (parent := int(tree.parents[path[-1]])) != ROOT:
         path.append(parent)

@@ -2,7 +2,8 @@
 
 A policy says which nodes the next pass of the model expands, and of the nodes that are there which are offered, best first. Expanding a node means
 computing its row and adding its likeliest children; how that is done is the engine's business. The tree may hold nodes already, those that the last move
-of the root has left; what has a row is not expanded again. Every prefix of what is offered is a tree, whatever the policy.
+of the root has left; what has a row is not expanded again, and what is hidden is as if it were not there. Every prefix of what is offered is a tree,
+whatever the policy.
 
 - `dynamic`: of every level the best `width` nodes are expanded in one pass, and the best `nodes` of the whole pool are offered (EAGLE-2, Li et al. 2024;
   EAGLE-3 with depth 8). Presets gamma/depth/width: 15/8/10, 6/5/10 for small machines, 59/8/10 for a GPU.
@@ -61,16 +62,21 @@ class Dynamic:
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level."""
+        """One pass a level; what a tree that was there already lacks on several levels goes in one."""
         yield from root_pass(tree, shape)
-        for level in range(1, shape.depth):
-            best = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: shape.width]
-            if len(nodes := worthwhile(best, self.select(tree, shape), tree, shape)):
-                yield nodes
+        while shape.depth > 1:
+            offered = self.select(tree, shape)
+            levels = [offered[tree.levels[offered] == level][: shape.width] for level in range(1, shape.depth)]
+            nodes = worthwhile(np.concatenate(levels), offered, tree, shape)
+            if not len(nodes):
+                return
+            yield nodes
+            if (tree.rows[nodes] == NO_ROW).all():
+                return  # that was all, and nobody wants it
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """The best of the pool."""
-        return best_first(np.flatnonzero(tree.levels <= shape.depth), tree.scores)[: shape.nodes]
+        return best_first(tree.within(shape.depth), tree.scores)[: shape.nodes]
 
 
 class Beam:
@@ -112,7 +118,7 @@ class BestFirst:
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """The best of the pool by their scores with the decay; rounding is monotonic, so no child comes before its parent here either."""
         decayed: Floats = tree.scores + tree.levels.astype(np.float32) * self.decay
-        return best_first(np.flatnonzero(tree.levels <= shape.depth), decayed)[: shape.nodes]
+        return best_first(tree.within(shape.depth), decayed)[: shape.nodes]
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,8 @@ def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
     kept = np.zeros(len(tree) + 1, np.bool_)  # the last element stands for the root, index -1
     kept[ROOT] = True
     for level in range(1, depth + 1):
-        candidates = np.flatnonzero((tree.levels == level) & kept[tree.parents])
-        kept[best_first(candidates, tree.scores)[:width]] = True
+        candidates = tree.at_level(level)
+        kept[best_first(candidates[kept[tree.parents[candidates]]], tree.scores)[:width]] = True
     return np.flatnonzero(kept[:-1])
 
 

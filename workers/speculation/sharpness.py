@@ -181,6 +181,8 @@ class Sharpness:
             for first in range(0, len(GRID), step):
                 found[row, first : first + step] = observation.likelihoods(z, GRID[first : first + step])
                 yield
+        if not np.isfinite(found).all():  # logits that are no numbers say nothing, and would stay in the sums for good
+            return
         fit.add(found)
         before = self._scales[sampled]
         self._scales[sampled] = (*before[:depth_class], fit.best(), *before[depth_class + 1 :])

@@ -70,7 +70,8 @@ def terminal_confidence_rank(accepted: Sequence[int], nodes: int) -> int:
 def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
     """The bins of `rounds`, at least two; `nodes` is the worst rank. `UserError` where there are too few rounds, or where rank does not rise with entropy."""
     if len(rounds) < LEAST_ROUNDS:
-        raise UserError(f"{len(rounds)} rounds were played, and thresholds need {LEAST_ROUNDS}: give more prompts, or let replies be longer")
+        remedy = "give more prompts (--rounds keeps what was played), or let replies be longer"
+        raise UserError(f"{len(rounds)} rounds were played, and thresholds need {LEAST_ROUNDS}: {remedy}")
     strata = _merged(rounds, nodes, sorted({round(split, DECIMALS) for split in _splits(rounds, nodes)}))
     if not strata.thresholds:
         raise UserError(

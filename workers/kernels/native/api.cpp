@@ -44,6 +44,12 @@ std::vector<Buffer> buffers;
 
 const Kernels& active() { return *in_use; }
 
+#if defined(__x86_64__)
+const bool prefetches_to_l2 = __builtin_cpu_is("intel");
+#else
+const bool prefetches_to_l2 = false;
+#endif
+
 Turn::Turn() { turn.lock(); }
 Turn::~Turn() { turn.unlock(); }
 

@@ -171,7 +171,10 @@ static void tile(const Run& run) {
     };
     int64_t left = run.steps;
     for (; left >= BEAT; left -= BEAT) {
-        for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+        if (dovetail::prefetches_to_l2)
+            for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        else
+            for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 3);
         for (int i = 0; i < BEAT; i++) step();
     }
     for (; left > 0; left--) step();
