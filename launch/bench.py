@@ -16,20 +16,20 @@ import click
 
 from dovetail.launch import bench_figures as figures
 from dovetail.launch.bench_methods import Contender, contenders, read_methods, read_prompt_set
-from dovetail.launch.bench_table import show, show_notes, show_overhead
+from dovetail.launch.bench_table import COLUMNS, SWEPT, show, show_notes, show_overhead
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import check_chart
 from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.outputs import check_output
 from dovetail.launch.sweep import VALUES, Sweep, draw_sweep, points_of, read_sweep, show_sweep, swept
-from dovetail.launch.terminal import spinner
+from dovetail.launch.terminal import explained, spinner
 from dovetail.launch.transport import measure_overhead
 from dovetail.protocol.errors import UserError
 
 TRANSPORT_ROUNDS = 4000
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=SettingsCommand, epilog=explained({**COLUMNS, **SWEPT}))
 @click.option("--prompts", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path), help="File of prompts, a set of its own; can be repeated.")
 @click.option("--method", "methods", multiple=True, metavar="METHOD[,SETTING=VALUE...]", help="What to measure; can be repeated. `none` is always run.")
 @click.option("--temperature", "temperatures", multiple=True, type=float, help="Can be repeated.  [default: sampling.temperature]")
@@ -64,9 +64,9 @@ def command(
 ) -> None:
     """Measure methods on sets of prompts at several temperatures, alternating prompt by prompt.
 
-    METHOD is none, a kind of draft, the folder of a draft, a settings file (NAME.toml), or assisted (transformers' assisted generation with the same two
-    models), with settings appended: --method small,tree.gamma=6,draft.ahead=false. Exit code 1 if a method's tokens differ from those of none by more than
-    a near-tie.
+    METHOD is none, a kind of draft, a tree policy (the draft of the settings with this policy), the folder of a draft, a settings file (NAME.toml), or
+    assisted (transformers' assisted generation with the same two models), with settings appended: --method small,tree.gamma=6,draft.ahead=false. Exit code
+    1 if a method's tokens differ from those of none by more than a near-tie.
     """
     _check_options(sweep, values, plot, transport=transport)
     check_output(out, "the result")
@@ -90,7 +90,7 @@ def command(
     else:
         points = swept(sweeping, chosen, result)
         if plot is not None:
-            plot.write_text(draw_sweep(sweeping, points), encoding="utf-8")
+            plot.write_text(draw_sweep(sweeping, chosen, points), encoding="utf-8")
         told = {**result, "sweep": {"setting": sweeping.setting, "values": sweeping.values, "points": points}}
         _report(told, out, as_json, lambda: _show_swept(sweeping, told))
     context.exit(1 if differs else 0)

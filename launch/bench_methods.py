@@ -21,7 +21,7 @@ from dovetail.launch.terminal import spinner
 from dovetail.launch.worker import thread_count
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, RoundRecord
-from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, Sampling
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, POLICIES, Sampling
 
 NONE = "none"
 
@@ -160,11 +160,15 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
 
 
 def read_method(base: Configuration, text: str) -> Method:
-    """The method that "HEAD,SETTING=VALUE,..." names, over the settings of the whole run."""
+    """The method that "HEAD,SETTING=VALUE,..." names, over the settings of the whole run; a policy is that of their draft's tree."""
     head, *settings = text.split(",")
     origin = f"--method {text}"
     if head == ASSISTED:
         configuration = base.over(origin, {})
+    elif head in POLICIES:
+        if base.settings.draft.kind == NONE:
+            raise UserError(f"--method {head} is the draft of the settings with that tree policy, and they have none: leave --draft none out")
+        configuration = base.over(origin, {"tree.policy": head})
     elif head in DRAFT_KINDS:
         configuration = base.over(origin, {"draft.kind": head, **({"draft.model": ""} if head in ("ngram", *HEAD_KINDS) else {})})
     elif head.endswith(".toml"):
@@ -173,7 +177,8 @@ def read_method(base: Configuration, text: str) -> Method:
         configuration = base.over(origin, {"draft.kind": "auto", "draft.model": head})
     else:
         raise UserError(
-            f"--method {head!r} is no method: name none, a kind of draft (small, dovetail, ...), the folder of a draft, a settings file (.toml) or {ASSISTED}"
+            f"--method {head!r} is no method: name none, a kind of draft (small, dovetail, ...), a tree policy (goodput, dynamic, ...), the folder of a draft, "
+            f"a settings file (.toml) or {ASSISTED}"
         )
     values = {}
     for setting in settings:

@@ -7,14 +7,37 @@ from dovetail.launch.bench_methods import NONE
 from dovetail.launch.terminal import note, print_table
 from dovetail.launch.transport import Overhead
 
-HEADINGS = ("method", "prompts", "T", "tokens/s", "predicted", "speed-up", "tau", "pass", "rows", "draft", "verify", "hit", "plain", "MB", "differ")
+COLUMNS = {
+    "method": "as --method names it; none is the target alone",
+    "prompts": "name of the file",
+    "T": "temperature",
+    "tokens/s": "of the tokens after the first of each reply",
+    "predicted": "the same, as the cost model expected it before each round",
+    "speed-up": "over none on the same prompts, with its 95 % interval",
+    "tau": "tokens that a round brings",
+    "pass": "time of a pass of the target, over that of a pass of none",
+    "rows": "in a pass of the target: nodes verified, and their root",
+    "draft": "share of the time in which drafting is waited for",
+    "verify": "share of the time in which the target verifies",
+    "hit": "share of the drafted rounds whose root was in the tree already",
+    "plain": "share of the rounds that are verified without a tree",
+    "MB": "the most memory that the processes held, 10^6 bytes",
+    "differ": "replies whose tokens are not those of none",
+}
+"""Of the table: heading -> what it means."""
+SWEPT = {
+    "T_V ms": "with --sweep: a pass of the target",
+    "T_V/T_T": "with --sweep: the same as pass",
+    "draft ms": "with --sweep: drafting that a round waits for",
+}
+"""What the table of a sweep has beside these."""
 
 
 def show(result: Mapping[str, Any]) -> None:
     """The table of all rows, and what has to be known beside it."""
     differing = [(told["method"], told["prompts"], told["temperature"]) for told in result["differences"]]
     rows = [_line(told, passes, differing) for told, passes in zip(result["rows"], result["passes"], strict=True)]
-    print_table(HEADINGS, rows)
+    print_table(tuple(COLUMNS), rows)
     show_notes(result)
 
 
@@ -39,8 +62,11 @@ def _line(told: Mapping[str, Any], passes: Mapping[str, Any], differing: Sequenc
 
 
 def interval(told: Mapping[str, Any]) -> str:
-    """A speed-up with its interval."""
-    return "-" if told["speedup"] is None else f"{told['speedup']:.2f} ({told['speedup_low']:.2f}-{told['speedup_high']:.2f})"
+    """A speed-up with its interval; a single prompt has none, since every draw of the bootstrap is that prompt."""
+    if told["speedup"] is None:
+        return "-"
+    low, high = told["speedup_low"], told["speedup_high"]
+    return f"{told['speedup']:.2f}" + (f" ({low:.2f}-{high:.2f})" if low != high else "")
 
 
 def number(value: float | None, digits: int) -> str:

@@ -5,6 +5,7 @@ colours are taken.
 """
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -27,6 +28,11 @@ GAPS = (62, 22, 40, 48)
 LETTER = 6.6
 """Width of a letter of the legend, about."""
 HEAD, LINE = 44, 20
+TITLE, SECOND = 15, 12
+"""Sizes of the lines of a title; a bold letter is about TITLE_LETTER of its size wide, and one of the second line SECOND_LETTER."""
+TITLE_LETTER, SECOND_LETTER = 0.62, 0.55
+MARGIN = 14
+"""Left and right of a title of two lines."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,12 @@ def check_chart(path: Path | None) -> None:
         raise UserError(f"a plot is written as SVG, and {path} does not end in .svg: name {path.with_suffix('.svg')}, which every browser shows")
 
 
-def draw(title: str, across: str, up: str, curves: Sequence[Curve]) -> str:
-    """The SVG of curves over common axes, both from 0; `across` and `up` name the axes with their units."""
-    panel = Panel("", across, up, curves)
+def draw(title: str, across: str, up: str, curves: Sequence[Curve], *, level: float | None = None) -> str:
+    """The SVG of curves over common axes, both from 0; `across` and `up` name the axes with their units, `level` is a height to compare with.
+
+    What stands behind a line break in the title, and what of it is too long for the page, is a second, smaller line.
+    """
+    panel = Panel("", across, up, curves, level)
     names = [curve.name for curve in curves]
     frame = _Frame.of(panel, LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
     legend = (part for index, curve in enumerate(curves) for part in _key(WIDTH - RIGHT + 14, TOP + 12 + LINE * index, names.index(curve.name), curve))
@@ -67,7 +76,10 @@ def draw(title: str, across: str, up: str, curves: Sequence[Curve]) -> str:
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> str:
-    """The SVG of small charts in lines of two. A curve of the same name has the same colour in all of them, and stands in the legend below once."""
+    """The SVG of small charts in lines of two. A curve of the same name has the same colour in all of them, and stands in the legend below once.
+
+    The title is as `draw` has it.
+    """
     curves = {curve.name: curve for panel in reversed(panels) for curve in reversed(panel.curves)}
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
     width = PANEL_WIDTH * min(ACROSS, len(panels))
@@ -125,8 +137,20 @@ def _page(width: float, height: float, title: str, left: float, body: Sequence[s
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" fill="#222222">'
     page = f'<rect class="page" width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>'
-    heading = f'<text x="{left:.0f}" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
-    return "\n".join((head, f"<style>{_night()}</style>", page, heading, *body, "</svg>", ""))
+    return "\n".join((head, f"<style>{_night()}</style>", page, *_heading(title, left, width - 2 * MARGIN), *body, "</svg>", ""))
+
+
+def _heading(title: str, left: float, width: float) -> Iterator[str]:
+    """The title within so much of the page: in one line from `left` on, or in two, the second as small as it has to be."""
+    first, _, second = title.partition("\n")
+    if not second and len(first) * TITLE * TITLE_LETTER <= width + MARGIN - left:
+        yield f'<text x="{left:.0f}" y="26" font-size="{TITLE}" font-weight="bold">{escape(first)}</text>'
+        return
+    first, *more = textwrap.wrap(first, int(width / (TITLE * TITLE_LETTER)))
+    second = " ".join((*more, second)).strip()
+    size = min(float(SECOND), width / (SECOND_LETTER * max(1, len(second))))
+    yield f'<text x="{MARGIN}" y="19" font-size="{TITLE}" font-weight="bold">{escape(first)}</text>'
+    yield f'<text x="{MARGIN}" y="36" font-size="{size:.1f}">{escape(second)}</text>'
 
 
 def _night() -> str:

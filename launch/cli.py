@@ -5,6 +5,7 @@ mistake (one line, never a traceback), 130 interrupted. Knows nothing of what th
 """
 
 import contextlib
+import difflib
 import importlib
 import importlib.metadata
 import os
@@ -48,6 +49,11 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if near := [] if args[0] in COMMANDS else difflib.get_close_matches(args[0], COMMANDS, 1):
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.launch.configure import DEMO_FOLDER, Configuration
-from dovetail.launch.directory import only_announcement
+from dovetail.launch.directory import announcements, only_announcement
 from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
 from dovetail.launch.terminal import note, spinner
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
@@ -95,6 +95,8 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
             _tell_of_losses(state.workers)
             yield Connection(client, state)
         return
+    if models_named and announcements():
+        note(f"starting processes of our own beside the coordinator that runs: {models_named} is a setting of the workers")
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
         with spinner() as say:

@@ -22,7 +22,7 @@ from dovetail.launch.binding import memory_refusal
 from dovetail.launch.cores import lay_out
 from dovetail.launch.directory import profile_path, writable_profile_path
 from dovetail.launch.preflight import free_memory_bytes, memory_bytes
-from dovetail.launch.terminal import spinner
+from dovetail.launch.terminal import counted, spinner
 from dovetail.launch.topology import Topology, cpus_for, format_numbers, read_topology
 from dovetail.launch.wheels import Capability, build_for, driver_for, has_code_for, install_command, parse_capability
 from dovetail.protocol.profile import ProfileError, load_profile
@@ -187,14 +187,14 @@ def _cores(facts: Facts) -> Iterator[Check]:
     topology, usable = facts.topology, len(facts.topology.threads)
     layout = lay_out(topology)
     physical = sum(len(node.cores) for node in topology.nodes)
-    found = f"{physical} physical, {usable} of {facts.online_cores} hardware threads may be used ({format_numbers(topology.threads)})"
+    found = f"{physical} physical, {usable} of {counted(facts.online_cores, 'hardware thread')} may be used ({format_numbers(topology.threads)})"
     places = f"target on {format_numbers(layout.target.cores)}, draft on {format_numbers(layout.draft.cores)}"
     shared = set(layout.target.cores) & set(layout.draft.cores)
     advice = "give this process a second core: a draft on the CPU shares the only one with the target, and both wait for each other" if shared else ""
     yield Check("cores", not shared, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)
-        given = f"{topology.quota:g} CPUs' worth of time, of which {cpus_for(topology.quota)} cores are laid out"
+        given = f"{topology.quota:g} CPUs' worth of time, laid out as {counted(cpus_for(topology.quota), 'core')}"
         yield Check(
             "CPU quota",
             whole,
@@ -205,7 +205,7 @@ def _cores(facts: Facts) -> Iterator[Check]:
 
 def _memory_nodes(facts: Facts) -> Iterator[Check]:
     nodes = facts.topology.nodes
-    said = "; ".join(f"node {n.number}: {sum(map(len, n.cores))} threads, {n.memory_bytes / 2**30:.1f} GiB" for n in nodes)
+    said = "; ".join(f"node {n.number}: {counted(sum(map(len, n.cores)), 'thread')}, {n.memory_bytes / 2**30:.1f} GiB" for n in nodes)
     if len(nodes) < 2:
         yield Check("memory nodes", True, f"{said}; one node, so that only cores have to be bound")
     elif facts.memory_refusal:
@@ -361,7 +361,7 @@ def _profile_state() -> tuple[str, str]:
         entries = len(load_profile(path).entries)
     except ProfileError as error:
         return "", str(error)
-    return f"{path}: {f'{entries} measured combinations' if entries else 'nothing measured yet'}", ""
+    return f"{path}: {counted(entries, 'measured combination') if entries else 'nothing measured yet'}", ""
 
 
 def _show(checks: Sequence[Check]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from dovetail.launch.connection import Connection, ahead_of, connected
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.records import RecordFile, open_records
-from dovetail.launch.terminal import note, progress_bar
+from dovetail.launch.terminal import counted, note, progress_bar
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Result
 from dovetail.runtime.trace import write_trace
@@ -27,6 +28,9 @@ STOP_CHARACTERS = 1024
 """The longest stop that `messages.Submit` takes."""
 TOLD_SHARE = 0.05
 """Above this share of the time, the summary tells of the prefill."""
+NOTHING_PAID = "no node promised to pay, or the draft had not read the prompt yet"
+NOTHING_OFFERED = "the draft offered nothing"
+"""Why a round has no tree where nothing was decided: a policy that does not ask what pays always asks the draft, and waits for it."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +122,13 @@ def command(
     text = _read_prompt(prompt)
     check_output(trace, "the trace")
     with open_records(record) if record is not None else nullcontext() as records, connected(configuration, connect) as connection:
-        finished = _decode_one(replace(wish, records=records), connection, text, stream=not as_json)
+        finished, last = _decode_one(replace(wish, records=records), connection, text, stream=not as_json)
         for loss in connection.stack.losses() if connection.stack else []:
             note(f"the target went on alone: {loss}")
         note(summary(finished.result, connection.models()))
         if wish.speculates and finished.result.plain_rounds:
             decisions = connection.client.status().decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
-            note(without_speculation(finished.result, decisions))
+            note(without_speculation(finished.result, decisions, policy=configuration.settings.tree.policy, last=last))
     if trace is not None:
         write_trace(trace, finished.spans)
     if as_json:
@@ -173,22 +177,24 @@ def _read_prompt(prompt: str | None) -> str:
 # -- one prompt --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) -> Finished:
-    """Decode and, if asked, stream to stdout. Ctrl-C cancels the request."""
+def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) -> tuple[Finished, int]:
+    """Decode and, if asked, stream to stdout; the reply, and how many tokens came last. Ctrl-C cancels the request."""
     request = wish.submit(connection, (text,))
-    shown = ""
+    shown, last = "", 0
     try:
         while True:
             reply = connection.client.receive(None)
-            if isinstance(reply, Emitted) and stream:
-                click.echo(reply.text, nl=False)
-                shown = reply.text or shown
+            if isinstance(reply, Emitted):
+                last = len(reply.tokens)
+                if stream:
+                    click.echo(reply.text, nl=False)
+                    shown = reply.text or shown
             elif isinstance(reply, Recorded) and wish.records is not None:
                 wish.records.write("", 0, reply.record)
             elif isinstance(reply, Finished):
                 if stream and not shown.endswith("\n"):
                     click.echo()
-                return reply
+                return reply, last
             elif isinstance(reply, Failed):
                 if shown:
                     click.echo()
@@ -214,14 +220,14 @@ def _cancel(connection: Connection, requests: list[int]) -> None:
 
 def summary(result: Result, models: str) -> str:
     """One line on what a request cost, in the field's words."""
-    parts = [f"{result.completion_tokens} tokens in {result.wall_s:.2f} s", f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}"]
+    parts = [f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s", f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}"]
     if result.tau is not None:
         parts.append(f"tau {result.tau:.2f}")
     if result.acceptance_rate is not None:
         parts.append(f"acceptance {result.acceptance_rate:.2f}")
     if result.hit_rate is not None and result.ahead_nodes:
         parts.append(f"hit {100 * result.hit_rate:.0f} %")
-    parts.append(f"{result.rounds} rounds")
+    parts.append(counted(result.rounds, "round"))
     prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
     shares = (("prefill", prefill), ("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
     parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
@@ -232,13 +238,24 @@ def _predicted(result: Result) -> str:
     return "" if result.predicted_tokens_per_s is None else f" ({result.predicted_tokens_per_s:.1f} predicted)"
 
 
-def without_speculation(result: Result, decisions: Sequence[str]) -> str:
-    """How many rounds the target decoded alone, and why: to be measured, and by what the coordinator last decided."""
-    which = "every round" if result.plain_rounds == result.rounds else f"{result.plain_rounds} of {result.rounds} rounds"
-    measured = f"{result.control_rounds} to measure the target's pass over a single row" if result.control_rounds else ""
+def without_speculation(result: Result, decisions: Sequence[str], *, policy: str, last: int) -> str:
+    """How many rounds the target decoded alone, and why: to be measured, for want of room behind the token that a round brings in any case, and by what the
+    coordinator last decided. `policy`: the tree's; `last`: tokens that the last round brought.
+    """
+    plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers
-    reasons = "; ".join(filter(None, (measured, *about[-1:])))
-    return f"without speculation in {which}{f': {reasons}' if reasons else ''}"
+    full = result.finish_reason == "length" and last == 1 and (not every or plain == 1)
+    reasons = [
+        f"{result.control_rounds} to measure the target's pass over a single row" if result.control_rounds else "",
+        "the last, which had room for a single token" if full else "",
+        about[-1] if about else "",
+    ]
+    left = plain - result.control_rounds - full
+    if left and not about and not every:
+        reasons.append(f"{left} in which {NOTHING_PAID if policy == 'goodput' else NOTHING_OFFERED}")
+    which = "every round" if every else f"{plain} of {counted(result.rounds, 'round')}"
+    told = "; ".join(filter(None, reasons))
+    return f"without speculation in {which}{f': {told}' if told else ''}"
 
 
 # -- a file of prompts -------------------------------------------------------------------------------------------------------------------------
@@ -273,12 +290,20 @@ def _decode_file(wish: Wish, connect: str | None, prompts: list[Prompt], out: Pa
         if not left:
             return
         with connected(wish.configuration, connect) as connection, progress_bar(len(left), "prompts") as step:
-            errors = _Batch(wish, connection, answers).run(left, parallel, step)
+            batch, began_s = _Batch(wish, connection, answers), time.monotonic()
+            errors = batch.run(left, parallel, step)
+            taken_s = time.monotonic() - began_s
     for prompt, error in errors:
         note(f"{prompt.id}: {error}")
+    note(_batch_summary(len(left) - len(errors), batch.tokens, taken_s))
     if errors:
         text = f"{len(errors)} of {len(prompts)} prompts were not answered"
         raise UserError(text) if all(isinstance(error, UserError) for _, error in errors) else DovetailError(text)
+
+
+def _batch_summary(prompts: int, tokens: int, seconds: float) -> str:
+    """One line on what a file of prompts cost, the reading of its prompts included."""
+    return f"{counted(prompts, 'prompt')} answered: {counted(tokens, 'token')} in {seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
 
 
 class _Batch:
@@ -287,6 +312,8 @@ class _Batch:
     def __init__(self, wish: Wish, connection: Connection, answers: Answers) -> None:
         self._wish, self._connection, self._answers = wish, connection, answers
         self._flying: dict[int, _Dialogue] = {}
+        self.tokens = 0
+        """Of all replies so far."""
 
     def run(self, prompts: list[Prompt], parallel: int, step: Callable[[str], None]) -> list[tuple[Prompt, DovetailError]]:
         """Decode all; returns those that failed, and why."""
@@ -299,6 +326,7 @@ class _Batch:
                 reply = self._connection.client.receive(None)
                 if isinstance(reply, Finished):
                     dialogue = self._flying.pop(reply.request)
+                    self.tokens += reply.result.completion_tokens
                     if not dialogue.answered(reply.result):
                         self._send(dialogue)
                         continue

@@ -7,6 +7,8 @@ from typing import Any
 
 from dovetail.protocol.errors import UserError
 
+REMEDY = 'write a line such as {"id": "a", "turns": ["Why is the sky blue?"]} for each prompt'
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -24,7 +26,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise UserError(f"the prompts in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     prompts = [_prompt(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
-        raise UserError(f"{path} holds no prompts: write a line such as {json.dumps({'id': '1', 'turns': ['Hello']})} for each")
+        raise UserError(f"{path} holds no prompts: {REMEDY}")
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
@@ -42,11 +44,11 @@ def _prompt(where: str, line: str) -> Prompt:
     try:
         content: Any = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
+        raise UserError(f"{where} is no JSON ({error}): {REMEDY}") from None
     except RecursionError:
-        raise UserError(f'{where} is nested too deep to be a prompt: write an object with "id" and "turns"') from None
+        raise UserError(f"{where} is nested too deep to be a prompt: {REMEDY}") from None
     if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:
-        raise UserError(f'{where} is no prompt: write an object with "id", a text that is not empty, and "turns"')
+        raise UserError(f'{where} is no prompt, an object with an "id" that is not empty and "turns": {REMEDY}')
     turns = content.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": ["..."]')

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from dovetail.launch.bench_table import share
 from dovetail.launch.chart import Curve, check_chart, draw
 from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.embedded import with_draft, with_target
@@ -25,12 +26,15 @@ from dovetail.launch.simulation.machines import SIZES, machine_names, read_machi
 from dovetail.launch.simulation.methods import Method, read_methods, vary
 from dovetail.launch.simulation.recording import Folder, Library, read_library
 from dovetail.launch.sweep import read_sweep
-from dovetail.launch.terminal import note, print_table, progress_bar, spinner
+from dovetail.launch.terminal import counted, explained, note, print_table, progress_bar, spinner
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH, TreeSettings
 
-NODES, LEVELS, CHILDREN = 256, 12, 10
+NODES, LEVELS, CHILDREN = 384, 12, 32
+"""What is recorded at a position; children as many as a draft keeps of a node when it grows ahead."""
+LEVEL_ROWS = 10
+"""Of a draft's level whose price is told."""
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 """T_D over T_V."""
 MACHINE = "dovetail-server"
@@ -39,6 +43,21 @@ NOTED_SHARE = 0.01
 TOLERANCE = 0.05
 TOLD_ROWS, CONTEXT = (1, 16, 64), 512
 """Of the passes that `machines` tells."""
+COLUMNS = {
+    "method": "the tree, as --method names it",
+    "tokens/s": "of the tokens after the first of each reply",
+    "speed-up": "over the target alone, with the same costs",
+    "tau": "tokens that a round brings",
+    "draft": "share of the time in which drafting is waited for",
+    "hit": "share of the drafted rounds whose root was in the tree already",
+    "rows": "in a pass of the target: nodes verified, and their root",
+    "grown": "nodes a round that are grown while it is waited for them",
+    "ahead": "nodes a round that are grown while the target verifies",
+    "wasted": "nodes a round neither offered nor kept when the root moved",
+    "plain": "share of the rounds that are verified without a tree",
+    "predicted": "tokens/s, as the cost model expected it before each round",
+}
+"""Of the table of `run`: heading -> what it means."""
 
 Row = dict[str, Any]
 
@@ -100,13 +119,14 @@ def record(
     recorder = Recorder(target, draft, order)
     with progress_bar(len(prompts), "replies") as step:
         done = recorder.record_all(prompts, Folder(out, recorder.about), step)
-    note(f"{out}: {done} replies recorded, {len(prompts) - done} were there")
+    there = len(prompts) - done
+    note(f"{out}: {counted(done, 'reply', 'replies')} recorded, {there} {'was' if there == 1 else 'were'} there")
 
 
 # -- playing -----------------------------------------------------------------------------------------------------------------------------------
 
 
-@command.command("run", cls=SettingsCommand)
+@command.command("run", cls=SettingsCommand, epilog=explained(COLUMNS))
 @click.option("--rounds", type=click.Path(path_type=Path), required=True, help="The folder that `simulate record` made.")
 @click.option("--limit", type=click.IntRange(min=1), help="Replies played.  [default: all]")
 @click.option("--machine", metavar="NAME|FILE", default=MACHINE, show_default=True, help="A machine of `simulate machines`, or a file like theirs (.toml).")
@@ -163,7 +183,7 @@ def run(
     if as_json:
         click.echo(json.dumps(told))
         return
-    click.echo(f"{title}; {len(library.recordings)} replies of {Path(library.about.target_model).name}")
+    click.echo(f"{title}; {counted(len(library.recordings), 'reply', 'replies')} of {Path(library.about.target_model).name}")
     (_show_ratios if sweep == "ratio" else _show)(rows)
 
 
@@ -271,19 +291,19 @@ def _figures_of(library: Library, costs: Costs, method: Method, step: Callable[[
 
 
 def _show(rows: Sequence[Row]) -> None:
-    headings = ("method", "tokens/s", "speed-up", "tau", "draft %", "hit rate", "rows", "grown", "ahead", "wasted", "plain %", "predicted")
-    print_table(headings, [_line(row) for row in rows])
+    print_table(tuple(COLUMNS), [_line(row) for row in rows])
     _note_missing(rows)
 
 
 def _line(row: Row) -> tuple[object, ...]:
-    shares = 100 * row["draft_share"], 100 * row["plain_share"]
-    counts = (row[name] for name in ("hit_rate", "rows", "grown", "ahead", "wasted"))
-    return (row["method"], row["tokens_per_s"], row["speedup"], row["tau"], shares[0], *counts, shares[1], row["predicted_tokens_per_s"])
+    rates = (row["tokens_per_s"], row["speedup"], row["tau"])
+    counts = (row[name] for name in ("rows", "grown", "ahead", "wasted"))
+    shares = (share(row["draft_share"]), share(row["hit_rate"]))
+    return (row["method"], *rates, *shares, *counts, share(row["plain_share"]), row["predicted_tokens_per_s"])
 
 
 def _show_ratios(rows: Sequence[Row]) -> None:
-    headings = ("method", "T_D / T_V", "tokens/s, not ahead", "ahead", "quotient", "of tau", "of exposed drafting", "hit rate")
+    headings = ("method", "T_D / T_V", "tokens/s, not ahead", "ahead", "quotient", "of tau", "of exposed drafting", "hit")
     lines = [
         (
             row["method"],
@@ -293,7 +313,7 @@ def _show_ratios(rows: Sequence[Row]) -> None:
             row["gain"],
             row["tau_quotient"],
             row["exposed_quotient"],
-            row["ahead"]["hit_rate"],
+            share(row["ahead"]["hit_rate"]),
         )
         for row in rows
     ]
@@ -315,7 +335,7 @@ def _chart(title: str, sweep: str | None, rows: Sequence[Row]) -> str:
         curves.setdefault(name, []).append((row["rows"] if sweep is None else row["value"], row["gain"] if sweep == "ratio" else row["speedup"]))
     across = {"gamma": "gamma", "depth": "levels", "ratio": "T_D / T_V, drafting ahead not counted", None: "rows of a pass"}[sweep]
     up = "tokens/s, ahead over not" if sweep == "ratio" else "speed-up over the target alone"
-    return draw(title, across, up, [Curve(name, points) for name, points in curves.items()])
+    return draw(title, across, up, [Curve(name, points) for name, points in curves.items()], level=1.0)
 
 
 # -- beside what is real -----------------------------------------------------------------------------------------------------------------------
@@ -398,4 +418,4 @@ def _machine_row(name: str, target_size: str) -> Row:
     machine = read_machine(name)
     costs = machine.costs(read_size(target_size), machine.weights)
     t_v = {str(rows): costs.verify_s(rows, CONTEXT) for rows in TOLD_ROWS}
-    return {"machine": name, "title": machine.title, "weights": machine.weights, "shared": machine.shared, "t_v": t_v, "t_d": costs.draft_s(CHILDREN)}
+    return {"machine": name, "title": machine.title, "weights": machine.weights, "shared": machine.shared, "t_v": t_v, "t_d": costs.draft_s(LEVEL_ROWS)}

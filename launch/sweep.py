@@ -7,6 +7,7 @@ request. Knows nothing of how they are measured.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dovetail.launch.bench_methods import Method
@@ -15,7 +16,7 @@ from dovetail.launch.chart import Curve, Panel, draw_panels
 from dovetail.launch.configure import parse_setting
 from dovetail.launch.terminal import print_table
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import MAX_GAMMA
+from dovetail.protocol.settings import MAX_GAMMA, Settings
 
 VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
 """By what is swept: gamma to the last tree that makes 64 rows, depth to SubSpec's."""
@@ -101,8 +102,8 @@ def _line(told: Mapping[str, Any]) -> tuple[object, ...]:
     return (told["method"], told["prompts"], told["temperature"], told["value"], *costs, *gains)
 
 
-def draw_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> str:
-    """The figure: small charts over the same values, a curve for each method, set of prompts and temperature."""
+def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping[str, Any]]) -> str:
+    """The figure: small charts over the same values, a curve for each method, set of prompts and temperature; below the title whose they are."""
     across = {"gamma": "gamma, nodes verified a round", "depth": "levels of the tree"}[sweep.name]
     panels = (
         Panel("Pass of the target, T_V", across, "milliseconds", _curves(points, "verify_ms")),
@@ -110,7 +111,25 @@ def draw_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> str:
         Panel("Acceptance length, tau", across, "tokens a round", _curves(points, "tau")),
         Panel("Speed-up over the target alone", across, "times", _curves(points, "speedup", ("speedup_low", "speedup_high")), level=1.0),
     )
-    return draw_panels(f"What {sweep.name} brings", panels)
+    return draw_panels(f"What {sweep.name} brings\n{_origin([method.configuration.settings for method in methods if sweep.varies(method)])}", panels)
+
+
+def _origin(settings: Sequence[Settings]) -> str:
+    """In words, what was measured: targets, drafts and policies, each once."""
+    targets = (f"{_named(one.target.model) or 'demo'} ({_loaded(one)})" for one in settings)
+    drafts = (" ".join(filter(None, (one.draft.kind if one.draft.kind != "auto" else "", _named(one.draft.model)))) or "demo" for one in settings)
+    told = {"target": targets, "draft": drafts, "policy": (one.tree.policy for one in settings)}
+    return " · ".join(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in told.items())
+
+
+def _named(model: str) -> str:
+    """A model without the way to its folder, which is nobody else's matter."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def _loaded(settings: Settings) -> str:
+    inflation = settings.target.inflate
+    return f"{settings.target.weights}{f', inflated to {inflation}' if inflation else ''}"
 
 
 def _curves(points: Sequence[Mapping[str, Any]], name: str, band: tuple[str, str] | None = None) -> list[Curve]:

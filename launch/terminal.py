@@ -4,7 +4,7 @@ All of it goes to stderr, but for tables, which are results. rich obeys NO_COLOR
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import click
@@ -59,6 +59,17 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
     # with a height beside it the width holds for a "dumb" terminal too, which rich takes for 80 columns else
     width, height = (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
     Console(width=width, height=height).print(table, markup=False)
+
+
+def explained(columns: Mapping[str, str]) -> str:
+    """What the columns of a table mean, a line each, for the end of a command's help; the first line keeps click from filling them up."""
+    width = max(map(len, columns))
+    return "\n".join(("\b", "Columns:", *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items())))
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """So many of something, in words; `many` where an s does not do."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def format_cell(cell: object) -> str:

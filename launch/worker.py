@@ -18,7 +18,7 @@ from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import writable_profile_path
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
-from dovetail.launch.terminal import note
+from dovetail.launch.terminal import counted, note
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
@@ -92,7 +92,7 @@ def _serve(configuration: Configuration, role: Role, connect: str, name: str, th
         from dovetail.workers.loop import serve  # torch comes in here, after the binding
 
         worker = _opener(configuration, role)(name, threads)
-        say(f"{role} worker {name} is loaded, {threads} threads, bound: {binding}; it serves {connect}")
+        say(f"{role} worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
         serve(link, worker, binding=binding)
         say(f"{role} worker {name} ends: its coordinator let it go, or has gone")
     finally:

@@ -15,6 +15,7 @@ from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.grower import Grower, GrowingSession, Ranking
+from dovetail.workers.head_drafter import HeadDrafter
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
 from dovetail.workers.speculation.policies import open_policy
@@ -99,6 +100,8 @@ class RecordedDrafter(Grower[RecalledSession]):
     def __init__(self, about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, spans: ClockSpans, coverage: Coverage) -> None:
         super().__init__(spans, Scale(about.sharpening, 1.0), ahead=True, clock=clock)
         self._about, self._costs, self._time, self._coverage = about, costs, clock, coverage
+        if about.head:
+            self.kept, self.given_up = HeadDrafter.kept, HeadDrafter.given_up
         self._replies = {recording.prompt: recording for recording in recordings}
 
     def check_tokens(self, tokens: Sequence[int]) -> None:

@@ -24,8 +24,9 @@ from dovetail.workers.speculation.policies import root_pass
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.target import TargetWorker
 
-TIMES_WIDER = 2
-"""The best so many times `width` nodes of every level are expanded: what a policy keeps of a narrower pool is then among them, but for rare cases."""
+WIDE = 20
+"""The best so many nodes of every level are expanded, or as many as a node has children: twice what the presets expand, so that what a policy keeps of a
+narrower pool is among them, but for rare cases."""
 MOST_ROWS = 64
 """Of a pass."""
 EPOCH = 1
@@ -39,7 +40,7 @@ class Survey:
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         yield from root_pass(tree, shape)
         for level in range(1, shape.depth):
-            nodes = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: TIMES_WIDER * shape.width]
+            nodes = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: max(WIDE, shape.width)]
             if len(nodes := nodes[tree.rows[nodes] == NO_ROW]):
                 yield nodes
         while (left := shape.nodes - tree.rows_used) > 0:

@@ -12,6 +12,7 @@ import pytest
 
 from dovetail.launch.bench_figures import against_peers, best_of_peers, medians, row, speedup
 from dovetail.launch.bench_methods import Method, PromptSet, Run, Task, check_methods, founder, read_method
+from dovetail.launch.bench_table import interval
 from dovetail.launch.bench_turns import Cell, loop_begins
 from dovetail.launch.binding import Place
 from dovetail.launch.configure import Configuration, configure
@@ -130,6 +131,15 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
     assert (tree.gamma, tree.depth) == (9, 2)
 
 
+def test_a_policy_is_a_method_with_the_draft_of_the_settings() -> None:
+    small = base().over("--draft", {"draft.kind": "small"})
+    method = read_method(small, "budget,tree.gamma=20")
+    assert (method.label, method.configuration.settings.draft) == ("budget,tree.gamma=20", small.settings.draft)
+    assert (method.configuration.settings.tree.policy, method.configuration.settings.tree.gamma) == ("budget", 20)
+    with pytest.raises(UserError, match="leave --draft none out"):
+        read_method(base().over("--draft", {"draft.kind": "none"}), "goodput")
+
+
 def test_methods_that_share_processes_are_given_what_each_of_them_needs() -> None:
     texts = ("none", "small,draft.ahead=false", "small,draft.ahead=true,tree.gamma=3", "ngram")
     alone, waits, goes_on, other = (replace(read_method(base(), text), shares="one") for text in texts)
@@ -164,6 +174,16 @@ def test_every_method_is_looked_at_before_a_process_is_started(text: str, words:
     with pytest.raises(UserError, match=words):
         check_methods([read_method(base(), "none"), read_method(base(), text)], layout)
     check_methods([read_method(base(), "none"), read_method(base(), "small")], layout)
+
+
+def test_a_speedup_over_a_single_prompt_is_told_without_an_interval() -> None:
+    def told(*seconds: float) -> str:
+        names = ("speedup", "speedup_low", "speedup_high")
+        tokens = [10] * len(seconds)
+        return interval(dict(zip(names, speedup(cell([*seconds], tokens), cell([2.0] * len(seconds), tokens), seed=0), strict=True)))
+
+    assert told(1.0) == "2.00"
+    assert told(1.0, 2.0) == "1.33 (1.00-2.00)"
 
 
 def test_a_loop_begins_where_twenty_tokens_come_again() -> None:

@@ -52,6 +52,28 @@ def test_small_charts_share_a_legend_and_a_curve_has_one_colour_in_all_of_them()
     assert max(float(text.attrib["y"]) for text in root.findall(f"{SVG}text") if "y" in text.attrib) < height
 
 
+def test_what_a_title_is_too_long_for_stands_in_a_second_smaller_line() -> None:
+    def lines(title: str) -> list[tuple[str, float]]:
+        texts = ElementTree.fromstring(draw(title, "x", "y", [Curve("a", [(1, 1.0)])])).findall(f"{SVG}text")
+        return [(text.text or "", float(text.attrib["font-size"])) for text in texts if "font-size" in text.attrib]
+
+    words = "a machine of that kind and a target of that size "
+    assert lines("short") == [("short", 15.0)]
+    assert lines("short\nwhose it is") == [("short", 15.0), ("whose it is", 12.0)]
+    (first, _), (second, size) = lines(3 * words)
+    assert f"{first} {second}" == (3 * words).strip()
+    assert size == 12.0
+    assert lines(9 * words)[1][1] < 9.0
+
+
+def test_a_level_to_compare_with_is_a_line_across_the_chart() -> None:
+    def dashes(level: float | None) -> int:
+        lines = ElementTree.fromstring(draw("t", "x", "y", [Curve("a", [(1, 3.0)])], level=level)).findall(f"{SVG}line")
+        return sum(line.attrib.get("stroke-dasharray") == "3 3" for line in lines)
+
+    assert (dashes(None), dashes(1.0)) == (0, 1)
+
+
 def test_a_chart_of_nothing_but_zeros_can_be_drawn() -> None:
     root = ElementTree.fromstring(draw("none", "x", "y", [Curve("zero", [(0, 0.0)])]))
     assert len(root.findall(f"{SVG}polyline")) == 1

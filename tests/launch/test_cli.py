@@ -84,6 +84,7 @@ def test_version_names_the_program(run: Run) -> None:
     ("arguments", "named"),
     [
         (("decode",), "decode"),
+        (("statsu",), "No such command 'statsu'. Did you mean 'status'?"),
         (("config", "show", "--tree.gama", "6"), "--tree.gamma"),
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),

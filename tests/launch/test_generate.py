@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from pydantic import ValidationError
 from dovetail.launch import cli
 from dovetail.launch.answers import open_answers
 from dovetail.launch.connection import Connection
-from dovetail.launch.generate import STOP_CHARACTERS, summary, without_speculation
+from dovetail.launch.directory import announced
+from dovetail.launch.generate import NOTHING_PAID, STOP_CHARACTERS, summary, without_speculation
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.records import read_records
 from dovetail.launch.supervise import Stack, Supervisor
@@ -214,11 +216,36 @@ def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_o
 def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_session_s() -> None:
     some, every = a_result(rounds=40, plain_rounds=12), a_result(rounds=5, plain_rounds=5)
     decisions = ("session 1: drafting stops", "session 2: drafting stops, it loses", "a and b: drafting ahead pays")
-    assert without_speculation(some, decisions) == "without speculation in 12 of 40 rounds: session 2: drafting stops, it loses"
-    assert without_speculation(every, ()) == "without speculation in every round"
-    measured = a_result(rounds=14, plain_rounds=3, control_rounds=2)
-    assert without_speculation(measured, ()) == "without speculation in 3 of 14 rounds: 2 to measure the target's pass over a single row"
-    assert without_speculation(measured, decisions).endswith("a single row; session 2: drafting stops, it loses")
+    told = without_speculation(some, decisions, policy="goodput", last=3)
+    assert told == "without speculation in 12 of 40 rounds: session 2: drafting stops, it loses"
+    assert without_speculation(every, (), policy="goodput", last=1) == "without speculation in every round"
+    measured = a_result(rounds=14, plain_rounds=2, control_rounds=2)
+    told = without_speculation(measured, (), policy="goodput", last=2)
+    assert told == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
+    assert without_speculation(measured, decisions, policy="goodput", last=2).endswith("a single row; session 2: drafting stops, it loses")
+
+
+@pytest.mark.parametrize(
+    ("plain", "finish", "last", "policy", "reason"),
+    [
+        (1, "length", 1, "heterospec", "the last, which had room for a single token"),
+        (1, "stop", 1, "dynamic", "1 in which the draft offered nothing"),
+        (1, "length", 2, "dynamic", "1 in which the draft offered nothing"),
+        (4, "length", 1, "goodput", f"the last, which had room for a single token; 3 in which {NOTHING_PAID}"),
+    ],
+)
+def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_their_policy_leaves_as_the_reason(
+    plain: int, finish: str, last: int, policy: str, reason: str
+) -> None:
+    result = a_result(rounds=13, plain_rounds=plain, finish_reason=finish)
+    assert without_speculation(result, (), policy=policy, last=last) == f"without speculation in {plain} of 13 rounds: {reason}"
+
+
+def test_a_reply_that_has_room_for_one_token_more_says_so(run: Run, stack: Stack) -> None:
+    """The first token comes with the prompt, the second is all that is left for the only round."""
+    done = run("generate", STORY, "--connect", stack.address, "--max-tokens", "2")
+    assert done.stderr.splitlines()[-1] == "without speculation in every round: the last, which had room for a single token"
+    assert "· 1 round ·" in done.stderr
 
 
 def test_the_rounds_of_a_request_are_recorded_as_they_were(run: Run, stack: Stack, tmp_path: Path) -> None:
@@ -271,8 +298,10 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
     prompts = write_prompts(tmp_path / "prompts.jsonl", ("one", ["Hello."]), ("two", ["Hello.", "And then?"]), ("three", [STORY]))
     out = tmp_path / "out.jsonl"
     command = ("generate", "--prompts", prompts, "--out", str(out), "--connect", stack.address, "--max-tokens", "8", "--seed", "3", "--parallel", "2")
-    assert run(*command).returncode == 0
+    done = run(*command)
     first = answers(out)
+    tokens = sum(result["completion_tokens"] for results in first.values() for result in results)
+    assert (done.returncode, done.stderr.startswith(f"3 prompts answered: {tokens} tokens in ")) == (0, True)
     assert {id: len(results) for id, results in first.items()} == {"one": 1, "two": 2, "three": 1}
     assert all(list(result) == RESULT_FIELDS for results in first.values() for result in results)
     assert first["two"][0]["token_ids"] == first["one"][0]["token_ids"]
@@ -368,7 +397,7 @@ def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", r'line 2 is no JSON \(.*\): write a line such as \{"id": "a", "turns": \["Why is the sky blue\?"\]\}'),
         ("[]", "line 2 is no prompt"),
         ('{"turns": ["x"]}', "line 2 is no prompt"),
         ('{"id": "", "turns": ["x"]}', "line 2 is no prompt"),
@@ -412,6 +441,18 @@ def test_the_loss_of_a_draft_is_an_error_where_runs_are_compared(stack: Stack) -
 
 
 # -- processes of its own ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("running", "lines"), [(True, 2), (False, 1)])
+def test_what_keeps_a_command_from_the_coordinator_that_runs_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], running: bool, lines: int
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", environment["XDG_RUNTIME_DIR"])
+    with announced("ipc:///x") if running else nullcontext():
+        assert cli.run(["generate", "hello", "--target", "/no/such/model", "--draft", "none"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == lines
+    assert told[0].startswith("starting processes of our own beside the coordinator that runs: --target.model is a setting of the workers") is running
 
 
 def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind_and_tells_of_a_target_that_is_not_lossless(

@@ -108,8 +108,18 @@ def test_a_figure_has_a_curve_for_each_method_and_set_and_leaves_out_what_was_no
     result = {"rows": [row for row, _ in found], "passes": [passes for _, passes in found]}
     points = swept(sweep, methods, result)
     assert [(point["method"], point["value"], point["prompts"]) for point in points] == [("small", v, p) for p in ("easy", "hard") for v in (1, 4)]
-    root = ElementTree.fromstring(draw_sweep(sweep, points))
+    root = ElementTree.fromstring(draw_sweep(sweep, methods, points))
     assert len(root.findall(f"{SVG}polyline")) == 4 + 3, "two curves a chart, but one of speed-up"
     assert len(root.findall(f"{SVG}polygon")) == 1
     names = [text.text for text in root.findall(f"{SVG}text")]
     assert (names.count("small easy"), names.count("small hard")) == (1, 1)
+
+
+def test_a_figure_says_what_was_measured() -> None:
+    sweep, (row, passes) = read_sweep("gamma", "4"), told("small,tree.gamma=4", "set", 2.0)
+    inflated = configure(environment={}).over("--inflate", {"target.inflate": "512MiB", "tree.policy": "goodput"})
+    methods = [read_method(inflated, text) for text in ("none", "small", "small,tree.policy=budget")]
+    root = ElementTree.fromstring(draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]})))
+    weights = inflated.settings.target.weights
+    origin = f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget"
+    assert {"What gamma brings", origin} <= {text.text for text in root.iter(f"{SVG}text")}
