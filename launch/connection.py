@@ -30,12 +30,11 @@ class Connection:
 
     def models(self) -> str:
         """In words, which models decode: "target demo (fp32) · draft demo"."""
-        inflation = self.stack.configuration.settings.target.inflate if self.stack else ""
         parts = []
         for role in ("target", "draft"):
             worker = next((w for w in self.state.workers if role in w.roles), None)
             if worker is not None:
-                parts.append(_describe(role, worker, inflation if role == "target" else ""))
+                parts.append(_describe(role, worker))
         return " · ".join(parts)
 
     def decode(
@@ -147,8 +146,8 @@ def _names_models(configuration: Configuration) -> str:
     return next((f"--{name}" for name in flags if name not in wishes), "")
 
 
-def _describe(role: str, worker: WorkerState, inflation: str) -> str:
-    details = ", ".join(filter(None, (weights_of(worker), f"inflated to {inflation}" if inflation else "")))
+def _describe(role: str, worker: WorkerState) -> str:
+    details = ", ".join(filter(None, (weights_of(worker), f"inflated to {worker.inflation}" if worker.inflation else "")))
     return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
 
 

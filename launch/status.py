@@ -74,4 +74,5 @@ def _curve(curve: RowsSeconds) -> str:
 def _row(worker: WorkerState) -> tuple[object, ...]:
     device = f"{worker.device}, {worker.threads} thread{'' if worker.threads == 1 else 's'}"
     load = (f"{worker.busy_share:.0%}", worker.sessions, worker.round_trip_us, round(worker.rss_mb))
-    return (worker.name, "+".join(worker.roles), shorten_model(worker.model), device, *load, worker.host, worker.pid)
+    model = shorten_model(worker.model) + (f", inflated to {worker.inflation}" if worker.inflation else "")
+    return (worker.name, "+".join(worker.roles), model, device, *load, worker.host, worker.pid)

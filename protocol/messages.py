@@ -177,6 +177,8 @@ class Hello(Message):
     """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a core in common share a device."""
     curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
     """Of a target T_V, of a draft t_D, over rows at some lengths of the cache, as its machine's profile file has them; none if it has not been calibrated."""
+    inflation: Name = ""
+    """Of a target: to what size its linears were inflated, as the setting says it; empty: they were not."""
 
 
 class Welcome(Message):
@@ -584,6 +586,7 @@ class WorkerState(Frozen):
     clock_bound_us: float | None
     rss_mb: float
     stale: Count
+    inflation: Name = ""
 
 
 class PairState(Frozen):

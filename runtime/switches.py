@@ -13,6 +13,8 @@ LOSS = 3.0
 """Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make up for losses, but are not saved up."""
 LOSS_OF_A_WINNER = 6.0
 """The same where drafting has paid for long: there a run of misses is likely to be chance."""
+MOST_LOSS_OF_A_WINNER = 2.5
+"""By a single round: a machine that stood still for a while says nothing of drafting."""
 FIRST_TRY = 8
 """Rounds without drafting before it is tried again; doubled by every try that fails."""
 MOST_DOUBLINGS = 3
@@ -99,6 +101,8 @@ class Switch:
         if self.state == "try":
             return self._tested(tokens, seconds, alone_s, won)
         self._count(tokens, seconds)
+        if self._rounds >= LASTING:
+            won = max(won, -MOST_LOSS_OF_A_WINNER)
         self._balance = max(0.0, self._balance - won)
         self._worst_s = max(self._worst_s, -won * alone_s)
         if self._rounds >= LASTING and self._balance == 0.0:

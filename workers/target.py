@@ -56,6 +56,7 @@ class Identity:
     fingerprint: Fingerprint
     curves: Sequence[ContextCurve] = ()
     """What its passes cost, as the machine's profile file has it."""
+    inflation: str = ""
 
 
 def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None) -> "TargetWorker":
@@ -80,7 +81,7 @@ def open_target_worker(settings: TargetSettings, *, name: str, threads: int, pro
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family)
     curves = _curves(settings, model, profile) if profile is not None and device.name == "cpu" else ()
-    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint, curves))
+    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate))
 
 
 def _curves(settings: TargetSettings, model: LanguageModel, profile: Path) -> Sequence[ContextCurve]:
@@ -134,6 +135,7 @@ class TargetWorker:
             states=States(width=self._model.hidden_size, layers=self._model.layers, checkpoint=checkpoint.digest),
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
+            inflation=identity.inflation,
         )
 
     def handle(self, command: Command) -> Iterable[Event]:

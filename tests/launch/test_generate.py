@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -25,6 +25,7 @@ from dovetail.launch.supervise import Stack, Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import MAX_TEXT, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
+from support.golden import representative
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -203,6 +204,11 @@ def a_result(**figures: Any) -> Result:
 def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() -> None:
     assert "· prefill 6 % draft 20 % verify 70 % ·" in summary(a_result(), "")
     assert "· draft 20 % verify 70 % ·" in summary(a_result(prefill_s=0.05), "")
+
+
+def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:
+    told = Connection(cast(Any, None), representative()["reported"]).models()  # nothing is asked of the client
+    assert "target demo/target (fp32, inflated to 512MiB)" in told
 
 
 def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_of_hits_where_drafting_went_on() -> None:

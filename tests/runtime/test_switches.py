@@ -47,6 +47,17 @@ def test_drafting_that_pays_is_never_stopped_by_chance_for_long() -> None:
     assert said * ALONE_S / spent_s > 0.97 * (15 / 7) / 1.5
 
 
+@pytest.mark.parametrize(("stalls", "drafting"), [(1, True), (2, True), (3, False)])
+def test_one_that_has_long_paid_survives_a_machine_that_stands_still_now_and_then_and_not_for_good(stalls: int, drafting: bool) -> None:
+    switch = Switch(Experience())
+    live_through(switch, 2 * LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
+    live_through(switch, stalls, lambda _: 3.0, lambda _: 500 * ALONE_S)
+    assert switch.drafting == drafting
+    _, _, words = live_through(switch, 60, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
+    assert switch.state == "on"
+    assert len(words) == (0 if drafting else 2)
+
+
 def test_drafting_resumes_where_text_becomes_predictable() -> None:
     experience = Experience()
     switch = Switch(experience)

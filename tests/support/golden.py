@@ -148,6 +148,7 @@ def representative() -> dict[str, Any]:
         clock_bound_us=52.0,
         rss_mb=812.5,
         stale=0,
+        inflation="512MiB",
     )
     return {
         "hello": m.Hello(
@@ -168,6 +169,7 @@ def representative() -> dict[str, Any]:
             reads=reads,
             cores=(0, 1),
             curves=(curve,),
+            inflation="512MiB",
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
