@@ -40,6 +40,7 @@ def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: 
     assert len(ElementTree.parse(tmp_path / "plot.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")) == len(found["t_v_by_context"]) + 1
 
 
+@pytest.mark.slow
 def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "model")
     for file in (*folder.glob("*.safetensors"), folder / "tokenizer.json"):
@@ -52,6 +53,7 @@ def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> N
     assert "kept in" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_cap_on_instructions_keeps_nothing_and_what_a_library_prints_is_not_taken_for_a_finding(calibrate: Calibrate, tmp_path: Path) -> None:
     model = str(tiny_llama(tmp_path / "model"))
     result = calibrate("--target", model, "--isa", "plain", "--backend", "library", "--json", ONEDNN_VERBOSE="1", MKL_VERBOSE="1")

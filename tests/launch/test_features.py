@@ -71,6 +71,7 @@ def test_features_of_what_is_there_without_taps(run: Run, chats: Path, tmp_path:
     assert (told["sequences"], told["tokens"], told["taps"], told["dtype"]) == (features.count, features.tokens, [], "float16")
 
 
+@pytest.mark.slow
 def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: Path) -> None:
     chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:16]))
     command = ("features", "--data", str(chats), "--regenerate", "--new-tokens", "24", "--sessions", "4", "--out", str(tmp_path / "out"))
