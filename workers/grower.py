@@ -478,7 +478,7 @@ class Grower(ABC, Generic[SessionT]):
         if not tree.root_expanded:
             return THE_ROOT if reach > 0 else NO_NODES
         free = min(WIDEST_AHEAD, session.free_rows, session.rows_ahead - tree.rows_used)
-        nodes = best_first(tree.expandable(reach, LEAST_USED), tree.scores)[: max(free, 0)]
+        nodes = best_first(tree.expandable(reach, LEAST_USED), tree.scores, max(free, 0))
         return nodes[: most_used(tree.probabilities(nodes), width, self._times)] if len(nodes) else nodes
 
     def _propose(self, session: SessionT, shape: Shape) -> Proposal:

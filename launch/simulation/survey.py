@@ -40,11 +40,11 @@ class Survey:
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         yield from root_pass(tree, shape)
         for level in range(1, shape.depth):
-            nodes = best_first(np.flatnonzero(tree.levels == level), tree.scores)[: max(WIDE, shape.width)]
+            nodes = best_first(tree.at_level(level), tree.scores, max(WIDE, shape.width))
             if len(nodes := nodes[tree.rows[nodes] == NO_ROW]):
                 yield nodes
         while (left := shape.nodes - tree.rows_used) > 0:
-            nodes = best_first(np.flatnonzero((tree.rows == NO_ROW) & (tree.levels < shape.depth)), tree.scores)[: min(left, MOST_ROWS)]
+            nodes = best_first(np.flatnonzero((tree.rows == NO_ROW) & (tree.levels < shape.depth)), tree.scores, min(left, MOST_ROWS))
             if not len(nodes):
                 return
             yield nodes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.speculation.growth import GrowingTree, likeliest
+from dovetail.workers.speculation.growth import GrowingTree, best_first, likeliest
 from dovetail.workers.speculation.policies import Dynamic
 from dovetail.workers.speculation.proposal import Shape
 from support.growing import VOCABULARY, Table, expand, grow, path_of
@@ -218,3 +218,14 @@ def test_a_pass_that_failed_leaves_no_rows() -> None:
     tree.give_rows(nodes)
     tree.restore_rows(nodes, rows, used)
     assert (tree.rows.tolist(), tree.rows_used) == (before.tolist(), used)
+
+
+@given(st.lists(st.integers(-3, 0).map(lambda n: n / 4), max_size=64), st.data())
+@settings(deadline=None, max_examples=200)
+def test_the_best_few_are_the_head_of_the_whole_order(gains: list[float], data: st.DataObject) -> None:
+    scores = np.array(gains, dtype=np.float32)
+    nodes = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(gains))))) if gains else []), dtype=np.int64)
+    most = data.draw(st.integers(0, len(gains) + 1))
+    order = sorted(nodes, key=lambda node: (-scores[node], node))
+    assert best_first(nodes, scores, most).tolist() == order[:most]
+    assert best_first(nodes, scores).tolist() == order

@@ -75,7 +75,7 @@ class Heterospec:
     def _longer(self, tree: GrowingTree, size: Shape, depth: int) -> Iterator[Nodes]:
         """The passes that go on from the frontier at `depth`, as those above it went."""
         for level in range(depth, size.depth):
-            frontier = best_first(tree.at_level(level), tree.scores)[: size.width]
+            frontier = best_first(tree.at_level(level), tree.scores, size.width)
             if len(nodes := worthwhile(frontier, self._dynamic.select(tree, size), tree, size)):
                 yield nodes
 

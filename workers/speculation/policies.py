@@ -76,7 +76,7 @@ class Dynamic:
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """The best of the pool."""
-        return best_first(tree.within(shape.depth), tree.scores)[: shape.nodes]
+        return best_first(tree.within(shape.depth), tree.scores, shape.nodes)
 
 
 class Beam:
@@ -89,12 +89,12 @@ class Beam:
         yield from root_pass(tree, shape)
         for level in range(1, shape.depth):
             kept = _kept(tree, level, shape.width)
-            if len(nodes := worthwhile(kept[tree.levels[kept] == level], best_first(kept, tree.scores)[: shape.nodes], tree, shape)):
+            if len(nodes := worthwhile(kept[tree.levels[kept] == level], best_first(kept, tree.scores, shape.nodes), tree, shape)):
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """All that is kept, or the best of it."""
-        return best_first(_kept(tree, shape.depth, shape.width), tree.scores)[: shape.nodes]
+        return best_first(_kept(tree, shape.depth, shape.width), tree.scores, shape.nodes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class BestFirst:
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """The best of the pool by their scores with the decay; rounding is monotonic, so no child comes before its parent here either."""
         decayed: Floats = tree.scores + tree.levels.astype(np.float32) * self.decay
-        return best_first(tree.within(shape.depth), decayed)[: shape.nodes]
+        return best_first(tree.within(shape.depth), decayed, shape.nodes)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
     kept[ROOT] = True
     for level in range(1, depth + 1):
         candidates = tree.at_level(level)
-        kept[best_first(candidates[kept[tree.parents[candidates]]], tree.scores)[:width]] = True
+        kept[best_first(candidates[kept[tree.parents[candidates]]], tree.scores, width)] = True
     return np.flatnonzero(kept[:-1])
 
 
