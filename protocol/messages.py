@@ -17,7 +17,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 3)
+VERSION = (1, 4)
 
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
@@ -37,6 +37,10 @@ MAX_TAPS = 8
 MAX_WIDTH = 1 << 16
 MAX_ROW = 1 << 17
 """Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array that may travel."""
+MAX_TOP = 20
+"""Alternatives of a token that a client may ask for."""
+MAX_SCORED = 4096
+"""Tokens of a prompt whose log-probabilities travel together."""
 MAX_CANDIDATES = 128
 """Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of MAX_NODES rows and their probabilities travel together."""
 
@@ -58,6 +62,18 @@ SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS, fail_f
 Role = Literal["draft", "target", "client"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0, le=65535)]]
+
+
+class TokenLogprobs(Frozen):
+    """What the target's own distribution says of a token: log softmax of its logits before any processor, natural logarithm."""
+
+    logprob: Annotated[float, Field(le=0.0)]
+    top: Annotated[tuple[tuple[Token, Annotated[float, Field(le=0.0)]], ...], Field(max_length=MAX_TOP, fail_fast=True)] = ()
+    """The likeliest tokens there, best first, of equals the lowest id first."""
+
+
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+ScoredTokens = Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_SCORED, fail_fast=True)]
 
 
 class Message(Frozen):
@@ -98,6 +114,8 @@ class Limits(Frozen):
     """Longest sequence in tokens, drafted nodes not counted."""
     nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = MAX_NODES
     sessions: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    kept: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
+    """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps none."""
 
 
 class VocabularyFacts(Frozen):
@@ -232,6 +250,14 @@ class Open(AboutSession):
     tree: TreeSettings
     features: Reads | None = None
     """What the session's draft reads: the target is to send it of every token that it commits."""
+    base: Count | None = None
+    """A session that was closed to be kept and whose log begins as the prompt does: this one takes its cache over, and it is no more."""
+    kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are any, come from this position on."""
+    logprobs: Top | None = None
+    """To the target: each token that it commits comes with its TokenLogprobs, with so many alternatives. None: without."""
+    scored: bool = False
+    """To the target: it sends Scored of the prompt, with as many alternatives. Then there is no base."""
 
 
 class Prefilled(AboutSession):
@@ -244,6 +270,16 @@ class Prefilled(AboutSession):
     """Position of the first row."""
     features: Array
     """[n, row] in the type that was asked for."""
+
+
+class Scored(AboutSession):
+    """What the target thinks of the tokens of the prompt, each after those before it; the parts come in order, and all of them before Opened."""
+
+    type: Literal["scored"] = "scored"
+    round: Literal[0] = 0
+    start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Position of the first of them; nothing is before the token at position 0."""
+    logprobs: ScoredTokens
 
 
 class Feed(AboutSession):
@@ -273,6 +309,8 @@ class Opened(AboutSession):
     round: Literal[0] = 0
     bonus: Token | None = None
     margin: float | None = None
+    logprobs: TokenLogprobs | None = None
+    """Of the bonus, where they were asked for."""
     spans: SpanFields = ()
 
 
@@ -371,6 +409,8 @@ class VerifiedItem(Frozen):
     """The target's choice after the last accepted node."""
     margins: Floats
     """For each accepted token and the bonus, the distance of the target's choice to its runner-up."""
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)] = ()
+    """Of each accepted token and the bonus, where they were asked for."""
 
 
 class Verified(Message):
@@ -385,10 +425,11 @@ class Verified(Message):
 
 
 class Close(Message):
-    """Forget a session and free what it holds."""
+    """End a session: forget it and free what it holds, or keep its cache for an Open that names it as its base. One that is kept can be closed again."""
 
     type: Literal["close"] = "close"
     session: Count
+    keep: bool = False
 
 
 class Closed(Message):
@@ -435,9 +476,20 @@ class Submit(Message):
     text: Text | None = None
     turns: Annotated[tuple[Text, ...], Field(max_length=MAX_TURNS, fail_fast=True)] | None = None
     sampling: Sampling
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    """0: the prompt is read, and nothing is committed."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=MAX_STOPS, fail_fast=True)] = ()
     seed: Count | None = None
+    sample: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
+    """Which of several replies to the same prompt: each has noise of its own."""
+    end: Ends | None = None
+    """Ids that end the reply; None: the target's."""
+    vocabulary: Name = ""
+    """Digest of the vocabulary that `tokens` are of; the request fails where the target's is another. Empty: not checked."""
+    logprobs: Top | None = None
+    """Each token comes with its TokenLogprobs, with so many alternatives. None: without."""
+    scored: bool = False
+    """True: those of the prompt come first, as PromptScored; `logprobs` must be given."""
     tree: TreeSettings
     speculate: bool = True
     """False: the target alone, even where a draft worker is there."""
@@ -460,6 +512,12 @@ class Status(Message):
     type: Literal["status"] = "status"
 
 
+class Describe(Message):
+    """A client asks what the target is, so that it can read and write its tokens itself."""
+
+    type: Literal["describe"] = "describe"
+
+
 class Stop(Message):
     """A client asks the coordinator to finish what runs, drain its workers and end."""
 
@@ -467,7 +525,7 @@ class Stop(Message):
 
 
 class Emitted(Message):
-    """Tokens that were committed for a request, and the text that they complete."""
+    """Tokens that were committed for a request, and the text that they complete: not more of it than will stay, so without the beginning of a stop string."""
 
     type: Literal["emitted"] = "emitted"
     request: Count
@@ -475,6 +533,31 @@ class Emitted(Message):
     drafted: Annotated[tuple[bool, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
     """Of each of them, whether the draft had proposed it."""
     text: Text
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)] = ()
+    """Of each of them, where they were asked for."""
+
+
+class PromptScored(Message):
+    """What the target thinks of tokens of the prompt, where that was asked for: in order, before the first Emitted."""
+
+    type: Literal["prompt_scored"] = "prompt_scored"
+    request: Count
+    start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Position of the first of them."""
+    logprobs: ScoredTokens
+
+
+class Described(Message):
+    """The target that a request would be decoded with."""
+
+    ARRAYS = ("tokenizer",)
+    type: Literal["described"] = "described"
+    model: Name
+    fingerprint: Name
+    limits: Limits
+    vocabulary: VocabularyFacts
+    tokenizer: Array
+    """The bytes of tokenizer.json."""
 
 
 class RoundRecord(Frozen):
@@ -553,6 +636,8 @@ class Result(Frozen):
     """Of these, rounds in which nothing was drafted so that the target's pass over a single row could be measured."""
     predicted_tokens_per_s: float | None = None
     """What the cost model expected of these rounds before each began; None where it knows too little."""
+    reused_tokens: Count = 0
+    """Prompt tokens that the target had read in an earlier session, and did not read again."""
 
 
 class Finished(Message):
@@ -613,6 +698,30 @@ class PairState(Frozen):
     """The draft's pass over rows."""
 
 
+class Totals(Frozen):
+    """Counters since the coordinator began, and a few gauges."""
+
+    prompt_tokens: Count = 0
+    reused_tokens: Count = 0
+    """Of these, not read again."""
+    completion_tokens: Count = 0
+    drafts: Count = 0
+    """Rounds that were verified with a tree."""
+    drafted_tokens: Count = 0
+    """Nodes verified."""
+    accepted_tokens: Count = 0
+    accepted_per_depth: Annotated[tuple[Count, ...], Field(max_length=MAX_NODES, fail_fast=True)] = ()
+    """Rounds that accepted a node at depth 1, 2, ..."""
+    reasons: Annotated[tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)] = ()
+    """How requests ended."""
+    opening: Count = 0
+    """Sessions whose prompt has not been read yet."""
+    kept: Count = 0
+    """Sessions that have ended and whose caches are held."""
+    occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the sessions that the targets can hold which are open."""
+
+
 class Reported(Message):
     """The coordinator's state: the fields of `dovetail status --json`."""
 
@@ -636,9 +745,10 @@ class Reported(Message):
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
     """The last changes of how is speculated, oldest first, each with its reason."""
+    totals: Totals = Totals()
 
 
 Command = Welcome | Open | Feed | Draft | Verify | Close | Probe | Drain | Failed
-Event = Hello | Prefilled | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
-Request = Hello | Submit | Cancel | Status | Stop
-Reply = Welcome | Emitted | Recorded | Finished | Reported | Failed
+Event = Hello | Prefilled | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
+Request = Hello | Submit | Cancel | Status | Describe | Stop
+Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Failed

@@ -296,6 +296,28 @@ class CoordinatorSettings(Frozen):
 
     listen: str = Field("ipc", description="ipc (a socket in a private folder), ipc://PATH or tcp://HOST:PORT (needs keys)")
     keys: str = Field("", description="folder of CURVE keys made by `dovetail keygen`")
+    reuse: bool = Field(True, description="keep what was computed of ended conversations, so that their next turns read only what is new")
+
+
+class HttpSettings(Frozen):
+    """The HTTP API of `dovetail serve`."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0: one that is free")
+    api_key_file: str = Field("", description="file with the key that clients send, one a line; required beyond loopback")
+    model: str = Field("", description="name under which the target is served; empty: its own")
+    deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(600.0, description="a request that takes longer is ended")
+    receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
+        20.0, description="a request must have arrived within so long, and a client read on within as long"
+    )
+    body: str = Field("8MiB", description="largest body of a request")
+    connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(4096, description="connections held at a time; further ones are refused with 503")
+
+    @field_validator("body")
+    @classmethod
+    def _body(cls, value: str) -> str:
+        byte_count(value)
+        return value
 
 
 class Settings(Frozen):
@@ -306,6 +328,7 @@ class Settings(Frozen):
     tree: TreeSettings = TreeSettings()
     sampling: SamplingSettings = SamplingSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
+    http: HttpSettings = HttpSettings()
 
 
 def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:

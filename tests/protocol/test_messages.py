@@ -100,7 +100,7 @@ def test_a_message_cannot_be_changed() -> None:
         ("feed", {"features": None}),
         ("feed", {"round": 1}),
         ("prefilled", {"start": -1}),
-        ("submit", {"max_tokens": 0}),
+        ("submit", {"max_tokens": -1}),
         ("submit", {"stop": ("",)}),
     ],
 )

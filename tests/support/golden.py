@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "protocol" / "golden"
@@ -32,9 +33,13 @@ def unpack_frames(content: bytes) -> list[bytes]:
 
 def representative() -> dict[str, Any]:
     """Name of the golden file -> a message that uses every field of its type."""
-    m = importlib.import_module("dovetail.protocol.messages")
-    array = importlib.import_module("dovetail.protocol.arrays").Array
-    settings = importlib.import_module("dovetail.protocol.settings")
+    m, array, settings = (importlib.import_module(f"dovetail.protocol.{name}") for name in ("messages", "arrays", "settings"))
+    facts = _facts(m, array.Array, settings)
+    return {**_introductions(m, facts), **_drafting(m, facts), **_verification(m, facts), **_requests(m, facts), **_replies(m, facts)}
+
+
+def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
+    """What several messages are made of."""
     sampling = settings.Sampling(
         temperature=0.7,
         top_k=50,
@@ -50,24 +55,204 @@ def representative() -> dict[str, Any]:
     tree = settings.TreeSettings(
         policy="heterospec", gamma=6, depth=5, width=10, sharpening=0.5, thresholds=(0.5, 1.25), prune=(0.3, 0.6), adapt=("extend", "prune")
     )
-    spans = (("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000))
-    fingerprint = m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local")
-    vocabulary = m.VocabularyFacts(
-        digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    return SimpleNamespace(
+        array=array,
+        sampling=sampling,
+        tree=tree,
+        spans=(("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000)),
+        fingerprint=m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local"),
+        vocabulary=m.VocabularyFacts(
+            digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}"
+        ),
+        limits=m.Limits(context=4096, nodes=1024, sessions=8, kept=8192),
+        tokenizer=array(dtype="uint8", shape=(2,), data=b"{}"),
+        reads=m.Reads(taps=(2, 18, 33), width=4, dtype="bfloat16", vocabulary_size=151936, trained_for="1e" * 32),
+        features=array(dtype="bfloat16", shape=(1, 12), data=bytes(range(24))),
+        candidates=array(dtype="int32", shape=(4, 2), data=bytes(range(32))),
+        probabilities=array(dtype="float32", shape=(4, 2), data=bytes(range(32, 64))),
+        logprobs=m.TokenLogprobs(logprob=-0.25, top=((9707, -0.25), (11, -1.5))),
+        rows_seconds=m.RowsSeconds(rows=(1, 16), seconds=(0.0625, 0.125)),
     )
-    tokenizer = array(dtype="uint8", shape=(2,), data=b"{}")
-    reads = m.Reads(taps=(2, 18, 33), width=4, dtype="bfloat16", vocabulary_size=151936, trained_for="1e" * 32)
-    features = array(dtype="bfloat16", shape=(1, 12), data=bytes(range(24)))
-    candidates = array(dtype="int32", shape=(4, 2), data=bytes(range(32)))
-    probabilities = array(dtype="float32", shape=(4, 2), data=bytes(range(32, 64)))
-    result = m.Result(
+
+
+def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "hello": m.Hello(
+            epoch=(1 << 63) - 1,
+            roles=("target",),
+            name="target-1",
+            host="localhost",
+            pid=4242,
+            model="demo/target",
+            device="cpu",
+            threads=2,
+            binding="full: cores 0-1, memory of node 0",
+            fingerprint=facts.fingerprint,
+            limits=facts.limits,
+            vocabulary=facts.vocabulary,
+            tokenizer=facts.tokenizer,
+            states=m.States(width=4, layers=36, checkpoint="2d" * 32),
+            reads=facts.reads,
+            cores=(0, 1),
+            curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
+            inflation="512MiB",
+        ),
+        "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
+        "welcome": m.Welcome(epoch=1),
+        "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
+        "probe": m.Probe(epoch=1, sent_ns=123_456_789),
+        "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30),
+        "drain": m.Drain(epoch=1),
+    }
+
+
+def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "feed": m.Feed(epoch=1, session=3, start=2, features=facts.features),
+        "fed": m.Fed(epoch=3, session=3, start=2, spans=facts.spans),
+        "draft": m.Draft(
+            epoch=1,
+            session=3,
+            round=2,
+            prefix=19,
+            accepted=(0, 2),
+            bonus=1879,
+            max_nodes=6,
+            max_depth=5,
+            max_width=10,
+            deadline_ms=12.5,
+            more=(7,),
+            rate=62.5,
+            floor=0.03125,
+            ahead=True,
+            features=facts.array(dtype="bfloat16", shape=(4, 12), data=bytes(range(96))),
+        ),
+        "drafted": m.Drafted(
+            epoch=3,
+            session=3,
+            round=2,
+            tokens=(11, 13, 1879),
+            parents=(-1, -1, 0),
+            scores=(-0.25, -1.5, -2.0),
+            grown=40,
+            hit=True,
+            ahead=20,
+            wasted=10,
+            passes=((1, 250_000), (10, 300_000)),
+            entropy=1.5,
+            spans=facts.spans,
+            candidates=facts.candidates,
+            probabilities=facts.probabilities,
+        ),
+    }
+
+
+def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
+    item = m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0))
+    verdict = m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0), logprobs=(facts.logprobs,) * 3)
+    return {
+        "open": m.Open(
+            epoch=1,
+            session=3,
+            key=bytes(range(16)),
+            prompt=(151644, 872, 198),
+            capacity=515,
+            vocabulary_size=151936,
+            end=(151643, 151645),
+            sampling=facts.sampling,
+            tree=facts.tree,
+            features=facts.reads,
+            base=2,
+            kept=1,
+            logprobs=2,
+            scored=True,
+        ),
+        "prefilled": m.Prefilled(epoch=2, session=3, start=2, features=facts.features),
+        "scored": m.Scored(epoch=2, session=3, start=1, logprobs=(facts.logprobs, facts.logprobs)),
+        "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, logprobs=facts.logprobs, spans=facts.spans),
+        "verify": m.Verify(epoch=1, items=(item,), candidates=facts.candidates, probabilities=facts.probabilities),
+        "verified": m.Verified(epoch=2, items=(verdict,), spans=facts.spans, features=facts.array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72)))),
+        "close": m.Close(epoch=1, session=3, keep=True),
+        "closed": m.Closed(epoch=2, session=3),
+    }
+
+
+def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "submit": m.Submit(
+            epoch=5,
+            request=9,
+            tokens=(1, 2),
+            text="plain",
+            turns=("Hi", "Hello.", "More"),
+            sampling=facts.sampling,
+            max_tokens=512,
+            stop=("\n\n",),
+            seed=7,
+            sample=1,
+            end=(151643,),
+            vocabulary="ab" * 32,
+            logprobs=2,
+            scored=True,
+            tree=facts.tree,
+            speculate=False,
+            trace=True,
+            record=True,
+            ahead=False,
+        ),
+        "cancel": m.Cancel(epoch=5, request=9),
+        "status": m.Status(epoch=5),
+        "describe": m.Describe(epoch=5),
+        "stop": m.Stop(epoch=5),
+    }
+
+
+def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=(True, False), text="Hello,", logprobs=(facts.logprobs, facts.logprobs)),
+        "prompt_scored": m.PromptScored(epoch=1, request=9, start=1, logprobs=(facts.logprobs,)),
+        "recorded": m.Recorded(epoch=1, request=9, record=_record(m)),
+        "finished": m.Finished(epoch=1, request=9, result=_result(m, facts), margins=(0.5, 0.25, 1.0), spans=(("target-1", facts.spans[0]),)),
+        "described": m.Described(
+            epoch=1, model="demo/target", fingerprint=str(facts.fingerprint), limits=facts.limits, vocabulary=facts.vocabulary, tokenizer=facts.tokenizer
+        ),
+        "reported": _reported(m, facts),
+    }
+
+
+def _record(m: Any) -> Any:
+    return m.RoundRecord(
+        round=2,
+        prefix=18,
+        tokens=(11, 13, 1879),
+        parents=(-1, -1, 0),
+        scores=(-0.25, -1.5, -2.0),
+        verified=2,
+        accepted=(0,),
+        bonus=1879,
+        entropy=1.5,
+        hit=True,
+        grown=40,
+        ahead=20,
+        wasted=10,
+        passes=((1, 250_000), (10, 300_000)),
+        draft_ns=500_000,
+        verify_ns=9_000_000,
+        transport_ns=100_000,
+        queue_ns=1,
+        coordinator_ns=150_000,
+    )
+
+
+def _result(m: Any, facts: SimpleNamespace) -> Any:
+    return m.Result(
         text="Hello, wörld 世界",
         token_ids=(9707, 11, 1879),
         prompt_tokens=5,
         completion_tokens=3,
         finish_reason="stop",
         seed=(1 << 63) - 1,
-        fingerprint=str(fingerprint),
+        fingerprint=str(facts.fingerprint),
         rounds=2,
         tau=1.0,
         accepted_tokens=1,
@@ -90,54 +275,57 @@ def representative() -> dict[str, Any]:
         ahead_nodes=64,
         wasted_nodes=30,
         verified_rows=14,
-        plain_rounds=1,
+        plain_rounds=2,
+        control_rounds=1,
         predicted_tokens_per_s=11.5,
+        reused_tokens=4,
     )
-    rows_seconds = m.RowsSeconds(rows=(1, 16), seconds=(0.0625, 0.125))
-    curve = m.ContextCurve(context=512, t_v=rows_seconds)
-    record = m.RoundRecord(
-        round=2,
-        prefix=18,
-        tokens=(11, 13, 1879),
-        parents=(-1, -1, 0),
-        scores=(-0.25, -1.5, -2.0),
-        verified=2,
-        accepted=(0,),
-        bonus=1879,
-        entropy=1.5,
-        hit=True,
-        grown=40,
-        ahead=20,
-        wasted=10,
-        passes=((1, 250_000), (10, 300_000)),
-        draft_ns=500_000,
-        verify_ns=9_000_000,
-        transport_ns=100_000,
-        queue_ns=1,
-        coordinator_ns=150_000,
-    )
-    pair = m.PairState(
-        draft="draft-1",
-        target="target-1",
-        speculating=True,
+
+
+def _reported(m: Any, facts: SimpleNamespace) -> Any:
+    return m.Reported(
+        epoch=1,
+        address="ipc:///run/user/1000/dovetail/coordinator",
+        pid=4241,
+        uptime_s=12.5,
+        workers=(_worker_state(m, facts),),
+        sessions=1,
+        finished=2,
+        failed=0,
+        cancelled=1,
         rounds=40,
-        hit_rate=0.5,
-        gamma=9.5,
-        tokens_per_s=31.0,
-        alone_tokens_per_s=15.0,
-        predicted_tokens_per_s=32.0,
-        hops_us=180.0,
-        t_v=rows_seconds,
-        t_d=rows_seconds,
+        tau=3.5,
+        stale=0,
+        refused=0,
+        degraded=True,
+        reasons=("there is no draft worker",),
+        pairs=(_pair_state(m, facts),),
+        decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),
+        totals=m.Totals(
+            prompt_tokens=300,
+            reused_tokens=120,
+            completion_tokens=140,
+            drafts=38,
+            drafted_tokens=500,
+            accepted_tokens=98,
+            accepted_per_depth=(30, 20, 10),
+            reasons=(("stop", 1), ("length", 1), ("cancelled", 1)),
+            opening=1,
+            kept=2,
+            occupied=0.125,
+        ),
     )
-    worker = m.WorkerState(
+
+
+def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
+    return m.WorkerState(
         name="target-1",
         roles=("target",),
         model="demo/target",
         device="cpu",
         threads=2,
         binding="full: cores 0-1, memory of node 0",
-        fingerprint=str(fingerprint),
+        fingerprint=str(facts.fingerprint),
         host="localhost",
         pid=4242,
         worker_epoch=77,
@@ -150,139 +338,23 @@ def representative() -> dict[str, Any]:
         stale=0,
         inflation="512MiB",
     )
-    return {
-        "hello": m.Hello(
-            epoch=(1 << 63) - 1,
-            roles=("target",),
-            name="target-1",
-            host="localhost",
-            pid=4242,
-            model="demo/target",
-            device="cpu",
-            threads=2,
-            binding="full: cores 0-1, memory of node 0",
-            fingerprint=fingerprint,
-            limits=m.Limits(context=4096, nodes=1024, sessions=8),
-            vocabulary=vocabulary,
-            tokenizer=tokenizer,
-            states=m.States(width=4, layers=36, checkpoint="2d" * 32),
-            reads=reads,
-            cores=(0, 1),
-            curves=(curve,),
-            inflation="512MiB",
-        ),
-        "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
-        "welcome": m.Welcome(epoch=1),
-        "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
-        "open": m.Open(
-            epoch=1,
-            session=3,
-            key=bytes(range(16)),
-            prompt=(151644, 872, 198),
-            capacity=515,
-            vocabulary_size=151936,
-            end=(151643, 151645),
-            sampling=sampling,
-            tree=tree,
-            features=reads,
-        ),
-        "prefilled": m.Prefilled(epoch=2, session=3, start=2, features=features),
-        "feed": m.Feed(epoch=1, session=3, start=2, features=features),
-        "fed": m.Fed(epoch=3, session=3, start=2, spans=spans),
-        "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, spans=spans),
-        "draft": m.Draft(
-            epoch=1,
-            session=3,
-            round=2,
-            prefix=19,
-            accepted=(0, 2),
-            bonus=1879,
-            max_nodes=6,
-            max_depth=5,
-            max_width=10,
-            deadline_ms=12.5,
-            more=(7,),
-            rate=62.5,
-            floor=0.03125,
-            ahead=True,
-            features=array(dtype="bfloat16", shape=(4, 12), data=bytes(range(96))),
-        ),
-        "drafted": m.Drafted(
-            epoch=3,
-            session=3,
-            round=2,
-            tokens=(11, 13, 1879),
-            parents=(-1, -1, 0),
-            scores=(-0.25, -1.5, -2.0),
-            grown=40,
-            hit=True,
-            ahead=20,
-            wasted=10,
-            passes=((1, 250_000), (10, 300_000)),
-            entropy=1.5,
-            spans=spans,
-            candidates=candidates,
-            probabilities=probabilities,
-        ),
-        "verify": m.Verify(
-            epoch=1,
-            items=(m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0)),),
-            candidates=candidates,
-            probabilities=probabilities,
-        ),
-        "verified": m.Verified(
-            epoch=2,
-            items=(m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0)),),
-            spans=spans,
-            features=array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72))),
-        ),
-        "close": m.Close(epoch=1, session=3),
-        "closed": m.Closed(epoch=2, session=3),
-        "probe": m.Probe(epoch=1, sent_ns=123_456_789),
-        "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30),
-        "drain": m.Drain(epoch=1),
-        "submit": m.Submit(
-            epoch=5,
-            request=9,
-            tokens=(1, 2),
-            text="plain",
-            turns=("Hi", "Hello.", "More"),
-            sampling=sampling,
-            max_tokens=512,
-            stop=("\n\n",),
-            seed=7,
-            tree=tree,
-            speculate=False,
-            trace=True,
-            record=True,
-            ahead=False,
-        ),
-        "cancel": m.Cancel(epoch=5, request=9),
-        "status": m.Status(epoch=5),
-        "stop": m.Stop(epoch=5),
-        "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=(True, False), text="Hello,"),
-        "recorded": m.Recorded(epoch=1, request=9, record=record),
-        "finished": m.Finished(epoch=1, request=9, result=result, margins=(0.5, 0.25, 1.0), spans=(("target-1", spans[0]),)),
-        "reported": m.Reported(
-            epoch=1,
-            address="ipc:///run/user/1000/dovetail/coordinator",
-            pid=4241,
-            uptime_s=12.5,
-            workers=(worker,),
-            sessions=1,
-            finished=2,
-            failed=0,
-            cancelled=1,
-            rounds=40,
-            tau=3.5,
-            stale=0,
-            refused=0,
-            degraded=True,
-            reasons=("there is no draft worker",),
-            pairs=(pair,),
-            decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),
-        ),
-    }
+
+
+def _pair_state(m: Any, facts: SimpleNamespace) -> Any:
+    return m.PairState(
+        draft="draft-1",
+        target="target-1",
+        speculating=True,
+        rounds=40,
+        hit_rate=0.5,
+        gamma=9.5,
+        tokens_per_s=31.0,
+        alone_tokens_per_s=15.0,
+        predicted_tokens_per_s=32.0,
+        hops_us=180.0,
+        t_v=facts.rows_seconds,
+        t_d=facts.rows_seconds,
+    )
 
 
 def write_all() -> None:
