@@ -19,7 +19,7 @@ from dovetail.launch.bench_methods import Contender, contenders, read_methods, r
 from dovetail.launch.bench_table import COLUMNS, SWEPT, show, show_notes, show_overhead
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import check_chart
-from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.outputs import check_output
 from dovetail.launch.sweep import VALUES, Sweep, draw_sweep, points_of, read_sweep, show_sweep, swept
 from dovetail.launch.terminal import explained, spinner
@@ -43,7 +43,7 @@ TRANSPORT_ROUNDS = 4000
 @click.option("--rounds", type=click.IntRange(min=40), default=TRANSPORT_ROUNDS, show_default=True, help="Rounds that --transport measures.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object to this file too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
-@settings_flags(*ALL_SECTIONS, without=("--temperature",))
+@settings_flags(*DECODING_SECTIONS, without=("--temperature",))
 @click.pass_context
 def command(
     context: click.Context,

@@ -17,7 +17,7 @@ from dovetail.launch.peers import ASSISTED, Peer
 from dovetail.launch.peers import check as check_peer
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.supervise import Supervisor, check_stack, layout_of, start_stack, wait_until_ready
-from dovetail.launch.terminal import spinner
+from dovetail.launch.terminal import counted, spinner
 from dovetail.launch.worker import thread_count
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, RoundRecord
@@ -48,7 +48,7 @@ class Method:
     @property
     def label(self) -> str:
         """Tells a peer with so many threads from the same with others."""
-        return self.name if self.threads is None else f"{self.name} with {self.threads} thread{'s' if self.threads > 1 else ''}"
+        return self.name if self.threads is None else f"{self.name} with {counted(self.threads, 'thread')}"
 
 
 @dataclass(frozen=True)

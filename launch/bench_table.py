@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.launch.bench_methods import NONE
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.terminal import counted, note, print_table
 from dovetail.launch.transport import Overhead
 
 COLUMNS = {
@@ -87,7 +87,7 @@ def _note_prompts(prompts: Sequence[Mapping[str, Any]]) -> None:
 def _note_peers(result: Mapping[str, Any]) -> None:
     for told in result["peers"]:
         if told["best"]:
-            threads = f"{told['threads']} thread{'s' if told['threads'] > 1 else ''}"
+            threads = counted(told["threads"], "thread")
             note(f"{told['method']} {told['prompts']} T {told['temperature']:g}: {threads}{_slower(result['peers'], told)}")
     for told in result["against"]:
         if told["ratio"] is not None:

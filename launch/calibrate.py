@@ -28,7 +28,7 @@ from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.outputs import check_output
 from dovetail.launch.preflight import check_draft, check_inflation, estimated_bytes, free_memory_bytes, memory_bytes
 from dovetail.launch.supervise import Supervisor
-from dovetail.launch.terminal import note, print_table, progress_bar
+from dovetail.launch.terminal import counted, note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
@@ -192,7 +192,7 @@ def _linear(choice: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _threads(found: dict[str, Any]) -> str:
-    return f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+    return counted(found["threads"], "thread")
 
 
 def _ms(seconds: float) -> float:

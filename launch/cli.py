@@ -19,6 +19,9 @@ from dovetail.protocol.errors import DovetailError, UserError
 
 COMMANDS = {
     "generate": ("dovetail.launch.generate", "Decode one prompt, or a file of prompts."),
+    "chat": ("dovetail.launch.chat", "Talk with the models, turn by turn."),
+    "serve": ("dovetail.launch.serve", "Serve the OpenAI API over HTTP."),
+    "http": ("dovetail.launch.http", "Serve the HTTP API of a coordinator."),
     "coordinator": ("dovetail.launch.coordinator", "Run a coordinator by hand."),
     "worker": ("dovetail.launch.worker", "Run one draft or target worker by hand, on any machine."),
     "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
@@ -62,7 +65,7 @@ class LazyGroup(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo(f"dovetail {_version()}")
+        click.echo(f"dovetail {installed_version()}")
         ctx.exit()
 
 
@@ -123,7 +126,7 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def _version() -> str:
+def installed_version() -> str:
     """The version of the installed distribution; a bare checkout has none."""
     try:
         return importlib.metadata.version("dovetail")

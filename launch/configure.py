@@ -24,9 +24,13 @@ from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings, misfit
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
+EXPORTS = {"grafana": Path(__file__).parent / "grafana.json"}
+"""What `config export` prints."""
 PREFIX = "DOVETAIL_"
 SEVERAL = "one or more"
 ALL_SECTIONS = tuple(Settings.model_fields)
+DECODING_SECTIONS = tuple(section for section in ALL_SECTIONS if section != "http")
+"""Those of whoever decodes without a server."""
 SHORT_FORMS = {
     "target.model": "--target",
     "target.weights": "--weights",
@@ -409,3 +413,10 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
             line = f"{name.split('.')[1]} = {SETTINGS[name].toml(configuration.value(name))}"
             click.echo(f"{line:<32} # {configuration.origins[name]}" if origin else line)
         click.echo()
+
+
+@command.command("export")
+@click.argument("what", type=click.Choice([*EXPORTS]))
+def export(what: str) -> None:
+    """Print a file for another program: grafana, a dashboard over /metrics, which Grafana imports."""
+    click.echo(EXPORTS[what].read_text(encoding="utf-8"), nl=False)

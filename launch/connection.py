@@ -29,13 +29,8 @@ class Connection:
     stack: Stack | None = None
 
     def models(self) -> str:
-        """In words, which models decode: "target demo (fp32) · draft demo"."""
-        parts = []
-        for role in ("target", "draft"):
-            worker = next((w for w in self.state.workers if role in w.roles), None)
-            if worker is not None:
-                parts.append(_describe(role, worker))
-        return " · ".join(parts)
+        """In words, which models decode."""
+        return models_of(self.state)
 
     def decode(
         self,
@@ -81,6 +76,7 @@ class Connection:
 @contextmanager
 def connected(configuration: Configuration, address: str | None) -> Iterator[Connection]:
     """A connection to the coordinator at `address`; without one, to the only one of this user; if there is none, to one of our own."""
+    _check_no_url(address)
     keys = configuration.settings.coordinator.keys
     models_named = _names_models(configuration)
     if address is not None and models_named:
@@ -107,9 +103,26 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         yield Connection(client, state, stack)
 
 
+def models_of(state: Reported) -> str:
+    """In words, which models a coordinator has: "target demo (fp32) · draft demo"."""
+    workers = [(role, next((worker for worker in state.workers if role in worker.roles), None)) for role in ("target", "draft")]
+    return " · ".join(_describe(role, worker) for role, worker in workers if worker is not None)
+
+
 def ahead_of(draft: DraftSettings) -> bool | None:
     """What `draft.ahead` asks for in a request; None leaves it to the coordinator."""
     return None if draft.ahead == "auto" else draft.ahead
+
+
+def is_url(address: str) -> bool:
+    """Whether this is the address of a server over HTTP, and not that of a coordinator."""
+    return address.startswith(("http://", "https://"))
+
+
+def _check_no_url(address: str | None) -> None:
+    if address is not None and is_url(address):
+        remedy = "on the server's machine leave --connect out, elsewhere name the coordinator's address (tcp://HOST:PORT)"
+        raise UserError(f"{address} is the URL of a server, and this command speaks with its coordinator: {remedy}")
 
 
 def is_lossy(worker: WorkerState) -> bool:
@@ -130,11 +143,12 @@ def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
 
 def find_coordinator(configuration: Configuration, address: str | None) -> Client:
     """A client of the coordinator at `address`, or of the only one of this user; `UserError` if there is none."""
+    _check_no_url(address)
     keys = configuration.settings.coordinator.keys
     if address is None:
         found = only_announcement()
         if found is None:
-            raise UserError("no coordinator of yours is running on this machine: start one with `dovetail coordinator`, or name one with --connect ADDRESS")
+            raise UserError("no coordinator of yours is running on this machine: start one with `dovetail serve`, or name one with --connect ADDRESS")
         address, keys = found.address, keys or found.keys
     return Client(open_link(address, keys=Path(keys) if keys else None, role="client"))
 

@@ -38,7 +38,7 @@ def command(configuration: Configuration, cores: str | None, parent: int | None)
         opened.callback(hub.close)
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
-        asyncio.run(coordinate(hub, ready=lambda: _introduce(hub.address, by_hand=parent is None)))
+        asyncio.run(coordinate(hub, reuse=settings.reuse, ready=lambda: _introduce(hub.address, by_hand=parent is None)))
 
 
 def _introduce(address: str, *, by_hand: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where this user's files are: the runtime directory, in which each coordinator on this machine announces itself, and the profile file.
+"""Where this user's files are: the runtime directory, in which each coordinator on this machine announces itself, the profile file and the history file.
 
 An announcement holds an address and the process behind it, and is removed with it; one whose process has gone is ignored and cleaned away. Knows no sockets.
 """
@@ -17,13 +17,15 @@ from dovetail.protocol.errors import UserError
 
 @dataclass(frozen=True)
 class Announcement:
-    """A coordinator that runs. `started_ticks` tells its process from a later one of the same number."""
+    """A coordinator that runs, and the process that runs it or looks after it. `started_ticks` tells that one from a later one of the same number."""
 
     address: str
     pid: int
     started_ticks: int
     keys: str = ""
     """Folder of keys of a tcp address."""
+    url: str = ""
+    """Where its HTTP API listens, if there is one."""
 
     @property
     def alive(self) -> bool:
@@ -47,10 +49,10 @@ def runtime_directory() -> Path:
 
 
 @contextmanager
-def announced(address: str, *, keys: str = "") -> Iterator[None]:
-    """This process is a coordinator at that address, for as long as the block runs."""
+def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
+    """This process is, or looks after, a coordinator at that address, for as long as the block runs."""
     path = runtime_directory() / f"coordinator-{os.getpid()}.json"
-    mine = Announcement(address, os.getpid(), _state_and_start(os.getpid())[1], keys and str(Path(keys).absolute()))
+    mine = Announcement(address, os.getpid(), _state_and_start(os.getpid())[1], keys and str(Path(keys).absolute()), url)
     draft = path.with_suffix(".new")
     draft.write_text(json.dumps(asdict(mine)), encoding="utf-8")
     draft.replace(path)
@@ -72,6 +74,17 @@ def profile_path() -> Path:
         except RuntimeError:
             base = Path("~/.cache")
     return base / "dovetail" / "profile.json"
+
+
+def history_path() -> Path | None:
+    """The file that keeps what was typed in conversations: dovetail/chat_history in $XDG_STATE_HOME, else in ~/.local/state; it need not be there.
+
+    None for a user without a home.
+    """
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():
+        base = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - which leaves the ~ where there is no home, and raises nothing
+    return base / "dovetail" / "chat_history" if base.is_absolute() else None
 
 
 def writable_profile_path() -> Path | None:

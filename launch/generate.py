@@ -14,11 +14,13 @@ from pydantic import ValidationError
 
 from dovetail.launch.answers import Answers, open_answers
 from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
-from dovetail.launch.connection import Connection, ahead_of, connected
+from dovetail.launch.connection import Connection, ahead_of, connected, is_url
+from dovetail.launch.conversation import Manner
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.records import RecordFile, open_records
 from dovetail.launch.terminal import counted, note, progress_bar
+from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Result
 from dovetail.runtime.trace import write_trace
@@ -73,7 +75,7 @@ class Wish:
 
 @click.command(cls=SettingsCommand)
 @click.argument("prompt", required=False)
-@click.option("--connect", metavar="ADDRESS", help="The coordinator to use.  [default: the only one of this user, else one of our own]")
+@click.option("--connect", metavar="ADDRESS|URL", help="The coordinator or server to use.  [default: the only coordinator of this user, else one of our own]")
 @click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help='File of prompts, a line {"id", "turns"} each.')
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help='File that gets a line {"id", "results"} for each; what it holds already is skipped.'
@@ -104,9 +106,11 @@ def command(
 
     The text goes to stdout, a summary to stderr.
     """
-    _check_stops(stop)
+    check_stops(stop)
     wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
     if prompts is not None:
+        if connect is not None and is_url(connect):
+            raise UserError(f"--prompts needs the coordinator: connect to its address (ipc:// or tcp://) instead of {connect}")
         _check_file_mode(prompt, out, as_json=as_json, trace=trace)
         assert out is not None
         if out.exists() and prompts.exists() and out.samefile(prompts):
@@ -120,6 +124,11 @@ def command(
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
     text = _read_prompt(prompt)
+    if connect is not None and is_url(connect):
+        if raw or trace is not None or record is not None:
+            raise UserError("--raw, --trace and --record need the coordinator: connect to its address (ipc:// or tcp://) instead of the server's URL")
+        _decode_over_http(wish, connect, text, as_json=as_json)
+        return
     check_output(trace, "the trace")
     with open_records(record) if record is not None else nullcontext() as records, connected(configuration, connect) as connection:
         finished, last = _decode_one(replace(wish, records=records), connection, text, stream=not as_json)
@@ -144,7 +153,8 @@ def _check_file_mode(prompt: str | None, out: Path | None, *, as_json: bool, tra
         raise UserError("--json and --trace are for a single prompt: the answers to --prompts are JSON lines anyway")
 
 
-def _check_stops(stops: Sequence[str]) -> None:
+def check_stops(stops: Sequence[str]) -> None:
+    """`UserError` for stop strings that no request may have."""
     if len(stops) > MAX_STOPS:
         raise UserError(f"--stop is given {len(stops)} times, and {MAX_STOPS} stops are possible: leave some out")
     for stop in stops:
@@ -202,6 +212,24 @@ def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) 
     except KeyboardInterrupt:
         _cancel(connection, [request])
         raise
+
+
+def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
+    """Decode one prompt with a server, streamed to stdout unless the whole result is wanted."""
+    check_flags(wish.configuration)
+    settings = wish.configuration.settings
+    manner = Manner(settings.sampling, settings.sampling.max_tokens, settings.tree, wish.seed, wish.stop, speculate=wish.speculates)
+    server = WebAnswerer(url, api_key(wish.configuration))
+    answer = server.answer((text,), manner, lambda piece, _: None if as_json else click.echo(piece, nl=False))
+    if not as_json and not answer.text.endswith("\n"):
+        click.echo()
+    if answer.interrupted:
+        raise KeyboardInterrupt
+    if answer.result is None:
+        raise DovetailError(f"the server at {url} tells no figures of its replies: it is no dovetail server, or of another version")
+    note(summary(answer.result, server.models()))
+    if as_json:
+        click.echo(json.dumps(answer.result.model_dump(), ensure_ascii=False))
 
 
 def _cancel(connection: Connection, requests: list[int]) -> None:

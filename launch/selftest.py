@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.comparison import Difference, first_difference
-from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
@@ -68,7 +68,7 @@ class Check:
 @click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts.  [default: the demonstration's]")
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="How many of the prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@settings_flags(*ALL_SECTIONS)
+@settings_flags(*DECODING_SECTIONS)
 @click.pass_context
 def command(context: click.Context, configuration: Configuration, connect: str | None, prompts: Path | None, limit: int, as_json: bool) -> None:
     """Compare token ids with and without speculation, at several temperatures, truncations and tree sizes; exit code 1 if they differ.

@@ -15,7 +15,7 @@ import click
 
 from dovetail.launch.bench_table import share
 from dovetail.launch.chart import Curve, check_chart, draw
-from dovetail.launch.configure import ALL_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.outputs import check_output
 from dovetail.launch.preflight import check_draft, check_target
@@ -349,7 +349,7 @@ def _chart(title: str, sweep: str | None, rows: Sequence[Row]) -> str:
 )
 @click.option("--tolerance", type=click.FloatRange(0.0, 1.0), default=TOLERANCE, show_default=True, help="How far tokens/s may be off.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
-@settings_flags(*ALL_SECTIONS)
+@settings_flags(*DECODING_SECTIONS)
 @click.pass_context
 def validate(
     context: click.Context, configuration: Configuration, rounds: Path, limit: int | None, methods: tuple[str, ...], tolerance: float, as_json: bool

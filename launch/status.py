@@ -7,7 +7,8 @@ import click
 
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import find_coordinator, shorten_model
-from dovetail.launch.terminal import format_cell, print_table
+from dovetail.launch.directory import announcements
+from dovetail.launch.terminal import counted, format_cell, print_table
 from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.protocol.profile import RowsSeconds
 
@@ -33,6 +34,8 @@ def _show(state: Reported) -> None:
     counts = f"{state.sessions} running, {state.finished} finished, {state.failed} failed, {state.cancelled} cancelled"
     click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
     click.echo(f"sessions    {counts}; {state.rounds} rounds, tau {format_cell(state.tau)}; {state.stale} stale, {state.refused} refused")
+    if url := next((found.url for found in announcements() if found.address == state.address), ""):
+        click.echo(f"http        {url}")
     for reason in state.reasons:
         click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
     if state.workers:
@@ -72,7 +75,7 @@ def _curve(curve: RowsSeconds) -> str:
 
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
-    device = f"{worker.device}, {worker.threads} thread{'' if worker.threads == 1 else 's'}"
+    device = f"{worker.device}, {counted(worker.threads, 'thread')}"
     load = (f"{worker.busy_share:.0%}", worker.sessions, worker.round_trip_us, round(worker.rss_mb))
     model = shorten_model(worker.model) + (f", inflated to {worker.inflation}" if worker.inflation else "")
     return (worker.name, "+".join(worker.roles), model, device, *load, worker.host, worker.pid)

@@ -16,7 +16,7 @@ import click
 
 from dovetail.launch.bench_turns import loop_begins
 from dovetail.launch.chart import Curve, Panel, check_chart, draw_panels
-from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import Connection
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, read_prompts
@@ -51,7 +51,7 @@ class Reply:
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of every reply.")
 @click.option("--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
-@settings_flags(*ALL_SECTIONS, stratified=False)
+@settings_flags(*DECODING_SECTIONS, stratified=False)
 def command(
     configuration: Configuration,
     prompts: Path,

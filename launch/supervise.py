@@ -5,7 +5,9 @@ it left in the file system is gone; the kernel sees to it when the supervisor it
 workers that the settings ask for. Knows commands and exit codes, nothing of tokens.
 """
 
+import fcntl
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -24,7 +26,7 @@ from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import Reported
+from dovetail.protocol.messages import Reported, Role
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.client import Client
 
@@ -33,12 +35,13 @@ POLL_S = 0.05
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
+ROLES: tuple[Role, ...] = ("target", "draft")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process of ours. Its stderr goes to a file without a name, so that nothing is left of it."""
+    """A process of ours. Its stderr goes to a file without a name, so that nothing is left of it; each write to it goes to its end."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -47,6 +50,12 @@ class Child:
     @property
     def ended(self) -> bool:
         return self.process.poll() is not None
+
+    def heard(self) -> str:
+        """The line that it has said on stdout, which is for us; empty if it has not yet, or has ended."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 0.0)
+        return self.process.stdout.readline().decode().strip() if ready else ""
 
     def last_words(self) -> list[str]:
         """The last lines of its stderr."""
@@ -61,13 +70,22 @@ class Child:
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
+    @property
+    def was_mistaken(self) -> bool:
+        """Whether it ended because of a mistake of the user's, and said which."""
+        return self.process.returncode == USER_ERROR and bool(self.last_words())
+
+    def how_it_ended(self) -> str:
+        """By a signal or with an exit code."""
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
     def failure(self) -> DovetailError:
         """Why it ended, in its own words: a `UserError` if it said that it was the user's mistake."""
-        code, words = self.process.returncode, self.last_words()
-        if code == USER_ERROR and words:
+        words = self.last_words()
+        if self.was_mistaken:
             return UserError(f"the {self.name}: {words[-1].removeprefix('dovetail: ')}")
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return DovetailError("\n  ".join((f"the {self.name} {how}" + (":" if words else " and said nothing"), *words)))
+        return DovetailError("\n  ".join((f"the {self.name} {self.how_it_ended()}" + (":" if words else " and said nothing"), *words)))
 
 
 class Supervisor:
@@ -75,7 +93,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-        self._sockets: list[Path] = []
+        self._sockets: list[tuple[Child, Path]] = []
         self._before: dict[signal.Signals, object] = {}
         self._busy = False
         self._pending: signal.Signals | None = None
@@ -91,8 +109,8 @@ class Supervisor:
         """End everything. Nothing interrupts this: it takes `GRACE_S` at most."""
         self._busy = True
         try:
-            self._end(self.children)
-            self._clean()
+            self._end(self.children, GRACE_S)
+            self._clean(self.children)
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
@@ -112,6 +130,7 @@ class Supervisor:
         """
         self._busy = True
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
+        fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments, f"--parent={os.getpid()}"],
             stdin=subprocess.DEVNULL,
@@ -138,8 +157,12 @@ class Supervisor:
         if not address:
             child.process.wait()
             raise child.failure()
-        self._sockets.append(Path(address.removeprefix("ipc://")))
+        self.owns_socket(child, address)
         return address
+
+    def owns_socket(self, child: Child, address: str) -> None:
+        """A process of ours listens at this ipc address, in a folder that it has made for it, and that goes with it."""
+        self._sockets.append((child, Path(address.removeprefix("ipc://"))))
 
     def check(self) -> None:
         """Raise what the first process that has ended has to say."""
@@ -147,7 +170,19 @@ class Supervisor:
             if child.ended:
                 raise child.failure()
 
-    def _end(self, children: Sequence[Child]) -> None:
+    def end(self, children: Sequence[Child], grace_s: float = GRACE_S) -> None:
+        """End these, and forget them. A signal interrupts it, and they are left to the end of the block."""
+        self._end(children, grace_s)
+        self._clean(children)
+        self.children = [child for child in self.children if child not in children]
+
+    def kill(self) -> None:
+        """End everything at once, whatever it is about to do."""
+        for child in self.children:
+            if not child.ended:
+                child.process.kill()
+
+    def _end(self, children: Sequence[Child], grace_s: float) -> None:
         for child in children:
             if not child.ended:
                 child.process.terminate()
@@ -162,10 +197,11 @@ class Supervisor:
             if child.process.stdout is not None:
                 child.process.stdout.close()
 
-    def _clean(self) -> None:
+    def _clean(self, children: Sequence[Child]) -> None:
         """What a coordinator that was killed could not remove: the folder that it made for its socket."""
-        for path in self._sockets:
-            shutil.rmtree(path.parent, ignore_errors=True)
+        for child, path in self._sockets:
+            if child in children:
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -192,10 +228,8 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
     address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator")
-    for role, place in (("target", layout.target), ("draft", layout.draft))[: 2 if drafting else 1]:
-        where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
-        arguments = ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *_worker_arguments(configuration, role)]
-        supervisor.start(f"{prefix}{role} worker", arguments)
+    for role in ROLES[: 2 if drafting else 1]:
+        supervisor.start(f"{prefix}{role} worker", worker_arguments(configuration, role, address, layout))
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
 
@@ -228,10 +262,13 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
             time.sleep(POLL_S)
 
 
-def _worker_arguments(configuration: Configuration, role: str) -> list[str]:
-    """The settings of a worker; a draft that is a head reads the target's embedding."""
+def worker_arguments(configuration: Configuration, role: Role, address: str, layout: CoreLayout) -> list[str]:
+    """The command of a worker with these settings in its place; a draft that is a head reads the target's embedding."""
+    place = layout.target if role == "target" else layout.draft
+    where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
     target = configuration.settings.target.model
-    return configuration.arguments(role) + ([f"--target.model={target}"] if role == "draft" and target else [])
+    reads = [f"--target.model={target}"] if role == "draft" and target else []
+    return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *configuration.arguments(role), *reads]
 
 
 def _check_pair(configuration: Configuration) -> None:

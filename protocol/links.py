@@ -93,10 +93,19 @@ class Link(Protocol):
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the coordinator has gone."""
 
+    def offer(self, frames: Sequence[bytes]) -> None:
+        """Queue a message for the coordinator; never blocks. `PeerBusy` if the queue is full, `LinkClosed` if the coordinator has gone."""
+
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
         """The next message, or None if none comes within the time (None: wait for ever).
 
         `LinkClosed` when the coordinator has gone and all that it sent has been received.
+        """
+
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors of which one becomes readable when something may have arrived, or the coordinator may have gone.
+
+        They are edge-triggered: once at the start, after one fires, and after every `offer`, call `receive(0)` until it returns None.
         """
 
     def close(self) -> None:
@@ -334,6 +343,19 @@ class ZmqLink:
                 self._notice()
                 if not self._gone:
                     zmq.zmq_poll([(self._socket, zmq.POLLOUT), (self._monitor_socket(), zmq.POLLIN)], -1)
+
+    def offer(self, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        self._check_open()
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._notice()
+            self._check_open()
+            raise PeerBusy(f"the coordinator at {self._address} takes nothing off its queue of {QUEUE_MESSAGES} messages") from None
+
+    def filenos(self) -> tuple[int, ...]:
+        return int(self._socket.getsockopt(zmq.FD)), int(self._monitor_socket().getsockopt(zmq.FD))
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
         if (frames := self._take()) is not None:
@@ -628,6 +650,7 @@ class MemoryHub:
             if len(inbox) >= QUEUE_MESSAGES:
                 raise PeerBusy(f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages")
             inbox.append(list(frames))
+            self._links[peer].ring()
             self.changed.notify_all()
 
     def user(self, peer: bytes) -> PeerKey | None:
@@ -659,6 +682,8 @@ class MemoryHub:
                 self.closed = True
                 self.arrived.close()
                 self.left.close()
+                for link in self._links.values():
+                    link.ring()
             self.changed.notify_all()
 
 
@@ -668,6 +693,7 @@ class MemoryLink:
     def __init__(self, hub: MemoryHub, peer: bytes) -> None:
         self.inbox: deque[list[bytes]] = deque()
         self.waiting = 0
+        self._bell: _Bell | None = None
         self._hub = hub
         self._peer = peer
         self._closed = False
@@ -677,10 +703,20 @@ class MemoryLink:
         hub = self._hub
         with hub.changed:
             hub.changed.wait_for(lambda: self._closed or hub.closed or self.waiting < QUEUE_MESSAGES)
-            self._check_open()
-            hub.inbox.append((self._peer, list(frames)))
-            self.waiting += 1
-            hub.arrived.ring()
+            self._put(frames)
+
+    def offer(self, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        with self._hub.changed:
+            if self.waiting >= QUEUE_MESSAGES and not self._closed and not self._hub.closed:
+                raise PeerBusy(f"the coordinator takes nothing off its queue of {QUEUE_MESSAGES} messages")
+            self._put(frames)
+
+    def _put(self, frames: Sequence[bytes]) -> None:
+        self._check_open()
+        self._hub.inbox.append((self._peer, list(frames)))
+        self.waiting += 1
+        self._hub.arrived.ring()
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
         with self._hub.changed:
@@ -688,7 +724,20 @@ class MemoryLink:
             if self.inbox:
                 return self.inbox.popleft()
             self._check_open()
+            if self._bell is not None:
+                self._bell.silence()
             return None
+
+    def filenos(self) -> tuple[int, ...]:
+        with self._hub.changed:
+            self._bell = self._bell or _Bell()
+            self.ring()
+            return (self._bell.fileno(),)
+
+    def ring(self) -> None:
+        """Something has arrived, or the hub has gone."""
+        if self._bell is not None:
+            self._bell.ring()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -697,8 +746,11 @@ class MemoryLink:
             raise LinkClosed("the coordinator has gone")
 
     def close(self) -> None:
-        self._closed = True
-        self._hub.forget(self._peer)
+        if not self._closed:
+            self._closed = True
+            self._hub.forget(self._peer)
+            if self._bell is not None:
+                self._bell.close()
 
 
 class _Bell:

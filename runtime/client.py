@@ -13,11 +13,29 @@ from typing import TypeVar
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import LinkClosed, RequestError
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import VERSION, Cancel, Emitted, Failed, Finished, Hello, Message, Recorded, Reply, Reported, Status, Stop, Submit, Welcome
+from dovetail.protocol.messages import (
+    VERSION,
+    Cancel,
+    Describe,
+    Described,
+    Emitted,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    PromptScored,
+    Recorded,
+    Reply,
+    Reported,
+    Status,
+    Stop,
+    Submit,
+    Welcome,
+)
 from dovetail.protocol.settings import Sampling, TreeSettings
 
 REGISTRATION_S = 10.0
-R = TypeVar("R", Welcome, Reported)
+R = TypeVar("R", Welcome, Reported, Described)
 
 
 class Client:
@@ -51,6 +69,11 @@ class Client:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        sample: int = 0,
+        end: Sequence[int] | None = None,
+        vocabulary: str = "",
+        logprobs: int | None = None,
+        scored: bool = False,
         tree: TreeSettings | None = None,
         speculate: bool = True,
         trace: bool = False,
@@ -59,7 +82,10 @@ class Client:
     ) -> int:
         """Ask for a completion of token ids, of text or of chat turns; returns the request's number, under which the replies come.
 
-        `record`: every round comes as a Recorded too; `ahead`: whether drafting goes on while the target verifies, None: where that pays.
+        `sample`: which of several replies to the same prompt and seed; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of that
+        which `tokens` are of, where the target is to have no other. `logprobs`: tokens come with their log-probabilities and so many alternatives, `scored`:
+        those of the prompt too, ahead of them. `record`: every round comes as a Recorded; `ahead`: whether drafting goes on while the target verifies, None:
+        where that pays.
         """
         self._requests += 1
         self._send(
@@ -73,6 +99,11 @@ class Client:
                 max_tokens=max_tokens,
                 stop=tuple(stop),
                 seed=seed,
+                sample=sample,
+                end=None if end is None else tuple(end),
+                vocabulary=vocabulary,
+                logprobs=logprobs,
+                scored=scored,
                 tree=tree or TreeSettings(),
                 speculate=speculate,
                 trace=trace,
@@ -93,6 +124,11 @@ class Client:
         """The coordinator's state. Not while a completion streams: its replies would be mixed up."""
         self._send(Status(epoch=self.epoch))
         return self._wait_for(Reported, timeout_s)
+
+    def describe(self, timeout_s: float = 10.0) -> Described:
+        """The target that a request would be decoded with; `RequestError` if there is none. Not while a completion streams, as with `status`."""
+        self._send(Describe(epoch=self.epoch))
+        return self._wait_for(Described, timeout_s)
 
     def replies(self, timeout_s: float | None = None) -> Iterator[Reply]:
         """Replies as they come; ends when none came within the timeout."""
@@ -116,7 +152,7 @@ class Client:
                 return reply
             if isinstance(reply, Failed) and reply.session in (request, None):
                 raise RequestError(reply.code, reply.text)
-            if not isinstance(reply, Emitted | Recorded | Finished | Failed):
+            if not isinstance(reply, Emitted | PromptScored | Recorded | Finished | Failed):
                 raise LinkClosed(f"the coordinator answered a completion with {type(reply).__name__}")
 
     def _send(self, message: Message) -> None:

@@ -1,9 +1,9 @@
 """The coordinator: routes messages between clients, sessions and workers.
 
 A message arrives, is decoded, becomes an event of a session, and the actions that follow are carried out before the next is looked at: first what a worker
-waits for, then what a client reads. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let in) -
-and nothing here touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message can raise out of `pump`. Time, and
-what is done elsewhere or later, are handed in: `loop.py` runs it for real.
+waits for, then what a client reads. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let in),
+`kept.py` (what of an ended session a new one goes on from) - and nothing here touches a tensor or a model file. A peer that breaks the protocol is counted
+and refused; no message can raise out of `pump`. Time, and what is done elsewhere or later, are handed in: `loop.py` runs it for real.
 """
 
 import itertools
@@ -26,6 +26,8 @@ from dovetail.protocol.messages import (
     Cancel,
     Close,
     Closed,
+    Describe,
+    Described,
     Drafted,
     Drain,
     Emitted,
@@ -41,11 +43,14 @@ from dovetail.protocol.messages import (
     Prefilled,
     Probe,
     Probed,
+    PromptScored,
     Recorded,
     Reported,
+    Scored,
     Status,
     Stop,
     Submit,
+    Totals,
     Verified,
     VerifiedItem,
     Verify,
@@ -54,15 +59,16 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.costs import PairCosts
+from dovetail.runtime.kept import bases
 from dovetail.runtime.live import MAX_TRACE_SPANS, Live
-from dovetail.runtime.metrics import Accounts, RoundTimes, extent_ns
+from dovetail.runtime.metrics import Accounts, RoundTimes, Tally, extent_ns
 from dovetail.runtime.outbox import EMIT_EVERY_NS
 from dovetail.runtime.pilot import Pair, Pilot, Plan, Round, share_device
 from dovetail.runtime.policies import cut
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
 from dovetail.runtime.scheduler import Owed
-from dovetail.runtime.session import MAX_HELD_BYTES, Action, Ask, Emit, Finish, Note, Request, Session, State
+from dovetail.runtime.session import MAX_HELD_BYTES, Action, Ask, Emit, Finish, Note, Request, Score, Session, State
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -94,7 +100,9 @@ def _now(_seconds: float, action: Callable[[], None]) -> None:
 class Coordinator:
     """Everything but the loop: `pump` handles what has arrived, `tick` what is due."""
 
-    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns, defer: Defer = _at_once, later: Later = _now) -> None:
+    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns, defer: Defer = _at_once, later: Later = _now, reuse: bool = True) -> None:
+        """`reuse`: sessions go on from what the workers still hold of those that have ended."""
+        self._reuse = reuse
         self._hub, self._now, self._defer, self._later = hub, clock_ns, defer, later
         self.epoch = secrets.randbits(62)
         self.registry = Registry(self.epoch)
@@ -103,7 +111,8 @@ class Coordinator:
         self._sessions = 0
         self._strikes: dict[bytes, int] = {}
         self._began_ns = clock_ns()
-        self._finished = self._failed = self._cancelled = self._stale = self._refused = 0
+        self._tally = Tally()
+        self._stale = self._refused = 0
         self._rounds = self._round_tokens = 0
         self._lost_draft = False
         self._pairs: dict[tuple[bytes, bytes], Pair] = {}
@@ -217,6 +226,8 @@ class Coordinator:
                 self._opened(worker, event, now_ns, size)
             case Prefilled():
                 self._prefilled(worker, event, size)
+            case Scored():
+                self._scored(worker, event, size)
             case Fed():
                 self._fed(worker, event, now_ns, size)
             case Probed():
@@ -239,7 +250,7 @@ class Coordinator:
             self._fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
             return
         live.answered(worker, now_ns, size, event.spans)
-        self._perform(live, live.session.opened(event, now_ns))
+        self._believe(live, lambda: live.session.opened(event, now_ns))
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
         """Features of a part of a prompt; the answer to Open is still owed."""
@@ -248,6 +259,26 @@ class Coordinator:
             raise StaleError(f"session {event.session} reads nothing of {worker.name}")
         actions = self._sensible(live, worker, lambda: live.session.prefilled(event))
         live.passed_on(size)
+        self._perform(live, actions)
+
+    def _scored(self, worker: Worker, event: Scored, size: int) -> None:
+        """What the target thinks of a part of a prompt; the answer to Open is still owed."""
+        live = self._live.get(event.session)
+        if live is None or live.target is not worker:
+            raise StaleError(f"session {event.session} asks {worker.name} nothing")
+        live.passed_on(size)
+        self._believe(live, lambda: live.session.scored(event))
+
+    def _believe(self, live: Live, handle: Callable[[], list[Action]]) -> None:
+        """Do what follows from the word of a session's target; one that makes no sense ends the request."""
+        try:
+            actions = handle()
+        except StaleError:
+            raise
+        except ProtocolError as error:
+            self._refused += 1
+            self._fail(live, RequestError("internal", f"the target worker {live.target.name} sent what cannot be: {error}"))
+            return
         self._perform(live, actions)
 
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
@@ -344,12 +375,27 @@ class Coordinator:
         if live is None:
             return
         log.warning("%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code)
+        if owed.type is Opened and self._open_anew(live, worker, event):
+            return
         if worker is live.draft and worker is not live.target:
             self._drop_draft(live)
         elif worker is live.target and event.code == "protocol" and live.session.doubtful:
             self._verify_without_tree(live, event.text)
         elif worker is live.target:
             self._fail(live, RequestError(event.code, event.text))
+
+    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> bool:
+        """Whether a worker reads the whole prompt, since it does not have what its session should have gone on from."""
+        role = "target" if worker is live.target else "draft"
+        if (base := live.session.base(role)) is None:
+            return False
+        self._send_to_worker(worker, Close(epoch=self.epoch, session=base.session))
+        if event.code != "prefix" or live.session.state is not State.OPENING or (role == "draft" and live.session.reads is not None):
+            return False
+        if role == "target":
+            live.interrupted(self._now())
+        self._perform(live, live.session.base_refused(role))
+        return True
 
     def _verify_without_tree(self, live: Live, why: str) -> None:
         """The target can make nothing of what the draft proposed, such as laws that its nodes cannot have been drawn from; that changed nothing there."""
@@ -378,6 +424,8 @@ class Coordinator:
                     self._cancel(self._live[number])
             case Status():
                 self._tell(client, self.report())
+            case Describe():
+                self._tell(client, self._describe())
             case Stop() if self._hub.user(client.peer) is None:
                 self.ending = True
             case Stop():
@@ -386,12 +434,34 @@ class Coordinator:
             case Hello():
                 raise StaleError("a client said Hello again")
 
-    def _submit(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
-        """Read the prompt, elsewhere: a long one takes its time."""
+    def _target(self) -> Worker | RequestError:
+        """The target that a request would be decoded with."""
         target = self.registry.pick("target")
         if self.ending or target is None:
             text = "the coordinator is ending" if self.ending else "no target worker is registered: start one with `dovetail worker --role target`"
-            self._turn_down(client, submit, RequestError("no_target", text))
+            return RequestError("no_target", text)
+        return target
+
+    def _describe(self) -> Described | Failed:
+        """The answer to Describe."""
+        target = self._target()
+        if isinstance(target, RequestError):
+            return _refusal(self.epoch, target)
+        assert target.hello.tokenizer is not None
+        return Described(
+            epoch=self.epoch,
+            model=target.model,
+            fingerprint=str(target.hello.fingerprint),
+            limits=target.limits,
+            vocabulary=target.facts,
+            tokenizer=target.hello.tokenizer,
+        )
+
+    def _submit(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
+        """Read the prompt, elsewhere: a long one takes its time."""
+        target = self._target()
+        if isinstance(target, RequestError):
+            self._turn_down(client, submit, target)
         elif submit.request in client.sessions:
             self._turn_down(client, submit, RequestError("protocol", f"request {submit.request} runs already"))
         else:
@@ -424,9 +494,13 @@ class Coordinator:
 
     def _place(self, client: ClientPeer, submit: Submit, target: Worker, request: Request, now_ns: int) -> Live:
         """A session for a request, on its target and on the draft worker that has most room."""
-        draft = self.registry.pick("draft") if submit.speculate and submit.tree.gamma else None
+        draft = self.registry.pick("draft") if submit.speculate and submit.tree.gamma and submit.max_tokens else None
         if draft is not None and draft.sessions >= draft.limits.sessions:
             draft = None
+        reads = draft.hello.reads if draft is not None else None
+        target_base = draft_base = None
+        if self._reuse and request.may_reuse and draft is not target:
+            target_base, draft_base = bases(request.packed, target.shelf, draft.shelf if draft else None, reads=reads is not None)
         self._sessions += 1
         session = Session(
             number=self._sessions,
@@ -434,8 +508,10 @@ class Coordinator:
             request=request,
             detokenizer=target.text.detokenizer(),
             speculating=draft is not None,
-            accounts=Accounts(now_ns),
-            reads=draft.hello.reads if draft is not None else None,
+            accounts=Accounts(now_ns, self._tally),
+            reads=reads,
+            target_base=target_base,
+            draft_base=draft_base,
         )
         pair = self._pair(draft, target) if draft is not None else None
         costs = pair.costs if pair is not None else self._alone.setdefault(target.peer, PairCosts(target.verifying))
@@ -458,7 +534,7 @@ class Coordinator:
         return live.pilot.plan(live.session.length, ready=not live.draft.turns.busy_with(live.session.number))
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
-        self._failed += 1
+        self._tally.ended["error"] += 1
         self._tell(client, _refusal(self.epoch, error, submit.request))
 
     # -- what follows ---------------------------------------------------------------------------------------------------------------------------
@@ -476,6 +552,8 @@ class Coordinator:
                 break
             if isinstance(action, Emit):
                 self._emit(live, action)
+            elif isinstance(action, Score):
+                self._tell(live.client, PromptScored(epoch=self.epoch, request=live.request, start=action.start, logprobs=action.logprobs))
             elif isinstance(action, Note):
                 self._tell(live.client, Recorded(epoch=self.epoch, request=live.request, record=action.record))
             elif isinstance(action, Finish):
@@ -492,11 +570,27 @@ class Coordinator:
         if worker is None or worker.peer not in self.registry.workers:
             return
         if isinstance(ask.command, Close):
-            worker.turns.forget(live.session.number)
-            self._send_to_worker(worker, ask.command)
+            self._close(live, worker, ask.role, ask.command)
         else:
             worker.turns.ask(live.session.number, ask.command)
             self._dispatch(worker)
+
+    def _close(self, live: Live, worker: Worker, role: str, command: Close) -> None:
+        """End a session on a worker, which keeps what it has of it if it can; then others may have to go."""
+        idle = not worker.turns.busy_with(live.session.number)
+        gone = None
+        if command.keep and self._reuse and worker.limits.kept and live.draft is not live.target:
+            gone = worker.shelf.add(live.session.kept(role, idle=idle))
+        for session in gone or ():
+            self._send_to_worker(worker, Close(epoch=self.epoch, session=session))
+        self._forget_on(worker, command.model_copy(update={"keep": gone is not None}))
+
+    def _forget_on(self, worker: Worker, command: Close) -> None:
+        """A session is over on a worker; what it was to go on from is there for others, if it did not even begin."""
+        for dropped in worker.turns.forget(command.session):
+            if isinstance(dropped, Open) and dropped.base is not None:
+                worker.shelf.give_back(dropped.base)
+        self._send_to_worker(worker, command)
 
     def _dispatch(self, worker: Worker) -> None:
         """Send a worker its next command, if it is free and one waits."""
@@ -506,6 +600,8 @@ class Coordinator:
         message, sessions = turn
         size = self._send_to_worker(worker, message)
         now_ns = self._now()
+        if isinstance(message, Open) and message.base is not None:
+            worker.shelf.taken(message.base)
         if isinstance(message, Verify):
             self._passing(worker, message)
         for number in sessions:
@@ -545,7 +641,7 @@ class Coordinator:
 
     def _emit(self, live: Live, emit: Emit) -> None:
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
-        self._tell(live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=drafted, text=emit.text))
+        self._tell(live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=drafted, text=emit.text, logprobs=emit.logprobs))
 
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
@@ -553,8 +649,7 @@ class Coordinator:
         result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason)
         controls = min(live.pilot.controls, result.plain_rounds)  # the last one may have been cut short
         result = result.model_copy(update={"predicted_tokens_per_s": live.pilot.predicted_tokens_per_s, "control_rounds": controls})
-        self._finished += finish.reason != "cancelled"
-        self._cancelled += finish.reason == "cancelled"
+        self._tally.ended[finish.reason] += 1
         self._rounds += result.rounds
         self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
         spans = tuple(live.spans[:MAX_TRACE_SPANS])
@@ -563,7 +658,7 @@ class Coordinator:
 
     def _fail(self, live: Live, error: RequestError) -> None:
         """End a request with an error; both workers forget it."""
-        self._failed += 1
+        self._tally.ended["error"] += 1
         self._tell(live.client, _refusal(self.epoch, error, live.request))
         self._forget(live)
         self._ask_all(live, live.session.abandon())
@@ -585,9 +680,8 @@ class Coordinator:
         live.pilot.leave()
         if draft is not None and draft is not live.target:
             draft.sessions -= 1
-            draft.turns.forget(live.session.number)
             if draft.peer in self.registry.workers:
-                self._send_to_worker(draft, Close(epoch=self.epoch, session=live.session.number))
+                self._forget_on(draft, Close(epoch=self.epoch, session=live.session.number))
         if live.session.state is State.DRAFTING and (live.sent or live.queued):
             live.interrupted(self._now())
         self._perform(live, live.session.draft_lost())
@@ -615,7 +709,7 @@ class Coordinator:
         self.registry.clients.pop(client.peer, None)
         for number in list(client.sessions.values()):
             if (live := self._live.get(number)) is not None:
-                self._cancelled += 1
+                self._tally.ended["cancelled"] += 1
                 self._forget(live)
                 self._ask_all(live, live.session.abandon())
 
@@ -712,9 +806,9 @@ class Coordinator:
             uptime_s=(now_ns - self._began_ns) / 1e9,
             workers=tuple(w.state(now_ns) for w in self.registry.workers.values()),
             sessions=len(self._live),
-            finished=self._finished,
-            failed=self._failed,
-            cancelled=self._cancelled,
+            finished=self._tally.ended["stop"] + self._tally.ended["length"],
+            failed=self._tally.ended["error"],
+            cancelled=self._tally.ended["cancelled"],
             rounds=self._rounds,
             tau=self._round_tokens / self._rounds if self._rounds else None,
             stale=self._stale,
@@ -723,6 +817,16 @@ class Coordinator:
             reasons=tuple(reasons[:MAX_REASONS]),
             pairs=tuple(pair.state() for pair in [*self._pairs.values()][:MAX_PAIRS]),
             decisions=tuple(self._decisions),
+            totals=self._totals(),
+        )
+
+    def _totals(self) -> Totals:
+        targets = [worker for worker in self.registry.workers.values() if worker.plays("target")]
+        room = sum(target.limits.sessions for target in targets)
+        return self._tally.totals(
+            opening=sum(live.session.state is State.OPENING for live in self._live.values()),
+            kept=sum(len(target.shelf) for target in targets),
+            occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
         )
 
     def end(self) -> None:

@@ -18,8 +18,8 @@ STOP_GRACE_S = 5.0
 DRAIN_EVERY_S = 0.02
 
 
-async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> None:
-    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened."""
+async def coordinate(hub: Hub, *, reuse: bool = True, ready: Callable[[], None] | None = None) -> None:
+    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened. `reuse`: as with `Coordinator`."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def elsewhere(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
@@ -36,7 +36,7 @@ async def coordinate(hub: Hub, *, ready: Callable[[], None] | None = None) -> No
 
         loop.call_later(seconds, act)
 
-    coordinator = Coordinator(hub, defer=elsewhere, later=later)
+    coordinator = Coordinator(hub, defer=elsewhere, later=later, reuse=reuse)
 
     def arrived() -> None:
         coordinator.pump()

@@ -1,13 +1,14 @@
-"""What one request cost: every nanosecond of its life is put down to one account, and the sum is its wall time.
+"""What one request cost - every nanosecond of its life is put down to one account, and the sum is its wall time - and what all of them came to.
 
 Knows no clock: all times are handed in, in nanoseconds on the coordinator's monotonic clock.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dovetail.protocol.messages import Drafted
+from dovetail.protocol.messages import Drafted, FinishReason, Totals
 from dovetail.protocol.spans import Span
 
 Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"]
@@ -58,10 +59,55 @@ class RoundTimes:
 
 
 @dataclass
+class Tally:
+    """What all requests came to, of those that run as far as they have come."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    completion_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at_depth: list[int] = field(default_factory=list)
+    ended: Counter[FinishReason] = field(default_factory=Counter)
+
+    def verdict(self, drafted: int, accepted: int) -> None:
+        self.drafts += drafted > 0
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        count_depths(self.accepted_at_depth, accepted)
+
+    def totals(self, *, opening: int, kept: int, occupied: float) -> Totals:
+        """With these gauges."""
+        return Totals(
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.reused_tokens,
+            completion_tokens=self.completion_tokens,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            accepted_per_depth=tuple(self.accepted_at_depth),
+            reasons=tuple(sorted(self.ended.items())),
+            opening=opening,
+            kept=kept,
+            occupied=occupied,
+        )
+
+
+def count_depths(at_depth: list[int], accepted: int) -> None:
+    """A round accepted a node at each of so many depths."""
+    at_depth.extend([0] * (accepted - len(at_depth)))
+    for depth in range(accepted):
+        at_depth[depth] += 1
+
+
+@dataclass
 class Accounts:
     """The time split and the counts of one request."""
 
     began_ns: int
+    tally: Tally = field(default_factory=Tally)
+    """Of all requests, this one too."""
     ns: dict[Account, int] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0))
     first_token_ns: int | None = None
     rounds: int = 0
@@ -94,15 +140,22 @@ class Accounts:
         self.hits += drafted.hit
         self.drafted_rounds += 1
 
+    def read(self, prompt_tokens: int, reused_tokens: int) -> None:
+        """The target has read the prompt, some of it in an earlier session."""
+        self.tally.prompt_tokens += prompt_tokens
+        self.tally.reused_tokens += reused_tokens
+
+    def committed(self, tokens: int) -> None:
+        self.tally.completion_tokens += tokens
+
     def verdict(self, drafted: int, accepted: int) -> None:
         """One target pass: `accepted` of its drafted nodes were committed."""
         self.rounds += 1
         self.plain += drafted == 0
         self.drafted += drafted
         self.accepted += accepted
-        self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
-        for depth in range(accepted):
-            self.accepted_at_depth[depth] += 1
+        count_depths(self.accepted_at_depth, accepted)
+        self.tally.verdict(drafted, accepted)
 
     def figures(self, now_ns: int, completion_tokens: int) -> dict[str, Any]:
         """The measured fields of `messages.Result`, in seconds and shares."""

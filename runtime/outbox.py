@@ -54,4 +54,5 @@ class Outbox:
 def _joined(first: Emitted, second: Emitted) -> Emitted:
     """One message that says what both say."""
     tokens, drafted, text = first.tokens + second.tokens, first.drafted + second.drafted, first.text + second.text
-    return Emitted(epoch=first.epoch, request=first.request, tokens=tokens, drafted=drafted, text=text)
+    logprobs = first.logprobs + second.logprobs
+    return Emitted(epoch=first.epoch, request=first.request, tokens=tokens, drafted=drafted, text=text, logprobs=logprobs)

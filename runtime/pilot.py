@@ -201,23 +201,24 @@ class Pilot:
         self._exposed_s = 0.0
         if self._pair is None:
             return None
-        if self._switch is not None and not (ready and self._switch.drafting and not self._controls()):
+        if self._switch is not None and not (ready and self._switch.drafting):
+            return None
+        if self._switch is not None and self._control_due:
+            self._pair.controls += 1
+            self.controls += 1
             return None
         costs = self._pair.costs
         self._exposed_s = costs.exposed_s.value + costs.draft_hop_s.value if costs.exposed_s.known else None
         ahead = self._pair.trial.ahead if self._ahead is None and self._pair.shared else self._ahead is not False
         return Plan(ahead=ahead) if self._switch is None else self._priced(context, ahead)
 
-    def _controls(self) -> bool:
+    @property
+    def _control_due(self) -> bool:
         """Whether the target's pass over a single row has to be measured. One try for each time: other sessions may be in the pass, and have rows there."""
         assert self._pair is not None
         target, pair = self._costs.target, self._pair
         due = sum(pair.rounds >= after for after in CONTROLS)
-        if target.profiled or target.seen(1) >= due or (target.known and pair.controls >= due):
-            return False
-        pair.controls += 1
-        self.controls += 1
-        return True
+        return not (target.profiled or target.seen(1) >= due or (target.known and pair.controls >= due))
 
     def _priced(self, context: int, ahead: bool) -> Plan:
         assert self._pair is not None

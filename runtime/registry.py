@@ -13,6 +13,7 @@ from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, Role, Voc
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
 from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.kept import Shelf
 from dovetail.runtime.outbox import Outbox
 from dovetail.runtime.scheduler import Turns
 from dovetail.runtime.text import TextCodec
@@ -48,6 +49,8 @@ class Worker:
     stuck: bool = False
     """It owes an answer for too long; it gets no new sessions until it has given it."""
     sessions: int = 0
+    shelf: Shelf = field(default_factory=lambda: Shelf(0))
+    """The ended sessions that it keeps."""
     verifying: RowCosts = field(default_factory=RowCosts)
     """What its passes as a target cost, by rows; `drafting`: as a draft."""
     drafting: RowCosts = field(default_factory=RowCosts)
@@ -166,7 +169,7 @@ class Registry:
             raise RequestError("protocol", f"the worker {hello.name} introduced itself without limits")
         if "target" in hello.roles and hello.fingerprint is None:
             raise RequestError("protocol", f"the target worker {hello.name} introduced itself without a fingerprint")
-        worker = Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns)
+        worker = Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns, shelf=Shelf(hello.limits.kept))
         if "target" in hello.roles:
             worker.verifying = RowCosts(hello.curves)
         else:

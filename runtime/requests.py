@@ -13,6 +13,10 @@ from dovetail.runtime.text import TextCodec
 
 def read_request(submit: Submit, target: Worker) -> Request:
     """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit."""
+    if submit.vocabulary not in ("", target.facts.digest):
+        has, asked = target.facts.digest[:16], submit.vocabulary[:16]
+        text = f"the token ids are of the vocabulary {asked}, the target {target.model} has {has}: ask what the target is and read the prompt again"
+        raise RequestError("vocabulary", text)
     context = target.limits.context
     least = sum(map(target.text.least_tokens, (submit.text or "", *(submit.turns or ()))))
     prompt = _prompt(submit, target.text) if least < context else ()
@@ -26,15 +30,17 @@ def read_request(submit: Submit, target: Worker) -> Request:
     seed = secrets.randbits(63) if submit.seed is None else submit.seed
     return Request(
         prompt=prompt,
-        key=session_key(seed, 0, prompt),
+        key=session_key(seed, submit.sample, prompt),
         seed=seed,
         sampling=submit.sampling,
         max_tokens=min(submit.max_tokens, context - len(prompt)),
         tree=submit.tree,
-        end=target.facts.end,
+        end=target.facts.end if submit.end is None else submit.end,
         vocabulary_size=target.facts.size,
         stop=submit.stop,
         record=submit.record,
+        logprobs=submit.logprobs,
+        scored=submit.scored,
     )
 
 
@@ -42,6 +48,10 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
     sampling = submit.sampling
     if (bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)) is not None:
         raise RequestError("settings", f"token id {bad} of logit_bias is beyond the target's vocabulary of {target.facts.size}")
+    if (bad := next((token for token in submit.end or () if token >= target.facts.size), None)) is not None:
+        raise RequestError("settings", f"token id {bad} of end is beyond the target's vocabulary of {target.facts.size}")
+    if submit.scored and submit.logprobs is None:
+        raise RequestError("settings", "the log-probabilities of the prompt are asked for, those of tokens are not: say how many alternatives, 0 for none")
     if (why := misfit(sampling, submit.tree)) is not None:
         raise RequestError("settings", why)
     if isinstance(submit.tree.thresholds, str) and submit.tree.thresholds:

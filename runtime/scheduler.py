@@ -60,9 +60,12 @@ class Turns:
         del self.owed[session]
         return True
 
-    def forget(self, session: int) -> None:
-        """The session ended: drop what waits for it. What is under way comes back and is dropped as stale."""
-        self.waiting = deque(entry for entry in self.waiting if entry[0] != session)
+    def forget(self, session: int) -> Sequence[Command]:
+        """The session ended: drop what waits for it, which is returned. What is under way comes back and is dropped as stale."""
+        dropped = [command for number, command in self.waiting if number == session]
+        if dropped:
+            self.waiting = deque(entry for entry in self.waiting if entry[0] != session)
+        return dropped
 
     def next(self) -> tuple[Command, Sequence[int]] | None:
         """The message to send now and the sessions it is about; nothing while the worker owes an answer."""

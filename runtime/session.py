@@ -28,12 +28,15 @@ from dovetail.protocol.messages import (
     Reads,
     Result,
     RoundRecord,
+    Scored,
+    TokenLogprobs,
     VerifiedItem,
     Verify,
     VerifyItem,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
+from dovetail.runtime.kept import Base, Kept, pack
 from dovetail.runtime.metrics import Accounts, RoundTimes
 from dovetail.runtime.pilot import Plan
 from dovetail.runtime.text import Detokenizer, StopStrings
@@ -60,6 +63,15 @@ class Emit:
     tokens: tuple[int, ...]
     drafted: int
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the target thinks of tokens of the prompt, the first of which stands at `start`."""
+
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,12 @@ class Note:
     record: RoundRecord
 
 
-Action = Ask | Emit | Note | Finish
+Action = Ask | Emit | Score | Note | Finish
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for, in tokens; `capacity` is the longest that prompt and reply together may become."""
+    """What a client asked for, in tokens."""
 
     prompt: tuple[int, ...]
     key: bytes
@@ -93,6 +105,23 @@ class Request:
     vocabulary_size: int
     stop: tuple[str, ...] = ()
     record: bool = False
+    logprobs: int | None = None
+    scored: bool = False
+    packed: bytes = field(init=False, repr=False)
+    """The prompt as ended sessions are compared with; made with the request, where a millisecond does not matter."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed", pack(self.prompt))
+
+    @property
+    def capacity(self) -> int:
+        """The longest that prompt and reply together may become; there is a place for the first token even where none is wanted."""
+        return len(self.prompt) + max(1, self.max_tokens)
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether it may go on from an ended session: not where what is drawn hangs on the draft, nor where each token of the prompt is scored."""
+        return not (self.scored or self.sampling.rejects)
 
 
 class State(Enum):
@@ -114,12 +143,17 @@ class Session:
     accounts: Accounts
     reads: Reads | None = None
     """What the draft reads of its target."""
+    target_base: Base | None = None
+    """What the target goes on from; `draft_base`: the draft. The same number of tokens where the draft reads its target."""
+    draft_base: Base | None = None
     plan: Callable[[], Plan | None] = Plan
     """How to draft for the next round; None: not at all."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens, where they were asked for."""
     text: str = ""
     _tree: TokenTree = NO_TREE
     """What is being verified."""
@@ -129,12 +163,19 @@ class Session:
     """The last verdict on a proposal, and the token behind it; then what was committed in rounds without one."""
     _bonus: int = 0
     _more: list[int] = field(default_factory=list)
+    _prompt_read: bool = False
+    """Whether the target has read the prompt."""
+    _scored: int = 1
+    """Position of the next token of the prompt that the target says what it thinks of."""
     _fed: int = 0
+    _draft_rows: int = 0
+    """What the draft had of the log when it made its last proposal."""
     _features: list[Array] = field(default_factory=list)
     """Of the verdicts since the last Draft; the next one takes them."""
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
+        self._fed = self.draft_base.tokens if self.draft_base is not None and self.reads is not None else 0
 
     @property
     def length(self) -> int:
@@ -143,19 +184,48 @@ class Session:
 
     def begin(self) -> list[Action]:
         """Open the session on its workers."""
-        command = Open(
+        command = self._open()
+        target = self._opening("target", command)
+        return [target, self._opening("draft", command)] if self.speculating else [target]
+
+    def base_refused(self, role: str) -> list[Action]:
+        """A worker does not have what its session should have gone on from: have it read the whole prompt.
+
+        A draft that reads its target then reads features of the whole prompt as well. If it is the draft that refuses, they are not sent any more.
+        """
+        together = self.reads is not None and self.speculating
+        if role == "draft":
+            self.draft_base = None
+            return [self._opening("draft", self._open())]
+        self.target_base = None
+        target = self._opening("target", self._open())
+        if not together:
+            return [target]
+        self.draft_base, self._fed = None, 0
+        return [target, Ask("draft", Close(epoch=self.epoch, session=self.number)), self._opening("draft", self._open())]
+
+    def _open(self) -> Open:
+        return Open(
             epoch=self.epoch,
             session=self.number,
             key=self.request.key,
             prompt=self.request.prompt,
-            capacity=len(self.request.prompt) + self.request.max_tokens,
+            capacity=self.request.capacity,
             vocabulary_size=self.request.vocabulary_size,
             end=self.request.end,
             sampling=_sampling(self.request.sampling),
             tree=self.request.tree,
             features=self.reads if self.speculating else None,
         )
-        return [Ask("target", command), *([Ask("draft", command)] if self.speculating else [])]
+
+    def _opening(self, role: str, command: Open) -> Ask:
+        """The command as one of the workers gets it."""
+        target = role == "target"
+        base = self.base(role)
+        own: dict[str, object] = {"base": base.session, "kept": base.tokens} if base is not None else {}
+        if target:
+            own |= {"logprobs": self.request.logprobs, "scored": self.request.scored}
+        return Ask(role, command.model_copy(update=own) if own else command)
 
     def prefilled(self, event: Prefilled) -> list[Action]:
         """The target has read a part of the prompt: its features go on to the draft."""
@@ -169,13 +239,43 @@ class Session:
         self._fed += rows
         return [Ask("draft", Feed(epoch=self.epoch, session=self.number, start=event.start, features=event.features))]
 
+    def scored(self, event: Scored) -> list[Action]:
+        """The target says what it thinks of a part of the prompt."""
+        if self.state is not State.OPENING or event.start < self._scored:
+            raise StaleError(f"session {self.number} did not wait for what its target thinks of position {event.start}")
+        stop = event.start + len(event.logprobs)
+        if not self.request.scored or event.start != self._scored or not event.start < stop <= len(self.request.prompt) or not self._says(event.logprobs):
+            raise ProtocolError(f"log-probabilities of positions {event.start} to {stop - 1} are not those that were asked for")
+        self._scored = stop
+        return [Score(event.start, event.logprobs)]
+
     def opened(self, event: Opened, now_ns: int) -> list[Action]:
         """The target has read the prompt and chosen the first token."""
         if self.state is not State.OPENING or event.bonus is None:
             raise StaleError(f"session {self.number} did not wait for the first token of its target")
+        logprobs = () if event.logprobs is None else (event.logprobs,)
+        self._check_logprobs(logprobs, 1)
+        if self.request.scored and self._scored != len(self.request.prompt):
+            raise ProtocolError(f"log-probabilities of {self._scored - 1} tokens of a prompt of {len(self.request.prompt)}")
         self.accounts.first_token_ns = now_ns
+        self.accounts.read(len(self.request.prompt), self.target_base.tokens if self.target_base else 0)
+        self._prompt_read = True
+        if not self.request.max_tokens:
+            return self._finish("length")
         self._bonus = event.bonus
-        return self._commit([event.bonus], [event.margin or 0.0], drafted=0)
+        return self._commit([event.bonus], [event.margin or 0.0], logprobs, drafted=0)
+
+    def _says(self, logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Whether each of these has as many alternatives as were asked for, all of them tokens."""
+        size = self.request.vocabulary_size
+        most = min(self.request.logprobs or 0, size)
+        return all(len(said.top) == most and all(token < size for token, _ in said.top) for said in logprobs)
+
+    def _check_logprobs(self, logprobs: Sequence[TokenLogprobs], tokens: int) -> None:
+        """Passes those of so many tokens, or none where none were asked for."""
+        expected = 0 if self.request.logprobs is None else tokens
+        if len(logprobs) != expected or not self._says(logprobs):
+            raise ProtocolError(f"{len(logprobs)} log-probabilities of {tokens} tokens, {self.request.logprobs} alternatives of each were asked for")
 
     def drafted(self, event: Drafted) -> list[Action]:
         """The draft worker proposes a tree: have it verified."""
@@ -193,7 +293,7 @@ class Session:
         if drawn is not None:
             _check_drawn(drawn)
         self.accounts.proposal(event)
-        self.proposal = event
+        self.proposal, self._draft_rows = event, self.length - 1
         return self._verify(tree, drawn)
 
     def sent(self, nodes: int) -> None:
@@ -212,10 +312,11 @@ class Session:
         tokens = [*(self._tree.tokens[node] for node in item.accepted), item.bonus] if self._tree.is_path(item.accepted) else []
         if not tokens or len(item.margins) != len(tokens) or item.bonus >= self.request.vocabulary_size:
             raise ProtocolError(f"the verdict of round {item.round} fits no path of the tree that was sent")
+        self._check_logprobs(item.logprobs, len(tokens))
         record = self._record(item, times or RoundTimes()) if self.request.record else None
         self._remember(item, features)
         before, drafted = len(self.tokens), len(self._tree)
-        actions = self._commit(tokens, item.margins, drafted=len(item.accepted))
+        actions = self._commit(tokens, item.margins, item.logprobs, drafted=len(item.accepted))
         self.accounts.verdict(drafted, min(len(item.accepted), len(self.tokens) - before))
         return actions if record is None else [actions[0], Note(record), *actions[1:]]
 
@@ -285,9 +386,27 @@ class Session:
 
     def abandon(self) -> list[Ask]:
         """Nobody waits for the reply any more: both workers forget the session."""
+        return self._close(keep=False)
+
+    def _close(self, *, keep: bool) -> list[Ask]:
         self.state = State.DONE
-        command = Close(epoch=self.epoch, session=self.number)
+        command = Close(epoch=self.epoch, session=self.number, keep=keep)
         return [Ask("target", command), Ask("draft", command)]
+
+    def kept(self, role: str, *, idle: bool) -> Kept:
+        """What a worker has of this session, now that it has ended. `idle`: it owes no answer.
+
+        The root has no row in the target. A draft has what the last order brought that it answered; without one it has read the prompt.
+        """
+        prompt, tree = len(self.request.prompt), self.request.tree
+        rows = prompt + max(0, len(self.tokens) - 1)
+        if role == "draft":
+            rows = self._draft_rows or (prompt - 1 if idle else 0)
+        return Kept(self.number, self.request.packed + pack(self.tokens), rows, self.length + 1 + tree.most_levels)
+
+    def base(self, role: str) -> Base | None:
+        """What a worker goes on from."""
+        return self.target_base if role == "target" else self.draft_base
 
     def result(self, now_ns: int, fingerprint: str, reason: FinishReason) -> Result:
         return Result(
@@ -298,6 +417,7 @@ class Session:
             finish_reason=reason,
             seed=self.request.seed,
             fingerprint=fingerprint,
+            reused_tokens=self.target_base.tokens if self._prompt_read and self.target_base is not None else 0,
             **self.accounts.figures(now_ns, len(self.tokens)),
         )
 
@@ -308,7 +428,7 @@ class Session:
 
     # -- within a round ------------------------------------------------------------------------------------------------------------------------
 
-    def _commit(self, tokens: Sequence[int], margins: Sequence[float], *, drafted: int) -> list[Action]:
+    def _commit(self, tokens: Sequence[int], margins: Sequence[float], logprobs: Sequence[TokenLogprobs], *, drafted: int) -> list[Action]:
         """Append to the token log until something ends the reply, then stream and go on."""
         begin, shown, reason = len(self.tokens), "", None
         for token, margin in zip(tokens, margins, strict=True):
@@ -318,10 +438,12 @@ class Session:
             shown += text
             if reason:
                 break
+        self.logprobs += logprobs[: len(self.tokens) - begin]
+        self.accounts.committed(len(self.tokens) - begin)
         if reason:
             return self._finish(reason, begin, drafted, shown)
         self.text += shown
-        return [Emit(tuple(self.tokens[begin:]), drafted, shown), *self._next_round()]
+        return [Emit(tuple(self.tokens[begin:]), drafted, shown, tuple(self.logprobs[begin:])), *self._next_round()]
 
     def _read(self, token: int) -> tuple[str, FinishReason | None]:
         """The text that a token completes, and whether the reply ends with it."""
@@ -382,8 +504,8 @@ class Session:
             shown += last + self._stops.flush()
         self.text += shown
         new = tuple(self.tokens[begin:])
-        emitted = [Emit(new, min(drafted, len(new)), shown)] if new or shown else []
-        return [*emitted, Finish(reason), *self.abandon()]
+        emitted = [Emit(new, min(drafted, len(new)), shown, tuple(self.logprobs[begin:]))] if new or shown else []
+        return [*emitted, Finish(reason), *self._close(keep=self._prompt_read)]
 
 
 def _check_drawn(event: Drafted) -> None:

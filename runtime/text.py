@@ -4,8 +4,11 @@ The only door to the `tokenizers` library. Everything comes from the bytes that 
 files. Knows nothing of sessions. Special tokens written out in a prompt are read as special tokens, as transformers does.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
@@ -24,6 +27,8 @@ from dovetail.protocol.messages import VocabularyFacts
 MAX_PRODUCT = 1 << 20
 """Items that a product in a chat template may have."""
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
 
 class TextCodec:
     """The tokenizer and the chat template of one target."""
@@ -33,22 +38,64 @@ class TextCodec:
         self._tokenizer = _tokenizer(tokenizer)
         self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._template = _compile(facts.template) if facts.template else None
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer).get("decoder"))
+        self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with what the tokenizer itself puts before it."""
-        return self._ids(_valid(text), special=True)
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of plain text, with what the tokenizer itself puts around it; `special`: whether it is to do that."""
+        return self._ids(_valid(text), special=special)
 
     def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
         """Token ids of a conversation (user first, then alternating) up to where the next reply begins; plain text where there is no template."""
         if self._template is None:
             return self.encode("\n".join(turns))
-        messages = [{"role": ("user", "assistant")[i % 2], "content": _valid(turn)} for i, turn in enumerate(turns)]
+        return self.encode_messages([(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)])
+
+    def encode_messages(self, messages: Sequence[tuple[str, str]], *, reply: bool = True) -> tuple[int, ...]:
+        """Token ids of a conversation of (role, content), `reply`: up to where the next reply begins; plain text where there is no template."""
+        if self._template is None:
+            return self.encode("\n".join(content for _, content in messages))
+        told = [{"role": role, "content": _valid(content)} for role, content in messages]
         begin, end = (self._tokenizer.id_to_token(i) if i is not None else "" for i in (self.facts.begin, next(iter(self.facts.end), None)))
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, bos_token=begin or "", eos_token=end or "", tools=None)
+            text = self._template.render(messages=told, add_generation_prompt=reply, bos_token=begin or "", eos_token=end or "", tools=None)
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
             raise RequestError("settings", f"the chat template of the target fails on these turns: {type(error).__name__}: {str(error)[:300]}") from None
         return self._ids(text, special=False)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of token ids; `special`: with the special tokens written out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def token(self, index: int) -> str:
+        """A token as the vocabulary spells it; empty if there is none of this id."""
+        return self._tokenizer.id_to_token(index) or ""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, in its middle; they need not be a whole character. Special tokens are written out."""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token)
+        return self._pieces[token]
+
+    def _piece(self, token: int) -> bytes:
+        spelt = self.token(token)
+        if token in self._added:
+            return spelt.encode()
+        if self._byte_level and all(letter in BYTE_OF_LETTER for letter in spelt):
+            return bytes(BYTE_OF_LETTER[letter] for letter in spelt)
+        if (byte := _BYTE_TOKEN.fullmatch(spelt)) is not None:
+            return bytes([int(byte[1], 16)])
+        before = self.decode(self._anchor, special=True)
+        return self.decode([*self._anchor, token], special=True)[len(before) :].encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _anchor(self) -> tuple[int, ...]:
+        """Something to stand before a token: decoders treat the first one of a text in a way of its own."""
+        return self.encode("a", special=False)[-1:]
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, without tokenizing it: no token is longer than the longest of the vocabulary.
@@ -106,6 +153,16 @@ class StopStrings:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
+
+
+def _byte_letters() -> Mapping[str, int]:
+    """The letters by which byte-level vocabularies spell bytes (GPT-2's): printable ones stand for themselves, the rest follow from U+0100 on."""
+    themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in themselves]
+    return {**{chr(byte): byte for byte in themselves}, **{chr(256 + place): byte for place, byte in enumerate(others)}}
+
+
+BYTE_OF_LETTER = _byte_letters()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -25,6 +25,11 @@ DOORS = {
     "torch": ("workers/",),
     "transformers": ("workers/",),
     "sklearn": ("workers/training/stratify.py",),
+    "fastapi": ("runtime/http/",),
+    "starlette": ("runtime/http/",),
+    "uvicorn": ("runtime/http/server.py",),
+    "uvloop": ("launch/http.py",),
+    "prometheus_client": ("runtime/http/exposition.py",),
     "click": ("launch/",),
     "rich": ("launch/",),
 }

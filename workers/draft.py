@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,6 +38,7 @@ from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers.kept import KeptSessions, Left, affordable_tokens
 from dovetail.workers.lookup import Lookup
 from dovetail.workers.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
@@ -111,6 +113,29 @@ class Reader(Protocol[ReadT]):
         """Those that came with a verdict; what is drafted next goes on from them."""
 
 
+class Keeper(Protocol[SessionT]):
+    """What an engine that can keep the rows of a session does beside `Engine`."""
+
+    def keep(self, session: SessionT, /) -> Left:
+        """What is left of a session that has ended; it is used up."""
+
+    def open(
+        self,
+        prompt: Sequence[int],
+        /,
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int],
+        base: Any,
+        kept: int,
+    ) -> SessionT:
+        """As `Engine.open`, from the first `kept` tokens of what is left of another session, which is used up."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """What a draft worker says of itself. Without a vocabulary it knows no other tokens than it is sent."""
@@ -124,6 +149,8 @@ class Identity:
     tokenizer: bytes | None = None
     curves: Sequence[ContextCurve] = ()
     """What a level of its tree costs, as the machine's profile file has it."""
+    kept_tokens: int = 0
+    """Of sessions that have ended, so many as it keeps the rows of."""
 
 
 @dataclass
@@ -145,11 +172,13 @@ class DraftWorker(Generic[SessionT]):
         spans: Spans,
         *,
         reader: Reader[SessionT] | None = None,
+        keeper: Keeper[SessionT] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`spans` are those in which the engine measures itself, `clock` is its own; `reader`: the engine, if it reads features."""
-        self._engine, self._reader, self._identity, self._spans, self._clock = engine, reader, identity, spans, clock
+        """`spans` are those in which the engine measures itself, `clock` is its own; `reader`, `keeper`: the engine, if it reads features, or keeps rows."""
+        self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = engine, reader, keeper, identity, spans, clock
         self._held: dict[int, _Held[SessionT]] = {}
+        self._kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens)
         self._to_learn = False
         self._epoch = 0
         self.stale = 0
@@ -162,6 +191,11 @@ class DraftWorker(Generic[SessionT]):
     @property
     def sessions(self) -> int:
         return len(self._held)
+
+    @property
+    def kept(self) -> int:
+        """Sessions that have ended and are kept."""
+        return len(self._kept)
 
     def session(self, number: int) -> SessionT:
         """The engine's session of that number; `RequestError` if it is not open."""
@@ -180,7 +214,7 @@ class DraftWorker(Generic[SessionT]):
             model=identity.model,
             device=identity.device,
             threads=identity.threads,
-            limits=Limits(context=identity.context, sessions=MAX_OPEN),
+            limits=Limits(context=identity.context, sessions=MAX_OPEN, kept=identity.kept_tokens),
             vocabulary=identity.vocabulary,
             tokenizer=None if tokenizer is None else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
             reads=None if self._reader is None else self._reader.reads,
@@ -199,7 +233,7 @@ class DraftWorker(Generic[SessionT]):
                 case Draft():
                     return [self._draft(command)]
                 case Close():
-                    self._held.pop(command.session, None)
+                    self._close(command.session, keep=command.keep)
                     return [Closed(epoch=self._epoch, session=command.session)]
                 case _:
                     raise RequestError("role", f"a draft worker does not do {command.type!r}")
@@ -224,12 +258,16 @@ class DraftWorker(Generic[SessionT]):
 
     def _open(self, command: Open) -> Opened:
         number = command.session
-        if number in self._held:
-            raise StaleError(f"session {number} is open already")
+        if number in self._held or number in self._kept:
+            raise StaleError(f"session {number} has been opened already")
         if len(self._held) >= MAX_OPEN:
             raise RequestError("capacity", f"this draft worker holds {MAX_OPEN} sessions already; wait for one to end or start another worker")
         self._engine.check_tokens(command.prompt)
-        session = self._engine.open(
+        left = self._kept.take(command.base, command.prompt, command.kept)
+        opening: Callable[..., SessionT] = self._engine.open
+        if left is not None and self._keeper is not None:
+            opening = partial(self._keeper.open, base=left, kept=command.kept)
+        session = opening(
             command.prompt,
             capacity=command.capacity,
             vocabulary_size=command.vocabulary_size,
@@ -246,6 +284,13 @@ class DraftWorker(Generic[SessionT]):
             )
         self._held[number] = _Held(session)
         return Opened(epoch=self._epoch, session=number, spans=self._spans.take(MAX_SPANS))
+
+    def _close(self, number: int, *, keep: bool) -> None:
+        held = self._held.pop(number, None)
+        if not keep:
+            self._kept.drop(number)
+        elif held is not None and self._keeper is not None and self._kept.takes(len(held.session.log)):
+            self._kept.add(number, self._keeper.keep(held.session))
 
     def _feed(self, command: Feed) -> Fed:
         held = find_session(self._held, command.session)
@@ -348,7 +393,7 @@ def _in_words(kind: str | None) -> str:
 
 
 def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path | None) -> DraftWorker[Any]:
-    from dovetail.workers.devices import first_device, open_device
+    from dovetail.workers.devices import first_device, free_bytes, open_device
     from dovetail.workers.draft_costs import known_levels
     from dovetail.workers.drafter import Drafter
     from dovetail.workers.models.language_model import load_language_model
@@ -360,12 +405,14 @@ def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path 
     model = load_language_model(settings.model, weights=weights, device=device.name)
     checkpoint, spans = model.checkpoint, Spans()
     curves = known_levels(profile, model, device.library)
-    identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer, curves)
-    return DraftWorker(Drafter(model, spans, ahead=settings.ahead is not False), identity, spans)
+    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
+    identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer, curves, kept_tokens)
+    engine = Drafter(model, spans, ahead=settings.ahead is not False)
+    return DraftWorker(engine, identity, spans, keeper=engine)
 
 
 def _open_head(settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None) -> DraftWorker[Any]:
-    from dovetail.workers.devices import first_device, open_device
+    from dovetail.workers.devices import first_device, free_bytes, open_device
     from dovetail.workers.draft_costs import known_levels
     from dovetail.workers.head_drafter import HeadDrafter
     from dovetail.workers.models.heads import open_head
@@ -378,4 +425,6 @@ def _open_head(settings: DraftSettings, name: str, threads: int, target: str, pr
     contrast = head.spec.contrast and settings.contrast is not False
     engine = HeadDrafter(head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False)
     curves = known_levels(profile, head, device.library)
-    return DraftWorker(engine, Identity(name, settings.model, device.name, threads, MAX_TOKENS, curves=curves), spans, reader=engine)
+    kept_tokens = affordable_tokens(free_bytes(device.torch_device), head.new_cache(0).row_bytes)
+    identity = Identity(name, settings.model, device.name, threads, MAX_TOKENS, curves=curves, kept_tokens=kept_tokens)
+    return DraftWorker(engine, identity, spans, reader=engine, keeper=engine)

@@ -4,6 +4,8 @@ A session holds the model's cache of its log. Cache slots 0..length-1 are rows o
 verdict comes, rows of accepted nodes become rows of the log, rows of the surviving subtree stay behind them, and the rest is free. The root is the last
 token of the log; it has a row as soon as it has been expanded.
 
+What is left of a session that has ended, its log and the rows of it, can be kept for one that goes on from it.
+
 How a tree grows is the grower's business.
 """
 
@@ -19,8 +21,9 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking
+from dovetail.workers.kept import check_prefix
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
@@ -49,6 +52,19 @@ class DraftSession(GrowingSession):
         return Shape(shape.nodes, min(shape.depth, self.room - len(self.log) + 1), shape.width)
 
 
+@dataclass(frozen=True)
+class DraftLeft:
+    """What is left of a session."""
+
+    log: list[int]
+    cache: Cache
+    """Rows of the log, as far as it has been read."""
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        """`RequestError` unless a session with this prompt can go on from the first `kept` tokens of it; rows that are missing will be computed."""
+        check_prefix(self.log, prompt, kept, there=len(self.log))
+
+
 class Drafter(Grower[DraftSession]):
     """Opens sessions and proposes; one pass at a time."""
 
@@ -65,11 +81,21 @@ class Drafter(Grower[DraftSession]):
             )
 
     def open(
-        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        base: DraftLeft | None = None,
+        kept: int = 0,
     ) -> DraftSession:
         """A session with the prompt read, where the draft's context holds it; no id at or beyond `vocabulary_size`, the target's, will be proposed.
 
-        `end`: ids that end the reply.
+        `end`: ids that end the reply. `base`: what is left of a session that began with the first `kept` tokens; it is used up.
         """
         room = min(capacity, self.model.context)
         ranking = Ranking.begin(
@@ -89,7 +115,7 @@ class Drafter(Grower[DraftSession]):
             policy=open_policy(tree),
             depth=tree.most_levels,
             capacity=capacity,
-            cache=self.model.new_cache(room + rows if len(prompt) <= room else 0),
+            cache=self._open_cache(room + rows, base, kept) if len(prompt) <= room else self.model.new_cache(0),
             rows_ahead=rows,
             room=room,
         )
@@ -97,6 +123,19 @@ class Drafter(Grower[DraftSession]):
             with self._spans.measure("prefill"):
                 self._read_missing(session)
         return session
+
+    def keep(self, session: DraftSession) -> DraftLeft:
+        """What is left of a session that has ended, whose tree is free."""
+        session.cache.resize(session.cache.length)
+        return DraftLeft(session.log, session.cache)
+
+    def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
+        """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another session."""
+        if base is None:
+            return self.model.new_cache(rows)
+        base.cache.truncate(min(kept, base.cache.length))
+        base.cache.resize(rows)
+        return base.cache
 
     def _move_root(self, session: DraftSession, path: Sequence[int], root: int | None, width: int) -> None:
         """The rows of the accepted nodes become rows of the log, and all that is known below the root is carried over."""

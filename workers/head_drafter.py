@@ -18,6 +18,9 @@ Beyond the length that a head was trained with, its cache holds the last rows on
 
 A head with a contrast output (Jakiro) guesses with the row of a node what follows that node's children, whichever they are, so that the last level of a
 proposal needs no pass of its own. How a tree grows is the grower's business.
+
+What is left of a session that has ended, its log, its true rows and the features that still wait, can be kept for one that goes on from it. Since a row
+consumes the token behind its own, a prompt that parts from the log behind n tokens can take over n - 1 of them.
 """
 
 import time
@@ -37,8 +40,9 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking
 from dovetail.workers.head_levels import Capture, Levels, adapts_shapes, open_levels
+from dovetail.workers.kept import check_prefix
 from dovetail.workers.models.heads import Head, Predicted
-from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
@@ -57,6 +61,8 @@ adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and 
 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
+LEAST_WINDOW_SHARE = 2
+"""A session goes on from a window that has lost rows if at least this part of it is left; rows that were dropped cannot be computed again."""
 FORETOLD = -2
 """In the place of a node's row: it has children, and needs a row only when something below them is to be computed, ahead of the orders."""
 
@@ -115,6 +121,32 @@ class HeadSession(GrowingSession):
             self.dropped += length - kept
 
 
+@dataclass(frozen=True)
+class HeadLeft:
+    """What is left of a session."""
+
+    log: list[int]
+    cache: Cache
+    """The true rows from `dropped` on, at most `window` of them."""
+    dropped: int
+    window: int
+    waiting: Tensor
+    """Features [n, W] of the positions behind the true rows."""
+
+    @property
+    def rows(self) -> int:
+        """True rows that there have been."""
+        return self.dropped + self.cache.length
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        """`RequestError` unless a session with this prompt, which is fed from position `kept` on, has all the features and rows before it."""
+        check_prefix(self.log, prompt, kept, there=self.rows + len(self.waiting))
+        if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
+            raise RequestError("prefix", f"row {kept - 1} was computed with token {self.log[kept]}, and the prompt goes on with {prompt[kept]}; take one fewer")
+        if self.dropped and kept - self.dropped < self.window // LEAST_WINDOW_SHARE:
+            raise RequestError("prefix", f"{kept} tokens were to be taken over from a session whose first {self.dropped} rows are gone; open it without")
+
+
 class HeadDrafter(Grower[HeadSession]):
     """Opens sessions, reads features and proposes; one pass at a time."""
 
@@ -151,11 +183,22 @@ class HeadDrafter(Grower[HeadSession]):
             raise RequestError("vocabulary", f"token {largest} is beyond the vocabulary of {self.reads.vocabulary_size} of the target that this head is for")
 
     def open(
-        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        base: HeadLeft | None = None,
+        kept: int = 0,
     ) -> HeadSession:
         """A session whose prompt is read with its features; no id at or beyond `vocabulary_size`, the target's, will be proposed.
 
-        `end`: ids that end the reply.
+        `end`: ids that end the reply. `base`: what is left of a session that began with the first `kept` tokens, whose features need not come again; it is
+        used up.
         """
         ranking = Ranking.begin(
             prompt,
@@ -169,7 +212,12 @@ class HeadDrafter(Grower[HeadSession]):
         )
         window, rows = max(1, min(capacity, self.head.spec.context - tree.most_levels)), self._tree_rows(sampling, tree)
         states = torch.empty(1 + rows, self.head.spec.hidden, device=self.head.device)
-        cache, levels = open_levels(self.head, window + rows, self._capture, least_rows=1 if adapts_shapes(tree) else tree.width)
+        waiting: list[Tensor] = []
+        if base is not None:
+            waiting = [base.waiting[: kept - base.rows].clone()] if kept > base.rows else []
+            base.cache.truncate(min(kept, base.rows) - base.dropped)
+        least_rows = 1 if adapts_shapes(tree) else tree.width
+        cache, levels = open_levels(self.head, window + rows, self._capture, least_rows=least_rows, cache=None if base is None else base.cache)
         return HeadSession(
             log=list(prompt),
             ranking=ranking,
@@ -181,7 +229,15 @@ class HeadDrafter(Grower[HeadSession]):
             levels=levels,
             window=window,
             states=states,
+            waiting=waiting,
+            dropped=0 if base is None else base.dropped,
         )
+
+    def keep(self, session: HeadSession) -> HeadLeft:
+        """What is left of a session that has ended, whose tree is free."""
+        session.cache.resize(session.cache.length)
+        waiting = torch.cat(session.waiting) if session.waiting else torch.empty(0, self.reads.row)
+        return HeadLeft(session.log, session.cache, session.dropped, session.window, waiting)
 
     def check_features(self, session: HeadSession, committed: int, features: Array | None) -> None:
         """`RequestError` unless with `features` those of the whole log and of the next `committed` tokens, all but the new root, are there."""

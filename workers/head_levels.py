@@ -61,10 +61,11 @@ class FixedLevels:
         self._passes: dict[tuple[int, bool], _Fixed] = {}
 
     def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
-        count, spare = len(tokens), self._cache.capacity - 1
+        count, slots_there = len(tokens), self._cache.rows.shape[3]
+        spare = slots_there - 1
         rows = 1 << (max(count, self._least_rows) - 1).bit_length()
         fixed = self._passes.get((rows, contrast)) or self._open(rows, contrast)
-        mask = torch.full((rows, self._cache.capacity), float("-inf"))
+        mask = torch.full((rows, slots_there), float("-inf"))
         mask[:count, : paths.prefix] = 0.0
         mask[count:, spare] = 0.0
         which = torch.repeat_interleave(torch.arange(count), torch.from_numpy(paths.offsets).diff())
@@ -84,23 +85,30 @@ class FixedLevels:
         head, cache, device = self._head, self._cache, self._head.device
         tokens, positions = torch.zeros(rows, dtype=torch.long, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         states = torch.zeros(rows, head.spec.hidden, device=device)
-        slots = torch.full((rows,), cache.capacity - 1, device=device)
-        mask = torch.full((rows, cache.capacity), float("-inf"), device=device)
+        slots_there = cache.rows.shape[3]
+        slots = torch.full((rows,), slots_there - 1, device=device)
+        mask = torch.full((rows, slots_there), float("-inf"), device=device)
         mask[:, -1] = 0.0
         replay = self._capture(lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast))
         self._passes[rows, contrast] = _Fixed(tokens, states, positions, slots, mask, replay)
         return self._passes[rows, contrast]
 
 
-def open_levels(head: Head, rows: int, capture: Capture | None, *, least_rows: int = 1) -> tuple[Cache, Levels]:
-    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed shapes where there is a `capture`."""
+def open_levels(head: Head, rows: int, capture: Capture | None, *, least_rows: int = 1, cache: Cache | None = None) -> tuple[Cache, Levels]:
+    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed shapes where there is a `capture`.
+
+    `cache`: one whose committed rows stay, in place of an empty one.
+    """
+    slots = rows if capture is None else rows + 1
+    if cache is None:
+        cache = head.new_cache(slots)
+    else:
+        cache.resize(slots)
     if capture is None:
-        cache = head.new_cache(rows)
         return cache, FreeLevels(head, cache)
-    padded = head.new_cache(rows + 1)
-    if not isinstance(padded, KVCache):
-        raise TypeError(f"a cache of type {type(padded).__name__} cannot be written in fixed shapes")
-    return padded, FixedLevels(head, padded, capture, least_rows=least_rows)
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"a cache of type {type(cache).__name__} cannot be written in fixed shapes")
+    return cache, FixedLevels(head, cache, capture, least_rows=least_rows)
 
 
 def adapts_shapes(tree: TreeSettings) -> bool:

@@ -28,6 +28,7 @@ from dovetail.protocol.messages import (
     Open,
     Opened,
     Prefilled,
+    Scored,
     States,
     Verified,
     Verify,
@@ -37,11 +38,12 @@ from dovetail.protocol.profile import ContextCurve, load_profile
 from dovetail.protocol.settings import MAX_GAMMA, TargetSettings, byte_count
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.calibration import Subject, calibration_key, read_design
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices import free_bytes, open_device
 from dovetail.workers.failures import as_request_error
+from dovetail.workers.kept import affordable_tokens
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.speculation.rejection import Drawn
-from dovetail.workers.verifier import MAX_SESSIONS, First, Part, Verdict, Verifier
+from dovetail.workers.verifier import MAX_SESSIONS, First, Part, ScoredPart, Verdict, Verifier
 from dovetail.workers.wire import to_array, to_tensor
 
 
@@ -57,6 +59,8 @@ class Identity:
     curves: Sequence[ContextCurve] = ()
     """What its passes cost, as the machine's profile file has it."""
     inflation: str = ""
+    kept_tokens: int = 0
+    """Of sessions that have ended, so many as it keeps the rows of."""
 
 
 def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None) -> "TargetWorker":
@@ -81,7 +85,9 @@ def open_target_worker(settings: TargetSettings, *, name: str, threads: int, pro
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family)
     curves = _curves(settings, model, profile) if profile is not None and device.name == "cpu" else ()
-    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate))
+    # rows that are taken over are the same bytes as rows that are computed anew
+    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes) if model.backend == "kernels" else 0
+    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate, kept_tokens))
 
 
 def _curves(settings: TargetSettings, model: LanguageModel, profile: Path) -> Sequence[ContextCurve]:
@@ -109,7 +115,7 @@ class TargetWorker:
         self.stale = 0
         self._model, self._identity = model, identity
         self._spans = Spans()
-        self._verifier = Verifier(model, self._spans)
+        self._verifier = Verifier(model, self._spans, kept_tokens=identity.kept_tokens)
         self._epoch = 0
 
     @property
@@ -129,7 +135,7 @@ class TargetWorker:
             device=identity.device,
             threads=identity.threads,
             fingerprint=identity.fingerprint,
-            limits=Limits(context=self._model.context, nodes=MAX_GAMMA, sessions=MAX_SESSIONS),
+            limits=Limits(context=self._model.context, nodes=MAX_GAMMA, sessions=MAX_SESSIONS, kept=identity.kept_tokens),
             vocabulary=checkpoint.vocabulary,
             tokenizer=Array(dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer),
             states=States(width=self._model.hidden_size, layers=self._model.layers, checkpoint=checkpoint.digest),
@@ -145,7 +151,7 @@ class TargetWorker:
             case Verify():
                 return self._verify(command)
             case Close():
-                self._verifier.close(command.session)
+                self._verifier.close(command.session, keep=command.keep)
                 return [Closed(epoch=self._epoch, session=command.session)]
             case _:
                 raise RequestError("role", f"a target worker does not do {command.type!r}")
@@ -167,14 +173,23 @@ class TargetWorker:
             tree=command.tree,
             end=command.end,
             reads=command.features,
+            base=command.base,
+            kept=command.kept,
+            logprobs=command.logprobs,
+            scored=command.scored,
         )
         for step in opening:
             yield self._opening(command.session, step)
 
-    def _opening(self, session: int, step: Part | First) -> Event:
-        if isinstance(step, Part):
-            return Prefilled(epoch=self._epoch, session=session, start=step.start, features=to_array(step.features))
-        return Opened(epoch=self._epoch, session=session, bonus=step.token, margin=step.margin, spans=self._spans.take(MAX_SPANS))
+    def _opening(self, session: int, step: Part | ScoredPart | First) -> Event:
+        match step:
+            case Part():
+                return Prefilled(epoch=self._epoch, session=session, start=step.start, features=to_array(step.features))
+            case ScoredPart():
+                return Scored(epoch=self._epoch, session=session, start=step.start, logprobs=step.logprobs)
+            case First():
+                spans = self._spans.take(MAX_SPANS)
+                return Opened(epoch=self._epoch, session=session, bonus=step.token, margin=step.margin, logprobs=step.logprobs, spans=spans)
 
     def _verify(self, command: Verify) -> Sequence[Event]:
         """An item that cannot be done is answered for itself and hurts none of the others."""

@@ -6,7 +6,10 @@ committed. The next root, the bonus, has no row yet. Every session is checked be
 nothing; after it, each session is judged and committed for itself, and one whose commit fails half-way is forgotten.
 
 A session whose draft reads its target gets features of every committed row, as they are computed: of the prompt part by part, of a tree those of the root
-and the accepted nodes.
+and the accepted nodes. In the same way the tokens of a prompt are scored, where that is asked for.
+
+What is left of a session that has ended, its log and its rows, can be kept for one that goes on from it. A row is taken over as it is, so that this is for
+models alone that compute the same bytes for it in whatever part of a prompt it stands.
 
 Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and nothing of links.
 """
@@ -18,23 +21,25 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError, TreeError
-from dovetail.protocol.messages import Reads, VerifiedItem, VerifyItem
+from dovetail.protocol.messages import Reads, TokenLogprobs, VerifiedItem, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.failures import as_request_error
+from dovetail.workers.kept import KeptSessions, check_prefix
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.rounds import check_round, find_session
 from dovetail.workers.speculation.acceptance import walk
+from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import Choices, Drawn, judge
 from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
 from dovetail.workers.wire import narrowed
 
 PREFILL_ROWS = 256
-"""Rows of a prefill pass: enough to be bound by arithmetic, few enough that activations stay small."""
+"""Rows of a prefill pass: enough to be bound by arithmetic, few enough that activations stay small, and the logits of all of them where they are scored."""
 MAX_SESSIONS = 64
 UNDRAWN: Mapping[int, Drawn] = {}
 
@@ -49,11 +54,22 @@ class Part:
 
 
 @dataclass(frozen=True)
+class ScoredPart:
+    """What the target thinks of tokens of a prompt."""
+
+    start: int
+    """Position of the first of them."""
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
 class First:
     """A prompt has been read, and its session is open: the first token of the reply."""
 
     token: int
     margin: float
+    logprobs: TokenLogprobs | None
+    """If they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,8 @@ class _Session:
     """None: no processor looks back."""
     reads: Reads | None
     """What the session's draft reads of this target."""
+    logprobs: int | None
+    """With how many alternatives the target says what it thinks of each token; None: it does not."""
     round: int = 0
 
     @property
@@ -104,6 +122,10 @@ class _Session:
             return None
         return narrowed(torch.cat([states[place][rows] for place in self.places], dim=1), self.reads.dtype).cpu()
 
+    def scores(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """What some rows of logits [M, V] say of the `tokens` that follow them, if that was asked for."""
+        return () if self.logprobs is None else token_logprobs(logits[rows], tokens, self.logprobs)
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append what has been committed."""
         self.log += tokens
@@ -111,19 +133,40 @@ class _Session:
             self.looking_back.extend(tokens)
 
 
+@dataclass(frozen=True)
+class _Left:
+    """What is left of a session."""
+
+    log: list[int]
+    cache: Cache
+    """Rows of all of it but the last token."""
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        check_prefix(self.log, prompt, kept, there=self.cache.length)
+
+
 class Verifier:
     """The sessions of a target. `RequestError` and `StaleError` say what cannot be done; then nothing has changed."""
 
-    def __init__(self, model: LanguageModel, spans: Spans) -> None:
+    def __init__(self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0) -> None:
+        """`kept_tokens`: so many of sessions that have ended are kept at most."""
         self._model = model
         self._spans = spans
         self._sessions: dict[int, _Session] = {}
+        self._kept: KeptSessions[_Left] = KeptSessions(kept_tokens)
 
     def __len__(self) -> int:
+        """How many sessions are open."""
         return len(self._sessions)
 
     def __contains__(self, session: int) -> bool:
-        return session in self._sessions
+        """Whether a session is open, or kept: its number is taken."""
+        return session in self._sessions or session in self._kept
+
+    @property
+    def kept(self) -> int:
+        """Sessions that have ended and are kept."""
+        return len(self._kept)
 
     def open(
         self,
@@ -136,24 +179,34 @@ class Verifier:
         tree: TreeSettings,
         end: Sequence[int] = (),
         reads: Reads | None = None,
-    ) -> Iterator[Part | First]:
+        base: int | None = None,
+        kept: int = 0,
+        logprobs: int | None = None,
+        scored: bool = False,
+    ) -> Iterator[Part | ScoredPart | First]:
         """Prefill the prompt of a new session that may grow to `capacity` tokens: its parts, if there are `reads`, as they are done, and the first token.
 
-        `end`: ids that end the reply.
+        `end`: ids that end the reply. `base`: a kept session whose rows of the first `kept` tokens this one takes over. `logprobs`: tokens come with their
+        log-probabilities and those of so many others; if `scored`, the prompt's too, which then has no base.
         """
         self._check_room(prompt, capacity)
         self._check_biases(sampling)
         self._check_reads(reads)
+        if scored and base is not None:
+            raise RequestError("protocol", f"the prompt is to be scored, and session {base} to be its base: rows that are taken over have no logits")
+        left = self._kept.take(base, prompt, kept)
         with self._spans.measure("prefill"):
             coupled = sampling.temperature > 0.0 and not sampling.rejects
             noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
             back = LookingBack(sampling, prompt, end, self._model.vocabulary_size, self._model.device) if sampling.looks_back else None
-            session = _Session(list(prompt), self._model.new_cache(capacity + tree.most_nodes), capacity, sampling, tree, key, noise, back, reads)
-            logits = yield from self._prefill(session)
+            cache = self._open_cache(capacity + tree.most_nodes, left, kept)
+            session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs)
+            logits = yield from self._prefill(session, scored)
             _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
+            said = session.scores(logits, [0], [bonus])
         session.extend([bonus])
         self._sessions[number] = session
-        yield First(bonus, margin)
+        yield First(bonus, margin, said[0] if said else None)
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
@@ -183,9 +236,14 @@ class Verifier:
         with self._spans.measure("commit"):
             return [self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict for item, verdict in zip(items, verdicts, strict=True)]
 
-    def close(self, number: int) -> None:
-        """Forget a session; unknown ones are forgotten already."""
-        self._sessions.pop(number, None)
+    def close(self, number: int, *, keep: bool = False) -> None:
+        """Forget a session; unknown ones are forgotten already. `keep`: but for its log and its rows."""
+        session = self._sessions.pop(number, None)
+        if not keep:
+            self._kept.drop(number)
+        elif session is not None and self._kept.takes(len(session.log)):
+            session.cache.resize(session.cache.length)
+            self._kept.add(number, _Left(session.log, session.cache))
 
     def prepare_noise(self) -> bool:
         """Compute the noise of one position that a coming round may ask for; False if all of it is there."""
@@ -213,19 +271,29 @@ class Verifier:
             text = f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers {reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
             raise RequestError("settings", f"features of {text} and {own[2]} layers were asked for: use a draft that was made for this target")
 
-    def _prefill(self, session: _Session) -> Generator[Part, None, Tensor]:
-        """Compute and commit the rows of the prompt, some at a time; returns the logits [1, V] after its last token."""
+    def _open_cache(self, rows: int, left: _Left | None, kept: int) -> Cache:
+        """A cache for `rows` rows: empty, or with `kept` of what is left of another session."""
+        if left is None:
+            return self._model.new_cache(rows)
+        left.cache.truncate(kept)
+        left.cache.resize(rows)
+        return left.cache
+
+    def _prefill(self, session: _Session, scored: bool) -> Generator[Part | ScoredPart, None, Tensor]:
+        """Compute and commit the rows of the prompt that are missing, some at a time; returns the logits [1, V] after its last token."""
         logits = torch.empty(0)
-        for start in range(0, len(session.log), PREFILL_ROWS):
+        for start in range(session.cache.length, len(session.log), PREFILL_ROWS):
             chunk = torch.tensor(session.log[start : start + PREFILL_ROWS])
             count = len(chunk)
             segment = Segment(session.cache, start, count)
-            positions, last = torch.arange(start, start + count), torch.tensor([count - 1])
-            logits, states = self._model.forward_with_states(chunk, positions, [segment], wanted=session.places, rows=last)
+            positions, wanted = torch.arange(start, start + count), None if scored else torch.tensor([count - 1])
+            logits, states = self._model.forward_with_states(chunk, positions, [segment], wanted=session.places, rows=wanted)
             session.cache.keep(range(start, start + count), count)
             if (features := session.features(states, slice(None))) is not None:
                 yield Part(start, features)
-        return logits
+            if scored and (tokens := session.log[start + 1 : start + 1 + count]):
+                yield ScoredPart(start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0))
+        return logits[-1:]
 
     def _forward(self, items: Sequence[VerifyItem]) -> list[_Rows]:
         """What one pass computes for each item."""
@@ -249,10 +317,12 @@ class Verifier:
         session, tree = self._sessions[item.session], item.tree
         try:
             accepted, bonus, margins = _outcome(session, rows.logits, tree, drawn or Drawn.nothing())
-            features = session.features(rows.states, [0, *(node + 1 for node in accepted)])
+            path = [0, *(node + 1 for node in accepted)]
+            features = session.features(rows.states, path)
+            logprobs = session.scores(rows.logits, path, [*(tree.tokens[node] for node in accepted), bonus])
         except Exception as error:  # the other sessions of the pass have their verdicts
             return as_request_error(error)
-        verdict = VerifiedItem(session=item.session, round=item.round, accepted=accepted, bonus=bonus, margins=margins)
+        verdict = VerifiedItem(session=item.session, round=item.round, accepted=accepted, bonus=bonus, margins=margins, logprobs=logprobs)
         return Verdict(verdict, session.reads, features)
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:

@@ -11,6 +11,7 @@ from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
 from benchmarks.goodput import goodput
 from benchmarks.heterospec import heterospec
+from benchmarks.http import http
 from benchmarks.levels import levels
 from benchmarks.limit import limit
 from benchmarks.loading import loading
@@ -48,5 +49,6 @@ for command in (
     ahead,
     goodput,
     rounds,
+    http,
 ):
     main.add_command(command)

@@ -96,7 +96,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("generate", "hello", "--connect", "http://host"), "http://host"),
         (("generate", "hello", "--connect", "ipc:///no/such/path/x", "--target", "m"), "--target.model"),
         (("generate", ""), "empty"),
-        (("status",), "dovetail coordinator"),
+        (("status",), "dovetail serve"),
         (("worker", "--role", "draft", "--connect", "ipc:///x", "--cores", "9999"), "core 9999"),
         (("worker", "--role", "draft", "--connect", "ipc:///x", "--cores", "one"), "0,2-3"),
         (("coordinator", "--listen", "tcp://127.0.0.1:*"), "keygen"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.directory import Announcement, announced, announcements, profile_path, writable_profile_path
+from dovetail.launch.directory import Announcement, announced, announcements, history_path, profile_path, writable_profile_path
 
 
 def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
@@ -24,8 +24,8 @@ def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
 
 def test_this_process_is_announced_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with announced("ipc:///x"):
-        assert [(a.address, a.pid) for a in announcements()] == [("ipc:///x", os.getpid())]
+    with announced("ipc:///x", url="http://127.0.0.1:8000"):
+        assert [(a.address, a.pid, a.url) for a in announcements()] == [("ipc:///x", os.getpid(), "http://127.0.0.1:8000")]
     assert announcements() == []
 
 
@@ -36,6 +36,13 @@ def test_the_profile_file_lies_in_the_cache_directory(tmp_path: Path, monkeypatc
     assert profile_path().parent.is_dir()
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # as the XDG specification has it, such a one does not count
     assert profile_path() == Path.home() / ".cache" / "dovetail" / "profile.json"
+
+
+def test_what_was_typed_is_kept_with_the_user_s_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert history_path() == tmp_path / "dovetail" / "chat_history"
+    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
+    assert history_path() == Path.home() / ".local" / "state" / "dovetail" / "chat_history"
 
 
 def test_where_the_profile_file_cannot_be_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +59,8 @@ def test_a_user_without_a_home_has_no_profile_file(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     assert writable_profile_path() is None
     assert str(profile_path()) == "~/.cache/dovetail/profile.json"
+    assert history_path() is None
     assert not list(tmp_path.iterdir())

@@ -128,6 +128,28 @@ def test_a_waiting_link_is_woken_when_the_coordinator_goes(wire: Wire) -> None:
     closing.join()
 
 
+def test_a_loop_hears_of_what_arrives_and_of_the_end(wire: Wire) -> None:
+    link = wire.dial()
+    link.offer([b"hello"])
+    peer, _ = wire.arrived()
+    assert link.receive(0) is None
+    wire.hub.send(peer, [b"one"])
+    assert select.select(link.filenos(), [], [], PATIENCE_S)[0]
+    assert link.receive(PATIENCE_S) == [b"one"]
+    assert link.receive(0) is None
+    wire.hub.close()
+    assert select.select(link.filenos(), [], [], PATIENCE_S)[0]
+    with pytest.raises(LinkClosed):
+        link.receive(PATIENCE_S)
+
+
+def test_what_is_offered_never_waits(wire: Wire) -> None:
+    link = wire.dial()
+    with pytest.raises(PeerBusy):
+        for _ in range(100 * QUEUE_MESSAGES):
+            link.offer([b"x" * 1000])
+
+
 def test_a_link_closed_here_says_so(wire: Wire) -> None:
     link = wire.dial()
     link.close()

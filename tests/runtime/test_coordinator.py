@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
     Command,
@@ -28,7 +26,6 @@ from dovetail.protocol.messages import (
     Probe,
     Reads,
     Recorded,
-    Reported,
     Submit,
     Verified,
     VerifiedItem,
@@ -38,73 +35,14 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime import coordinator
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import MAX_STRIKES, STUCK_NS, Coordinator
+from dovetail.runtime.coordinator import MAX_STRIKES, STUCK_NS
 from dovetail.runtime.live import Live
 from dovetail.runtime.metrics import RoundTimes
 from dovetail.runtime.pilot import Plan
 from dovetail.runtime.registry import MAX_WORKERS
 from dovetail.runtime.session import Session
+from support.houses import PROMPT, House, pumped
 from support.scripted import END, READS, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
-
-PROMPT = (5, 6, 7)
-
-
-DYNAMIC = TreeSettings(policy="dynamic")
-
-
-class House:
-    """A coordinator with its workers and one client, all in this thread."""
-
-    def __init__(self, *, draft: bool = True, target: bool = True, repeat: int = 1, reads: Reads | None = None) -> None:
-        """`reads`: the draft is a head of the target's, and reads these features."""
-        self.hub: MemoryHub = memory_links()
-        self.later_ns = 0
-        self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns)
-        self.workers: list[ScriptedWorker] = []
-        self.target = self.add(ScriptedTarget, "target", repeat) if target else None
-        head = {} if reads is None else {"reads": reads, "vocabulary": None}
-        self.draft = self.add(ScriptedDraft, "draft", repeat, **head) if draft else None
-        self.client = self.connect()
-
-    def add(self, kind: type[ScriptedWorker], role: str, repeat: int = 1, user: PeerKey | None = None, **changes: object) -> ScriptedWorker:
-        worker = kind(self.hub.connect(user), role, epoch=100 + len(self.workers), repeat=repeat)
-        worker.register(**changes)
-        self.workers.append(worker)
-        self.run()
-        return worker
-
-    def connect(self) -> Client:
-        return Client(_pumped(self, self.hub.connect()))
-
-    def run(self, most: int = 10_000) -> None:
-        """Let everybody do what there is to do."""
-        for _ in range(most):
-            self.coordinator.look_around()
-            self.coordinator.pump()
-            if not sum(worker.step() for worker in self.workers):
-                return
-
-    def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
-        return self.client.submit(tokens=prompt, **{"max_tokens": 60, "seed": 1, "tree": DYNAMIC, **options})  # type: ignore[arg-type]
-
-    def complete(self, **options: object) -> Finished:
-        return self.client.complete(self.submit(**options))  # type: ignore[arg-type]
-
-    def replies(self) -> list[object]:
-        replies = []
-        while (reply := self.client.receive(0)) is not None:
-            replies.append(reply)
-        return replies
-
-    def report(self) -> Reported:
-        return self.client.status()
-
-
-def _pumped(house: House, link: MemoryLink) -> MemoryLink:
-    """A link whose reader lets everybody else work first."""
-    receive = link.receive
-    link.receive = lambda timeout_s, **_: (house.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
-    return link
 
 
 def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
@@ -551,7 +489,7 @@ def _busy(peer, frames, send, house):  # type: ignore[no-untyped-def]
 
 def test_only_a_client_on_this_machine_may_stop_the_coordinator() -> None:
     house = House()
-    far = Client(_pumped(house, house.hub.connect(PeerKey("laptop", ("client",), "0" * 40))))
+    far = Client(pumped(house, house.hub.connect(PeerKey("laptop", ("client",), "0" * 40))))
     far.stop()
     failed = far.receive(0)
     assert isinstance(failed, Failed)

@@ -1,7 +1,7 @@
 """What waits for a client, and in what order it leaves."""
 
 from dovetail.protocol.errors import PeerBusy
-from dovetail.protocol.messages import Emitted, Failed, Message
+from dovetail.protocol.messages import Emitted, Failed, Message, TokenLogprobs
 from dovetail.runtime.outbox import EMIT_EVERY_NS, Outbox
 
 
@@ -16,6 +16,16 @@ def test_text_of_a_request_that_waits_becomes_one_message() -> None:
     box.send(sent.append, 1)
     assert sent == [emitted(1, 2, 3), emitted(4, request=2), emitted(5)]
     assert len(box) == 0
+
+
+def test_log_probabilities_stay_beside_their_tokens() -> None:
+    box, sent = Outbox(), list[Message]()
+    for token in (3, 4):
+        box.add(emitted(token).model_copy(update={"logprobs": (TokenLogprobs(logprob=-token, top=((token, -token),)),)}))
+    box.send(sent.append, 1)
+    (message,) = sent
+    assert isinstance(message, Emitted)
+    assert [(token, said.logprob) for token, said in zip(message.tokens, message.logprobs, strict=True)] == [(3, -3), (4, -4)]
 
 
 def test_text_waits_a_little_and_anything_else_does_not() -> None:

@@ -115,3 +115,42 @@ def test_stop_strings_cut_the_same_however_the_text_arrives(text: str, stops: li
 def test_the_scripted_tokenizer_is_a_tokenizer() -> None:
     assert Tokenizer.from_buffer(tokenizer_bytes()).decode([5, 6]) == "w5 w6"
     assert json.loads(tokenizer_bytes())["version"] == "1.0"
+
+
+# -- messages and single tokens ----------------------------------------------------------------------------------------------------------------
+
+
+def fallback() -> Tokenizer:
+    """A vocabulary as Llama 2 has it: words begin with U+2581, and what is not in it is spelt in bytes."""
+    words = {token: index for index, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "\u2581b"])}
+    tokenizer = Tokenizer(models.BPE(words, [("\u2581", "a"), ("\u2581", "b")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def test_messages_are_rendered_with_their_roles_and_without_a_reply_where_none_is_wanted() -> None:
+    messages = [("system", "be brief"), ("user", "hello")]
+    text = byte_level().decode(codec(TEMPLATE).encode_messages(messages), skip_special_tokens=False)
+    assert text == "<s><system>be brief<user>hello<assistant>"
+    assert byte_level().decode(codec(TEMPLATE).encode_messages(messages, reply=False), skip_special_tokens=False) == "<s><system>be brief<user>hello"
+
+
+@given(st.text(max_size=40))
+def test_the_pieces_of_tokens_are_the_bytes_of_the_text(text: str) -> None:
+    byte = codec()
+    assert b"".join(byte.piece(token) for token in byte.encode(text)) == text.encode()
+
+
+@given(st.text("ab \u4e16\U0001f600", min_size=1, max_size=20))
+def test_the_pieces_of_words_and_single_bytes_are_too(text: str) -> None:
+    spelt = TextCodec(fallback().to_str().encode(), VocabularyFacts(digest="", size=400))
+    assert b"".join(spelt.piece(token) for token in spelt.encode(text)) == (text if text.startswith(" ") else f" {text}").encode()
+
+
+def test_a_special_token_is_written_out_by_itself_and_where_it_is_asked_for() -> None:
+    assert codec().piece(1) == b"<assistant>"
+    assert codec().decode([1]) == ""
+    assert codec().decode([1], special=True) == "<assistant>"
+    assert codec().token(1) == "<assistant>"
+    assert codec().token(399) == ""

@@ -166,6 +166,12 @@ def reference_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     return logits
 
 
+def reference_logprobs(folder: Path, tokens: Sequence[int]) -> list[list[float]]:
+    """The log-probabilities of all tokens at each position but the first, each after those before it."""
+    laws: list[list[float]] = reference_logits(folder, tokens)[:-1].double().log_softmax(-1).tolist()
+    return laws
+
+
 def reference_tokens(folder: Path, prompt: Sequence[int], count: int, *, key: bytes, sampling: Sampling, end: Sequence[int] = ()) -> list[int]:
     """What the target alone emits: one token at a time, the whole sequence computed anew for each, chosen in plain numbers. It does not stop at an `end`."""
     reply: list[int] = []

@@ -1,7 +1,8 @@
 """Workers without a model: they follow the protocol to the letter over a scripted language, in which the next token is a function of the log.
 
 They stand in where a test is about the coordinator. `ScriptedTarget` is the oracle too: `continuation` writes what a target alone would. A draft that reads
-its target checks every row of features: they say which token they are of, and where it stands.
+its target checks every row of features: they say which token they are of, and where it stands. Each worker checks that what it is asked to keep is no more
+than it said, and that what a session goes on from are rows that it has, of tokens that the prompt begins with.
 """
 
 import json
@@ -32,7 +33,9 @@ from dovetail.protocol.messages import (
     Probe,
     Probed,
     Reads,
+    Scored,
     States,
+    TokenLogprobs,
     Verified,
     VerifiedItem,
     Verify,
@@ -51,6 +54,8 @@ READS = Reads(taps=(2, 5), width=STATES.width, dtype="bfloat16", vocabulary_size
 """What a scripted draft may read of the scripted target."""
 PART = 2
 """Tokens of a prompt that the scripted target reads at a time."""
+ROOMY = Limits(context=512, kept=1 << 16)
+"""Of a worker that keeps whatever has ended."""
 
 
 def tokenizer_bytes(words: int = VOCABULARY, prefix: str = "w") -> bytes:
@@ -98,6 +103,13 @@ def continuation(prompt: Sequence[int], most: int) -> list[int]:
     return log[len(prompt) :]
 
 
+def logprobs(log: Sequence[int], place: int, top: int) -> TokenLogprobs:
+    """What the scripted target thinks of a token of a log: numbers made of all that is before it."""
+    seed = mix(sum((token + 1) << (at % 40) for at, token in enumerate(log[:place])) + (place << 42))
+    best = tuple((1 + (seed + rank) % (VOCABULARY - 1), -rank / 8) for rank in range(top))
+    return TokenLogprobs(logprob=-float(mix(seed + log[place]) % 1000) / 64, top=best)
+
+
 def features(log: Sequence[int], start: int, stop: int, reads: Reads) -> Array:
     """Rows of positions start..stop-1 of a log: each number is made of the token and its position."""
     rows = (((131 * token + place) & 0xFFFF).to_bytes(2, "little") * reads.row for place, token in enumerate(log[start:stop], start))
@@ -114,6 +126,10 @@ class ScriptedWorker:
     coordinator_epoch: int = -1
     logs: dict[int, list[int]] = field(default_factory=dict)
     rounds: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    """The logs of ended sessions that it has rows of; `rows`: how many."""
+    rows: dict[int, int] = field(default_factory=dict)
+    limits: Limits | None = None
     seen: list[Command] = field(default_factory=list)
     failures: list[Failed] = field(default_factory=list)
     repeat: int = 1
@@ -121,7 +137,9 @@ class ScriptedWorker:
     drained: bool = False
 
     def register(self, **changes: object) -> None:
-        self.link.send(encode(hello(self.role, epoch=self.epoch, **changes)))  # type: ignore[arg-type]
+        introduction = hello(self.role, epoch=self.epoch, **changes)  # type: ignore[arg-type]
+        self.limits = introduction.limits
+        self.link.send(encode(introduction))
 
     def step(self) -> int:
         """Handle everything that has arrived; how much that was."""
@@ -147,38 +165,88 @@ class ScriptedWorker:
             case Drain():
                 self.drained = True
             case Close():
-                self.logs.pop(command.session, None)
+                self.close(command)
                 return [Closed(epoch=self.epoch, session=command.session)]
             case _:
                 return self.work(command)
         return []
+
+    def close(self, command: Close) -> None:
+        log = self.logs.pop(command.session, None)
+        if not command.keep:
+            self.kept.pop(command.session, None)
+        elif log is not None:
+            assert self.limits is not None
+            self.kept[command.session], self.rows[command.session] = log, self.rows_of(command.session, log)
+            assert sum(map(len, self.kept.values())) <= self.limits.kept
+
+    def rows_of(self, session: int, log: Sequence[int]) -> int:
+        """The root has none."""
+        return len(log) - 1
+
+    def take_over(self, command: Open, *, known: int = 0) -> Failed | None:
+        """A session's log begins; what it goes on from is no more. `known`: tokens behind a row that it was made with."""
+        base, kept = command.base, command.kept
+        if base is None:
+            assert kept == 0
+        elif base not in self.kept:
+            return Failed(epoch=self.epoch, session=command.session, round=0, code="prefix", text=f"session {base} is not kept")
+        else:
+            log = self.kept.pop(base)
+            assert kept < len(command.prompt)
+            assert kept <= self.rows[base]
+            assert tuple(log[: kept + known]) == command.prompt[: kept + known]
+        self.logs[command.session] = list(command.prompt)
+        return None
 
     def work(self, command: Command) -> list[Event]:
         raise AssertionError(f"a {self.role} worker is not asked to {command.type}")
 
 
 class ScriptedTarget(ScriptedWorker):
-    reads: dict[int, Reads | None]
+    opens: dict[int, Open]
 
     def work(self, command: Command) -> list[Event]:
         if isinstance(command, Open):
             return self.open(command)
         assert isinstance(command, Verify)
-        kinds = dict.fromkeys(self.reads[item.session] for item in command.items)
-        return [self.verify([item for item in command.items if self.reads[item.session] == reads], reads) for reads in kinds]
+        kinds = dict.fromkeys(self.opens[item.session].features for item in command.items)
+        return [self.verify([item for item in command.items if self.opens[item.session].features == reads], reads) for reads in kinds]
 
     def open(self, command: Open) -> list[Event]:
-        log = self.logs[command.session] = list(command.prompt)
+        if (refusal := self.take_over(command)) is not None:
+            return [refusal]
+        log = self.logs[command.session]
         self.rounds[command.session] = 0
-        self.reads = {**getattr(self, "reads", {}), command.session: command.features}
-        starts = range(0, len(log), PART) if command.features else ()
+        self.opens = {**getattr(self, "opens", {}), command.session: command}
+        starts = range(command.kept, len(log), PART) if command.features else ()
         parts: list[Event] = [
             Prefilled(epoch=self.epoch, session=command.session, start=start, features=features(log, start, min(start + PART, len(log)), command.features))
             for start in starts
             if command.features
         ]
+        parts += self.score(command)
         log.append(choice(log))
-        return [*parts, Opened(epoch=self.epoch, session=command.session, bonus=log[-1], margin=1.0, spans=(("prefill", time.monotonic_ns(), 1000),))]
+        (said,) = self.say(command, log, 1) or (None,)
+        spans = (("prefill", time.monotonic_ns(), 1000),)
+        return [*parts, Opened(epoch=self.epoch, session=command.session, bonus=log[-1], margin=1.0, logprobs=said, spans=spans)]
+
+    def score(self, command: Open) -> list[Event]:
+        """Of every token of the prompt but the first, a part at a time."""
+        if not command.scored:
+            return []
+        assert command.base is None
+        assert command.logprobs is not None
+        prompt, top = command.prompt, command.logprobs
+        starts = range(1, len(prompt), PART)
+        parts = [tuple(logprobs(prompt, place, top) for place in range(start, min(start + PART, len(prompt)))) for start in starts]
+        return [Scored(epoch=self.epoch, session=command.session, start=start, logprobs=part) for start, part in zip(starts, parts, strict=True)]
+
+    def say(self, command: Open, log: Sequence[int], tokens: int) -> tuple[TokenLogprobs, ...]:
+        """What it thinks of the last so many tokens, where it is asked."""
+        if command.logprobs is None:
+            return ()
+        return tuple(logprobs(log, place, command.logprobs) for place in range(len(log) - tokens, len(log)))
 
     def verify(self, asked: Sequence[VerifyItem], reads: Reads | None) -> Verified:
         items, read = [], []
@@ -189,7 +257,10 @@ class ScriptedTarget(ScriptedWorker):
             self.rounds[item.session] = item.round
             accepted, bonus = walk(log, item.tree)
             log += [*(item.tokens[n] for n in accepted), bonus]
-            items.append(VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=bonus, margins=(1.0,) * (len(accepted) + 1)))
+            tokens = 1 + len(accepted)
+            said = self.say(self.opens[item.session], log, tokens)
+            path, margins = tuple(accepted), (1.0,) * tokens
+            items.append(VerifiedItem(session=item.session, round=item.round, accepted=path, bonus=bonus, margins=margins, logprobs=said))
             if reads is not None:
                 read.append(features(log, item.prefix - 1, len(log) - 1, reads))
         return Verified(epoch=self.epoch, items=tuple(items), spans=(("verify", time.monotonic_ns(), 1000),), features=stack(read) if read else None)
@@ -211,9 +282,11 @@ class ScriptedDraft(ScriptedWorker):
     def work(self, command: Command) -> list[Event]:
         self.last, self.fed = getattr(self, "last", {}), getattr(self, "fed", {})
         if isinstance(command, Open):
-            self.logs[command.session] = list(command.prompt)
+            if (refusal := self.take_over(command, known=int(self.reads is not None))) is not None:
+                return [refusal]
+            assert (command.logprobs, command.scored) == (None, False)
             self.last.pop(command.session, None)
-            self.fed[command.session] = 0
+            self.fed[command.session] = command.kept
             assert command.features == self.reads
             return [Opened(epoch=self.epoch, session=command.session)]
         if isinstance(command, Feed):
@@ -232,6 +305,10 @@ class ScriptedDraft(ScriptedWorker):
         drafted = self.propose(command, log)
         self.last[command.session] = drafted
         return [drafted]
+
+    def rows_of(self, session: int, log: Sequence[int]) -> int:
+        """Where it reads its target it has those that features have come for, of tokens with one behind them."""
+        return len(log) - 1 if self.reads is None else min(self.fed[session], len(log) - 1)
 
     def read(self, session: int, start: int, rows: Array) -> None:
         assert self.reads is not None

@@ -88,3 +88,62 @@ def test_the_layout_of_the_kernels_keeps_the_same_rows(seed: int) -> None:
         assert all(torch.equal(cache_row(blocked, slot), cache_row(plain, slot)) for slot in range(40))
     with pytest.raises(ValueError, match="cannot commit"):
         blocked.keep([blocked.length - 1], 1)
+
+
+def both_layouts(length: int, capacity: int) -> list[KVCache | BlockedCache]:
+    """A cache of every layout that there is here, whose row in slot s holds s + 1 everywhere."""
+    plain = KVCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, dtype=torch.float32, device=torch.device("cpu"))
+    plain.rows[:] = torch.arange(1.0, capacity + 1)[:, None]
+    caches: list[KVCache | BlockedCache] = [plain]
+    if kernels.available():
+        blocked = BlockedCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity)
+        for slot in range(capacity):
+            blocked.keys[:, :, slot // 16, :, slot % 16] = blocked.values[:, :, slot] = slot + 1
+        caches.append(blocked)
+    for cache in caches:
+        cache.keep(range(length), length)
+    return caches
+
+
+def address(cache: KVCache | BlockedCache) -> int:
+    return (cache.rows if isinstance(cache, KVCache) else cache.values).data_ptr()
+
+
+@pytest.mark.parametrize(("capacity", "moves"), [(33, True), (500, True), (32, False), (20, False), (16, False), (15, True), (11, True)])
+def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(capacity: int, moves: bool) -> None:
+    for cache in both_layouts(11, 32):
+        before, was = [cache_row(cache, slot).clone() for slot in range(11)], address(cache)
+        cache.resize(capacity)
+        assert (cache.capacity, cache.length, address(cache) != was) == (capacity, 11, moves)
+        assert all(torch.equal(cache_row(cache, slot), row) for slot, row in enumerate(before))
+        cache.keep([capacity - 1], 0) if capacity > 11 else None
+        with pytest.raises(ValueError, match="cannot commit"):
+            cache.keep([capacity], 0)
+        with pytest.raises(ValueError, match="a capacity of 10 rows, where 11 are committed"):
+            cache.resize(10)
+
+
+def test_a_cache_without_rows_can_grow_and_vanish() -> None:
+    for cache in both_layouts(0, 32):
+        cache.resize(0)
+        assert cache.capacity == 0
+        cache.resize(5)
+        cache.keep([3], 1)
+        assert (cache.capacity, cache.length) == (5, 1)
+
+
+def test_rows_behind_a_truncation_are_free_again() -> None:
+    for cache in both_layouts(11, 32):
+        with pytest.raises(ValueError, match="cannot keep 12 of 11"):
+            cache.truncate(12)
+        cache.truncate(4)
+        cache.keep([8], 1)
+        assert [float(cache_row(cache, slot).flatten()[0]) for slot in range(5)] == [1.0, 2.0, 3.0, 4.0, 9.0]
+
+
+def test_the_bytes_of_a_row_are_told_even_of_an_empty_cache() -> None:
+    for cache in both_layouts(0, 32):
+        expected = cache_row(cache, 0).numel() * 4
+        assert cache.row_bytes == expected
+        cache.resize(0)
+        assert cache.row_bytes == expected

@@ -151,6 +151,7 @@ def test_a_cap_on_instructions_holds_for_the_kernels(folder: Path) -> None:
     assert found["key"]["software"].endswith("-plain")
 
 
+@pytest.mark.slow
 def test_without_kernels_torch_measures_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
     found = measured(TargetSettings(model=str(folder), backend="library"))

@@ -27,6 +27,7 @@ from dovetail.protocol.messages import (
     Probe,
     Probed,
     Reads,
+    Scored,
     Verified,
     Verify,
     VerifyItem,
@@ -143,6 +144,34 @@ def test_a_session_is_opened_verified_and_closed(coordinator: Coordinator, llama
     assert isinstance(coordinator.ask(Close(epoch=EPOCH, session=1)), Closed)
     assert isinstance(coordinator.ask(Close(epoch=EPOCH, session=99)), Closed)
     assert coordinator.probe().sessions == 0
+
+
+def test_a_prompt_is_scored_before_its_session_is_open_and_its_reply_as_it_comes(coordinator: Coordinator) -> None:
+    scored = coordinator.ask(opening(scored=True, logprobs=3))
+    assert isinstance(scored, Scored)
+    assert (scored.session, scored.start, [len(one.top) for one in scored.logprobs]) == (1, 1, [3, 3, 3])
+    opened = coordinator.next()
+    assert isinstance(opened, Opened)
+    assert opened.logprobs is not None
+    assert opened.logprobs.top[0] == (opened.bonus, opened.logprobs.logprob)
+    verified = coordinator.ask(verifying((1, 1, len(PROMPT) + 1)))
+    assert isinstance(verified, Verified)
+    (item,) = verified.items
+    assert [one.top[0] for one in item.logprobs] == [(item.bonus, item.logprobs[0].logprob)]
+
+
+def test_a_session_that_is_kept_is_not_open_and_one_that_is_not_cannot_be_gone_on_from(coordinator: Coordinator) -> None:
+    assert coordinator.hello.limits is not None
+    keeps = coordinator.hello.limits.kept > 0
+    assert isinstance(coordinator.ask(opening()), Opened)
+    assert isinstance(coordinator.ask(Close(epoch=EPOCH, session=1, keep=True)), Closed)
+    assert coordinator.probe().sessions == 0
+    refused = coordinator.ask(opening(2, base=7, kept=2))
+    assert isinstance(refused, Failed)
+    assert (refused.session, refused.code) == (2, "prefix")
+    again = coordinator.ask(opening(2, base=1, kept=2))
+    assert isinstance(again, Opened if keeps else Failed)
+    assert coordinator.probe().sessions == keeps
 
 
 def test_a_probe_is_answered_with_clocks_and_counts(coordinator: Coordinator) -> None:

@@ -1,5 +1,6 @@
 """The CPU: threads, and how its arithmetic is named in a fingerprint."""
 
+import psutil
 import torch
 
 
@@ -13,3 +14,9 @@ def set_threads(threads: int) -> None:
 def library() -> str:
     """Version of torch, instruction set and threads: each can change a rounding."""
     return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}t"
+
+
+def free_bytes() -> int:
+    """Memory that is free for a process of ours."""
+    free: int = psutil.virtual_memory().available
+    return free

@@ -47,6 +47,12 @@ def library(index: int) -> str:
     return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is free."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
 def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     """Capture `function`, which reads and writes the same tensors each time and asks the device nothing, as a CUDA graph; returns what replays it.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dovetail.workers.models.segment import slots_in_place
+from dovetail.workers.models.segment import check_truncation, has_to_move, slots_in_place
 
 
 class KVCache:
@@ -39,3 +39,23 @@ class KVCache:
             moved = torch.tensor(slots[in_place:], device=self.rows.device)
             self.rows[:, :, :, self.length + in_place : self.length + len(slots)] = self.rows.index_select(3, moved)
         self.length += committed
+
+    def truncate(self, length: int) -> None:
+        """Let the committed rows from slot `length` on go."""
+        check_truncation(self, length)
+        self.length = length
+
+    def resize(self, capacity: int) -> None:
+        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is too small, or much too large."""
+        if has_to_move(self, self.rows.shape[3], capacity):
+            layers, both, kv_heads, _, head_dim = self.rows.shape
+            rows = self.rows.new_zeros(layers, both, kv_heads, capacity, head_dim)  # in fixed shapes a masked slot is multiplied by 0
+            rows[:, :, :, : self.length] = self.rows[:, :, :, : self.length]
+            self.rows = rows
+        self.capacity = capacity
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row."""
+        layers, both, kv_heads, _, head_dim = self.rows.shape
+        return layers * both * kv_heads * head_dim * self.rows.element_size()

@@ -38,7 +38,7 @@ from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.library import transformers_pass
-from dovetail.workers.models.segment import Segment, slots_in_place
+from dovetail.workers.models.segment import Segment, check_truncation, has_to_move, slots_in_place
 from dovetail.workers.models.states import LAST, Kept, keeping
 
 VERSION = "dovetail-1"
@@ -75,6 +75,28 @@ class BlockedCache:
             self.values[:, :, target] = self.values[:, :, source]
             self.keys[:, :, target // LANES, :, target % LANES] = self.keys[:, :, source // LANES, :, source % LANES]
         self.length += committed
+
+    def truncate(self, length: int) -> None:
+        """Let the committed rows from slot `length` on go."""
+        check_truncation(self, length)
+        self.length = length
+
+    def resize(self, capacity: int) -> None:
+        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is too small, or much too large."""
+        layers, kv_heads, slots, head_dim = self.values.shape
+        if has_to_move(self, slots, capacity):
+            blocks = -(-self.length // LANES)
+            keys, values = new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+            keys[:, :, :blocks] = self.keys[:, :, :blocks]
+            values[:, :, : self.length] = self.values[:, :, : self.length]
+            self.keys, self.values = keys, values
+        self.capacity = capacity
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row."""
+        layers, kv_heads, _, head_dim = self.values.shape
+        return 2 * layers * kv_heads * head_dim * self.values.element_size()
 
 
 class KernelLinear(nn.Module):

@@ -11,6 +11,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+SLACK = 2
+"""A cache keeps memory for so many times the rows that are asked for, rather than move."""
+
 
 class Cache(Protocol):
     """What the engines know of a session's keys and values; each back end has a class of its own, whose rows it lays out as it likes."""
@@ -22,12 +25,35 @@ class Cache(Protocol):
     def keep(self, slots: Sequence[int], committed: int) -> None:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
 
+    def truncate(self, length: int) -> None:
+        """Let the committed rows from slot `length` on go."""
+
+    def resize(self, capacity: int) -> None:
+        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is too small, or much too large."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row."""
+
 
 def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
     """How many of the first of `slots` lie where `Cache.keep` would move them; ValueError where they cannot be kept."""
     if any(not cache.length <= slot < cache.capacity for slot in slots) or not 0 <= committed <= len(slots):
         raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {cache.length} of {cache.capacity} are committed already")
     return next((i for i, slot in enumerate(slots) if slot != cache.length + i), len(slots))
+
+
+def has_to_move(cache: Cache, slots: int, capacity: int) -> bool:
+    """Whether a cache with memory for `slots` rows needs other memory for `capacity`; ValueError where that is less than it has committed."""
+    if capacity < cache.length:
+        raise ValueError(f"a capacity of {capacity} rows, where {cache.length} are committed")
+    return not capacity <= slots <= SLACK * capacity
+
+
+def check_truncation(cache: Cache, length: int) -> None:
+    """ValueError unless a cache has `length` committed rows."""
+    if not 0 <= length <= cache.length:
+        raise ValueError(f"cannot keep {length} of {cache.length} committed rows")
 
 
 @dataclass(frozen=True)

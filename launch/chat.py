@@ -1,0 +1,248 @@
+"""`dovetail chat`: a conversation in the terminal, turn by turn, with what the draft proposed in colour.
+
+Without a terminal it is a filter: a line in, a reply out. Knows how a conversation looks; what it is, `conversation.py` knows, and who answers,
+`answering.py` and `web.py`.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dovetail.launch.answering import Answerer, CoordinatorAnswerer
+from dovetail.launch.configure import Configuration, SettingsCommand, parse_setting, settings_flags
+from dovetail.launch.connection import ahead_of, connected, is_url
+from dovetail.launch.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
+from dovetail.launch.directory import history_path
+from dovetail.launch.generate import check_stops
+from dovetail.launch.outputs import check_output
+from dovetail.launch.prompts import is_unicode
+from dovetail.launch.terminal import note, print_table
+from dovetail.launch.web import WebAnswerer, api_key, check_flags
+from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
+from dovetail.protocol.messages import Result
+
+PROMPT = "you> "
+SHOWN_REPLIES = 10
+KEPT_LINES = 1000
+DRAFTED = "\x1b[36m"
+PLAIN = "\x1b[0m"
+MAX_SEED = (1 << 63) - 1
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--connect", metavar="ADDRESS|URL", help="The coordinator or server to use.  [default: the only coordinator of this user, else one of our own]")
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Seed of the sampling.  [default: a random one for each reply]")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Text before which a reply ends; can be given several times.")
+@click.option("--json", "as_json", is_flag=True, help="Without a terminal: the result of each reply as one JSON object on a line of stdout.")
+@settings_flags("target", "draft", "tree", "sampling", "coordinator", "http")
+def command(configuration: Configuration, connect: str | None, seed: int | None, stop: tuple[str, ...], as_json: bool) -> None:
+    """Talk with the models, turn by turn; /help tells the commands.
+
+    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input that is no terminal is read line by line.
+    """
+    check_stops(stop)
+    settings = configuration.settings
+    manner = Manner(
+        settings.sampling, settings.sampling.max_tokens, settings.tree, seed, stop, speculate=settings.draft.kind != "none", ahead=ahead_of(settings.draft)
+    )
+    with _answerer(configuration, connect) as answerer:
+        chat = Chat(answerer, manner, as_json=as_json)
+        if sys.stdin.isatty():
+            chat.talk()
+        else:
+            chat.filter()
+
+
+@contextmanager
+def _answerer(configuration: Configuration, connect: str | None) -> Iterator[Answerer]:
+    if connect is not None and is_url(connect):
+        check_flags(configuration)
+        yield WebAnswerer(connect, api_key(configuration))
+        return
+    with connected(configuration, connect) as connection:
+        yield CoordinatorAnswerer(connection)
+
+
+class Chat:
+    """A conversation on its way, and how its replies are shown."""
+
+    def __init__(self, answerer: Answerer, manner: Manner, *, as_json: bool) -> None:
+        self._answerer, self._manner, self._as_json = answerer, manner, as_json
+        self._conversation = Conversation()
+        self._terminal = sys.stdout.isatty()
+        self._colours = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._ended = False
+
+    def talk(self) -> None:
+        """Read and answer until Ctrl-D; what goes wrong with a line is told, and the conversation goes on."""
+        note(self._answerer.models())
+        note((f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; " if self._colours else "") + "/help tells the commands, Ctrl-D ends")
+        with line_editing():
+            while not self._ended:
+                try:
+                    self._take(_ask())
+                except EOFError:
+                    click.echo()
+                    return
+                except KeyboardInterrupt:
+                    click.echo()
+                except LinkClosed:  # there is nobody left to talk with
+                    raise
+                except DovetailError as error:
+                    note(str(error))
+
+    def filter(self) -> None:
+        """Answer the lines of standard input; the first mistake ends it."""
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"line {number} of standard input is no UTF-8 text: {error}") from None
+            self._take(text)
+            if self._ended:
+                return
+
+    def _take(self, line: str) -> None:
+        """A line is a command, a question, or nothing."""
+        said = parse(line)
+        if isinstance(said, Command):
+            self._obey(said)
+        elif said is not None:
+            self._answer(said)
+
+    def _answer(self, question: str) -> None:
+        if not is_unicode(question):
+            raise UserError("this is no valid UTF-8 text: set your terminal to UTF-8, or type it anew")
+        answer = self._answerer.answer(self._conversation.turns_with(question), self._manner, self._show)
+        self._conversation.add(question, answer)
+        if self._as_json:
+            click.echo(json.dumps(_told(answer), ensure_ascii=False))
+        elif not answer.text.endswith("\n"):
+            click.echo()
+        if answer.interrupted:
+            note("interrupted: what was said is kept" if answer.text else "interrupted before the first word: the question is forgotten")
+        elif answer.result is not None and answer.result.finish_reason == "length" and not self._as_json:
+            note("the reply ends here for want of room: --max-tokens allows longer ones, as far as the model's context goes")
+
+    def _show(self, text: str, drafted: bool) -> None:
+        """A piece of a reply, as it comes."""
+        if self._as_json:
+            return
+        shown = harmless(text) if self._terminal else text
+        click.echo(f"{DRAFTED}{shown}{PLAIN}" if drafted and self._colours else shown, nl=False, color=self._colours)
+
+    # -- commands -------------------------------------------------------------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        argument = command.argument
+        match command.name:
+            case "stats":
+                print_stats([answer.result for answer in self._conversation.answers])
+            case "draft":
+                self._manner = replace(self._manner, speculate=argument == "on")
+            case "temperature":
+                value = parse_setting("sampling.temperature", argument, "/temperature")
+                self._manner = replace(self._manner, sampling=self._manner.sampling.model_copy(update={"temperature": value}))
+            case "seed":
+                self._manner = replace(self._manner, seed=_seed(argument))
+            case "retry":
+                self._retry()
+            case "clear":
+                self._conversation.clear()
+            case "save":
+                self._save(Path(argument).expanduser())
+            case "help":
+                for name, (wanted, meaning) in COMMANDS.items():
+                    note(f"  {f'/{name} {wanted}':<16} {meaning}")
+            case "quit":
+                self._ended = True
+
+    def _retry(self) -> None:
+        question = self._conversation.take_back()
+        if self._manner.sampling.temperature == 0.0 or self._manner.seed is not None:
+            fixed = "/temperature 0.7" if self._manner.sampling.temperature == 0.0 else "/seed random"
+            note(f"the reply will be the same: {fixed} allows another one")
+        self._answer(question)
+
+    def _save(self, path: Path) -> None:
+        if path.exists():
+            raise UserError(f"{path} is there already: choose another name")
+        check_output(path, "the conversation")
+        path.write_text(self._conversation.as_json(), encoding="utf-8")
+        note(f"{path} has what was said")
+
+
+def harmless(text: str) -> str:
+    """A text that no terminal takes for commands: without control characters, but for the end of a line and the tabulator."""
+    return "".join(c if c in "\n\t" or not (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in text)
+
+
+def print_stats(results: list[Result | None]) -> None:
+    """The figures of the last replies, a row each."""
+    rows = [_row(number, result) for number, result in enumerate(results, start=1) if result is not None][-SHOWN_REPLIES:]
+    if not rows:
+        note("there is no reply yet")
+        return
+    headings = ("reply", "tokens", "tokens/s", "tau", "acceptance", "hit", "first ms", "prompt", "reused", "prefill", "draft", "verify", "transport", "queue")
+    print_table(headings, rows)
+
+
+def _row(number: int, result: Result) -> tuple[object, ...]:
+    accounts = (result.prefill_s, result.draft_exposed_s, result.verify_s, result.transport_s, result.queue_s)
+    shares = (f"{seconds / result.wall_s:.0%}" if result.wall_s else "-" for seconds in accounts)
+    hit = None if result.hit_rate is None else f"{result.hit_rate:.0%}"
+    rates = (result.tokens_per_s, result.tau, result.acceptance_rate, hit, 1e3 * result.time_to_first_token_s)
+    return (number, result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens, *shares)
+
+
+def _told(answer: Answer) -> dict[str, object]:
+    return answer.result.model_dump() if answer.result is not None else {"text": answer.text}
+
+
+def _seed(argument: str) -> int | None:
+    if argument == "random":
+        return None
+    if not (argument.isascii() and argument.isdigit() and int(argument) <= MAX_SEED):
+        raise UserError(f"/seed {argument} is not possible: write a whole number from 0 to {MAX_SEED}, or random")
+    return int(argument)
+
+
+def _ask() -> str:
+    """The next line of the person in front of it."""
+    if sys.stdout.isatty():
+        return input(PROMPT)
+    click.echo(PROMPT, nl=False, err=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Lines can be edited, and those of former conversations called up again; they are kept with the user's state, where that can be written."""
+    try:
+        import readline
+    except ImportError:  # a Python that was built without it
+        yield
+        return
+    path = history_path()
+    readline.set_history_length(KEPT_LINES)
+    if path is None:
+        yield
+        return
+    with suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)

@@ -1,0 +1,135 @@
+"""`dovetail http`: the HTTP API of a coordinator, in a process of its own, by hand or under a supervisor. Never imports torch."""
+
+import asyncio
+import gc
+import logging
+import resource
+import socket
+import stat
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import click
+import uvloop
+
+from dovetail.launch.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.cli import installed_version
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.connection import ahead_of
+from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.links import open_link
+from dovetail.protocol.settings import HttpSettings, Settings, byte_count
+from dovetail.runtime.http.app import Service, Terms, open_app
+from dovetail.runtime.http.gateway import Gateway
+from dovetail.runtime.http.guard import is_loopback
+from dovetail.runtime.http.orders import Defaults
+from dovetail.runtime.http.server import Connections, listen, serve
+
+RECONNECT_S = 1.0
+SHORTEST_KEY = 16
+OTHER_FILES = 128
+"""Descriptors that a server needs beside its connections."""
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--connect", metavar="ADDRESS", required=True, help="The coordinator: ipc://PATH or tcp://HOST:PORT.")
+@click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends.")
+@settings_flags("http", "sampling", "tree", "draft", "coordinator")
+def command(configuration: Configuration, connect: str, parent: int | None) -> None:
+    """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
+
+    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are those of requests that do not say otherwise. Of the draft's,
+    ahead and kind none are wishes of the requests; the others are a matter of its worker.
+    """
+    if parent is not None:
+        end_with(parent)
+    end_when_told()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    settings = configuration.settings
+    keys = read_keys(settings.http)
+    folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None
+    with ExitStack() as opened:
+        said = opened.enter_context(claim_stdout())
+        listener = opened.enter_context(listen(settings.http.host, settings.http.port))
+        connections = Connections(receive_s=settings.http.receive_s, most=_connections(settings.http.connections))
+        link = open_link(connect, keys=folder, role="client")  # a wrong address or key is told at once
+        again = partial(open_link, connect, keys=folder, role="client", timeout_s=RECONNECT_S)
+
+        def ready() -> None:
+            print(url_of(settings.http.host, listener), file=said, flush=True)
+
+        async def run() -> None:
+            gateway = Gateway(again, link)
+            service = Service(gateway, _terms(settings, keys), connections)
+            connecting = asyncio.create_task(gateway.run())
+            try:
+                await gateway.first()
+                gc.freeze()
+                await serve(open_app(service), listener, connections, hurry=service.end, ready=ready)
+            finally:
+                connecting.cancel()
+                await asyncio.wait([connecting])
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+
+
+def read_keys(settings: HttpSettings) -> tuple[str, ...]:
+    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others can read them."""
+    if not settings.api_key_file:
+        if not is_here_only(settings.host):
+            text = f"http.host = {settings.host!r} is open to other machines, which needs a key: write one into a file and name it with --http.api_key_file"
+            raise SettingsError(text)
+        return ()
+    path = Path(settings.api_key_file).expanduser()
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"http.api_key_file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or min(map(len, keys)) < SHORTEST_KEY or not all(key.isascii() for key in keys):
+        raise SettingsError(
+            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII characters a line: write one, such as `openssl rand -hex 32`"
+        )
+    return keys
+
+
+def is_here_only(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return all(is_loopback(str(address[4][0])) for address in socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+    except (OSError, UnicodeError):
+        return True  # it is no address: `listen` says so
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """Where clients find us, with the real port."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
+    return Terms(
+        defaults=Defaults(settings.sampling, settings.tree, settings.draft.kind != "none", ahead_of(settings.draft)),
+        model=settings.http.model,
+        version=installed_version(),
+        keys=keys,
+        deadline_s=settings.http.deadline_s,
+        most_body_bytes=byte_count(settings.http.body),
+        only_local_names=not keys,
+    )
+
+
+def _connections(wanted: int) -> int:
+    """How many connections this process may hold; the system's limit on open files is raised for them as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard != resource.RLIM_INFINITY else wanted + OTHER_FILES
+    if most < wanted + OTHER_FILES:
+        raise UserError(
+            f"http.connections = {wanted} needs {wanted + OTHER_FILES} open files, and this process may have {most}: lower it, or raise `ulimit -Hn`"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + OTHER_FILES), hard))
+    return wanted

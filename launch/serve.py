@@ -1,0 +1,66 @@
+"""`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends them.
+
+The HTTP API listens before a model is loaded, so that a port that is taken is told at once; `/readyz` says whether the workers are there. A worker that is
+alive and stuck is the coordinator's business.
+"""
+
+import json
+import logging
+import os
+import shlex
+from pathlib import Path
+
+import click
+
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.connection import models_of
+from dovetail.launch.holders import check_coordinator, check_port
+from dovetail.launch.service import Service
+from dovetail.launch.supervise import Supervisor, check_stack
+from dovetail.launch.terminal import note, spinner
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--json", "as_json", is_flag=True, help="When all is ready, one JSON object on stdout: url, address, pid, pids.")
+@settings_flags("target", "draft", "tree", "sampling", "coordinator", "http")
+def command(configuration: Configuration, as_json: bool) -> None:
+    """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
+
+    Starts a coordinator, its workers and the HTTP API, and starts again what fails. When all is ready, the URL goes to stdout as one line. Other commands
+    of this user on this machine find the coordinator without --connect. The first signal lets requests that run finish for some seconds, a second one does
+    not. The settings of the tree and of sampling hold for requests that do not say otherwise.
+    """
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("dovetail.serve").setLevel(logging.INFO)
+    _check_addresses(configuration)
+    check_stack(configuration)
+    with Supervisor() as supervisor, Service(supervisor, configuration) as service:
+        try:
+            with spinner() as say:
+                service.run_until_ready(say)
+            _introduce(service, configuration, as_json=as_json)
+            service.run()
+        except (KeyboardInterrupt, SystemExit):
+            service.drain()
+
+
+def _check_addresses(configuration: Configuration) -> None:
+    """`UserError` if somebody holds an address that is asked for."""
+    http, listen = configuration.settings.http, configuration.settings.coordinator.listen
+    check_port(http.host, http.port, remedy="stop it, or choose another port with --http.port (0: any free one)")
+    check_coordinator(listen, remedy="or choose another address with --coordinator.listen")
+
+
+def _introduce(service: Service, configuration: Configuration, *, as_json: bool) -> None:
+    """Say where we are, and what to type to use it."""
+    if as_json:
+        click.echo(json.dumps({"url": service.url, "address": service.address, "pid": os.getpid(), "pids": service.pids}))
+        return
+    click.echo(service.url)
+    assert service.state is not None
+    file = configuration.settings.http.api_key_file
+    key = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"' if file else ""
+    question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
+    note(f"  {models_of(service.state)}")
+    note(f"  try it:  curl {service.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+    note(f"  talk:    dovetail chat        look: dovetail status        end: Ctrl-C, or kill {os.getpid()}")

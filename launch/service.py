@@ -1,0 +1,221 @@
+"""The processes of `dovetail serve`: started, looked at, started again and drained as `watch.py` decides.
+
+A part is ready when it says so: the coordinator and the HTTP API with a line on stdout, a worker by being registered. What the processes say on stderr is
+passed on to the log once the service is ready; before, only the last words of the one that failed are of interest. Knows which commands there are, and
+nothing of tokens.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from dovetail.launch.configure import Configuration
+from dovetail.launch.directory import announced
+from dovetail.launch.supervise import GRACE_S, POLL_S, ROLES, Child, Supervisor, layout_of, worker_arguments
+from dovetail.launch.topology import format_numbers
+from dovetail.launch.watch import Action, End, Ending, GiveUp, Leave, Part, Start, Tell, Watch
+from dovetail.protocol.errors import DovetailError, LinkClosed
+from dovetail.protocol.links import open_link
+from dovetail.protocol.messages import Reported
+from dovetail.runtime.client import Client
+
+log = logging.getLogger("dovetail.serve")
+
+COORDINATOR, HTTP = "coordinator", "http"
+DRAIN_S = 4.0
+"""Beyond the grace that a process gives to what it serves; the HTTP API takes two seconds of it to tell those who still wait."""
+LOG_BYTES = 1 << 20
+"""The file of what a process says is emptied when so much of it has been read."""
+
+
+class Service:
+    """A coordinator, its workers and the HTTP API; use it within the block of its supervisor."""
+
+    def __init__(self, supervisor: Supervisor, configuration: Configuration) -> None:
+        self._supervisor, self._configuration = supervisor, configuration
+        self._settings = configuration.settings
+        self._layout = layout_of(configuration.settings)
+        self._workers = {f"{role} worker": role for role in ROLES if role == "target" or self._settings.draft.kind != "none"}
+        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *(Part(name, (COORDINATOR, HTTP)) for name in self._workers))
+        self._watch = Watch(parts, time.monotonic())
+        self._running: dict[str, Child] = {}
+        self._ears: dict[str, Ear] = {}
+        self._announcement, self._inquiry = ExitStack(), ExitStack()
+        self._client: Client | None = None
+        self._left = False
+        self.address = self.url = ""
+        self.state: Reported | None = None
+        """What the coordinator said last."""
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._forget_coordinator()
+        for ear in self._ears.values():
+            ear.close()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The number of each process that runs, by its name."""
+        return {name: child.process.pid for name, child in self._running.items()}
+
+    def run_until_ready(self, say: Callable[[str], None]) -> None:
+        """Start everything; what the first process that ends has to say is raised. `say` hears what is waited for."""
+        while not self._watch.serving:
+            self._step()
+            say(f"starting {' and '.join(self._watch.missing)}")
+            time.sleep(POLL_S)
+
+    def run(self) -> None:
+        """Keep everything running; returns when the coordinator was told to stop, and raises what a process says that cannot be kept running."""
+        while not self._left:
+            self._step()
+            self._pass_on()
+            time.sleep(POLL_S)
+
+    def drain(self) -> None:
+        """End who takes requests, then who has them, then who computes; a signal meanwhile ends all of them at once."""
+        try:
+            log.info("ending: requests that run may finish for some seconds; a second signal does not wait")
+            for name in (HTTP, COORDINATOR, *self._workers):
+                self._end([name], GRACE_S + DRAIN_S)
+        except (KeyboardInterrupt, SystemExit):
+            self._supervisor.kill()
+
+    # -- what happens ---------------------------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Take notice of what has happened, and do what follows."""
+        now_s = time.monotonic()
+        # The coordinator is looked at last and heard first: a process that ended because of its loss is never taken for one that failed by itself.
+        ended = [name for name in sorted(self._running, key=lambda name: name == COORDINATOR) if self._running[name].ended]
+        for name in reversed(ended):
+            if (child := self._running.pop(name, None)) is not None:
+                self._perform(self._watch.ended(name, Ending(child.process.returncode, child.how_it_ended(), child.was_mistaken), now_s), child)
+                self._supervisor.end([child])
+                self._hear_out(name)
+        for name in self._watch.waiting:
+            if self._is_ready(name, self._running[name]):
+                self._perform(self._watch.ready(name, now_s))
+        self._perform(self._watch.due(now_s))
+        if self._client is not None and not any(name in self._workers for name in self._watch.waiting):
+            self._stop_asking()
+
+    def _perform(self, actions: list[Action], ended: Child | None = None) -> None:
+        for action in actions:
+            match action:
+                case Tell(text):
+                    log.info("%s", text)
+                case Start(name):
+                    self._start(name)
+                case End(names):
+                    self._forget_coordinator()
+                    self._end(names, GRACE_S)
+                case Leave():
+                    self._left = True
+                case GiveUp(_, why):
+                    assert ended is not None
+                    failure = ended.failure()
+                    raise DovetailError(f"{failure}\n  {why}") if why else failure
+
+    def _start(self, name: str) -> None:
+        """Start a part; the coordinator and the HTTP API say on stdout where they listen."""
+        child = self._supervisor.start(name, self._arguments(name), reads=name in (COORDINATOR, HTTP))
+        self._running[name], self._ears[name] = child, Ear(child)
+        if self._watch.serving:
+            log.info("the %s starts, pid %d", name, child.process.pid)
+
+    def _arguments(self, name: str) -> list[str]:
+        configuration = self._configuration
+        if name == COORDINATOR:
+            return ["coordinator", *configuration.arguments("coordinator"), f"--cores={format_numbers(self._layout.coordinator.cores)}"]
+        keys = [f"--coordinator.keys={self._settings.coordinator.keys}"] if self._settings.coordinator.keys else []
+        if name == HTTP:
+            port = [f"--http.port={self.url.rpartition(':')[2]}"] if self.url else []  # that a free one was wanted holds for the first time
+            wishes = configuration.arguments("tree", "sampling", "draft", "http")
+            return ["http", f"--connect={self.address}", *wishes, *port, *keys]
+        return [*worker_arguments(configuration, self._workers[name], self.address, self._layout), *keys]
+
+    def _end(self, names: Iterable[str], grace_s: float) -> None:
+        children = [self._running[name] for name in names if name in self._running]
+        self._supervisor.end(children, grace_s)
+        for name in names:
+            self._running.pop(name, None)
+            self._hear_out(name)
+
+    # -- who is ready ---------------------------------------------------------------------------------------------------------------------------
+
+    def _is_ready(self, name: str, child: Child) -> bool:
+        if name in self._workers:
+            return self._is_registered(child.process.pid)
+        place = child.heard()
+        if name == COORDINATOR and place:
+            self.address = place
+            if self._settings.coordinator.listen == "ipc":
+                self._supervisor.owns_socket(child, place)
+        elif place:
+            self.url = place
+            self._announcement.close()
+            self._announcement.enter_context(announced(self.address, keys=self._settings.coordinator.keys, url=place))
+        return bool(place)
+
+    def _is_registered(self, pid: int) -> bool:
+        """Whether the coordinator knows a worker of this number. One that does not answer has just ended, and that is seen elsewhere."""
+        try:
+            if self._client is None:
+                keys = self._settings.coordinator.keys
+                link = open_link(self.address, keys=Path(keys) if keys else None, role="client")
+                self._client = self._inquiry.enter_context(Client(link))
+            self.state = self._client.status()
+        except LinkClosed:
+            self._stop_asking()
+            return False
+        return any(worker.pid == pid for worker in self.state.workers)
+
+    def _stop_asking(self) -> None:
+        self._client = None
+        self._inquiry.close()
+
+    def _forget_coordinator(self) -> None:
+        self._stop_asking()
+        self._announcement.close()
+
+    # -- what they say --------------------------------------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Pass on what the processes have said."""
+        for name, ear in self._ears.items():
+            for line in ear.listen():
+                log.info("%s: %s", name, line)
+
+    def _hear_out(self, name: str) -> None:
+        """Pass on the last words of a process that has ended."""
+        if (ear := self._ears.pop(name, None)) is not None:
+            for line in ear.listen():
+                log.info("%s: %s", name, line)
+            ear.close()
+
+
+class Ear:
+    """Reads what a process says on stderr, a line at a time, and what it has said after it has ended too."""
+
+    def __init__(self, child: Child) -> None:
+        self._log = os.dup(child.log.fileno())
+        self._read, self._begun = 0, b""
+
+    def listen(self) -> list[str]:
+        """The lines that have ended since the last call; the file is emptied when it has become long."""
+        said = os.pread(self._log, LOG_BYTES, self._read)
+        self._read += len(said)
+        if self._read > LOG_BYTES and self._read == os.fstat(self._log).st_size:
+            os.ftruncate(self._log, 0)
+            self._read = 0
+        *lines, self._begun = (self._begun + said).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def close(self) -> None:
+        os.close(self._log)

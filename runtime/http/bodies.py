@@ -1,0 +1,192 @@
+"""What HTTP clients send: OpenAI's bodies, with what vLLM's clients add. Says what may be asked for; what it means for a target, `orders.py` knows.
+
+Fields that nobody knows are ignored, as OpenAI's clients expect; fields that mean something which is not served here are refused unless they ask for nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
+from dovetail.protocol.settings import MAX_BIASES
+from dovetail.runtime.http.errors import ApiError
+
+MAX_CHOICES = 128
+"""Replies to one request: prompts times n."""
+STOP_CHARACTERS = 1024
+LARGEST_SEED = (1 << 63) - 1
+UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "store": (False,),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "cache_salt": (),
+    "add_special_tokens": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+}
+"""Fields of completions that are not served (or by the other kind only), each with the values, beside null, that ask for nothing."""
+
+TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = Field(False, description="a last chunk says how many tokens were read and written")
+    continuous_usage_stats: bool = Field(False, description="every chunk does")
+
+
+class Wishes(Body):
+    """Fields of our own."""
+
+    drafted: bool = Field(False, description="each streamed choice says which of its tokens the draft had proposed")
+    speculate: bool = Field(True, description="false: the target alone decodes this request")
+
+
+class Decoding(Body):
+    """What both kinds of completions have in common. What is left out is as the server's settings have it."""
+
+    model: str | None = Field(None, max_length=512, description="name of the served model; left out: that one")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="replies to each prompt, each with noise of its own")
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="served only if it equals n")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_ENDS // 2)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-LARGEST_SEED - 1, le=LARGEST_SEED)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = Field(None, description="-1 or 0: all")
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=MAX_BIASES)] | None
+    ) = Field(None, description="token id -> what is added to its logit")
+    dovetail: Wishes | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _served(cls, body: Any) -> Any:
+        for name in (name for name in UNSERVED if isinstance(body, dict) and name in body and name not in cls.model_fields):
+            if body[name] is not None and body[name] not in UNSERVED[name]:
+                raise ApiError(400, f"{name} is not served here: leave it out", param=name, code="unsupported_parameter")
+        return body
+
+    @property
+    def copies(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def usage_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message of a conversation; its content is text, whole or in parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_TURNS)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, message: Any) -> Any:
+        if isinstance(message, dict):
+            for name in ("tool_calls", "function_call", "audio"):
+                if message.get(name):
+                    raise ApiError(400, f"a message with {name} is not served here: leave it out", param="messages", code="unsupported_parameter")
+        return message
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(Decoding):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = Field(None, description="each token comes with its natural log-probability")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(None, description="likeliest tokens beside it; needs logprobs")
+
+
+class CompletionBody(Decoding):
+    """The body of /v1/completions."""
+
+    prompt: str | Strings | TokenIds | TokenLists
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, description="left out: 16")
+    echo: bool | None = Field(None, description="the prompt comes before the reply, with its log-probabilities if logprobs is given")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(None, description="log-probabilities of each token, and of so many likeliest ones")
+
+
+class TokenizeBody(Body):
+    """The body of /tokenize: a prompt, or messages."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)] | None = None
+    add_special_tokens: bool = Field(True, description="whether a prompt gets what the tokenizer puts around a text")
+    add_generation_prompt: bool = Field(True, description="whether messages are followed by what begins a reply")
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    model: str | None = Field(None, max_length=512)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]

@@ -1,0 +1,120 @@
+"""One HTTP request while it is decoded: what the coordinator says of its replies comes in here, in order, and whoever writes the answer takes it out.
+
+It ends with the last reply, with an error, or because nobody waits for it any more; however it ends, the coordinator is told at once of what still runs.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from dovetail.protocol.messages import Failed
+from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
+from dovetail.runtime.http.gateway import Gateway, Told
+from dovetail.runtime.http.orders import Order
+
+AT_ONCE = 16
+"""Replies of one request that are decoded at a time, so that a long list of prompts does not fill the target."""
+
+
+class Gone(Exception):
+    """The client has gone: nobody reads the answer."""
+
+
+class WrongVocabulary(Exception):
+    """The prompt was read with the vocabulary of another target than the one that is there by now."""
+
+
+class Run:
+    """The replies to one HTTP request."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.began_s = time.monotonic()
+        self._gateway = gateway
+        self._order: Order | None = None
+        self._next = 0
+        """Of the replies, the first that has not been asked for."""
+        self._numbers: dict[int, int] = {}
+        """Reply -> number of its request with the coordinator, while it runs."""
+        self._heard: deque[tuple[int, Told]] = deque()
+        self._end: ApiError | Gone | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def begin(self, order: Order) -> None:
+        """Ask for the replies, and wait for the first word of any; `WrongVocabulary` where the prompt has to be read anew."""
+        self._order, self._next = order, 0
+        self._ask()
+        await self._wait()
+        first = self._heard[0][1]
+        if isinstance(first, Failed):
+            self.close()
+            if first.code == "vocabulary":
+                self._heard.clear()
+                raise WrongVocabulary
+            raise of_failure(first)
+
+    async def take(self) -> list[tuple[int, Told]]:
+        """What has come since the last time, at least one thing, each with the reply that it is about; empty: all have ended.
+
+        An `ApiError` is raised when something failed, `Gone` when the client has gone.
+        """
+        if not self._heard and not self._numbers and self._end is None:
+            return []
+        await self._wait()
+        heard, self._heard = [*self._heard], deque()
+        return heard
+
+    def fail(self, error: ApiError | Gone) -> None:
+        """End it all, with this."""
+        self._end = self._end or error
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        numbers, self._numbers = self._numbers, {}
+        self._next = len(self._order.submits) if self._order is not None else 0
+        for number in numbers.values():
+            self._gateway.cancel(number)
+
+    def _ask(self) -> None:
+        assert self._order is not None
+        while self._next < len(self._order.submits) and len(self._numbers) < AT_ONCE:
+            index = self._next
+            self._next += 1
+            self._numbers[index] = self._gateway.submit(self._order.submits[index], self._teller(index))
+
+    def _teller(self, index: int) -> Callable[[Told], None]:
+        def tell(told: Told) -> None:
+            if index not in self._numbers:
+                return
+            self._heard.append((index, told))
+            if told.type in ("finished", "failed"):
+                self._numbers.pop(index)
+                self._ask_more()
+            self._wake()
+
+        return tell
+
+    def _ask_more(self) -> None:
+        try:
+            self._ask()
+        except ApiError as error:
+            self.fail(error)
+
+    async def _wait(self) -> None:
+        """Until there is something to take; raises what ended it."""
+        while not self._heard and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._end is not None:
+            raise self._end
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def ended_early() -> ApiError:
+    """What is said of a reply that the coordinator cancelled, which it does only when it ends."""
+    return unavailable("the coordinator has ended: ask again when another is there")

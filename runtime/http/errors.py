@@ -1,0 +1,64 @@
+"""What an HTTP client is told when something cannot be done: OpenAI's error object and the status that goes with it. Knows no framework."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.protocol.errors import DovetailError
+from dovetail.protocol.messages import Failed
+
+RETRY_AFTER_S = 1
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""Other statuses below 500 are an `invalid_request_error`, those from 500 on a `server_error`."""
+BRANCHES = ("str", "int", "float", "bool", "list", "dict", "constrained", "function", "tagged", "nullable", "literal", "json")
+"""How a union's branches begin in the place of a validation error; they are no part of a field's name."""
+KEY = "[key]"
+"""What follows a key of a table that is wrong."""
+
+
+class ApiError(DovetailError):
+    """A request that is answered with an error: its status, OpenAI's `param` and `code`, and after how many seconds to try again."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        wait = {"retry-after": str(self.retry_after_s)} if self.retry_after_s is not None else {}
+        return {**wait, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
+
+
+def unavailable(why: str) -> ApiError:
+    """503: nobody is there to do it; somebody may be soon."""
+    return ApiError(503, why, code="unavailable", retry_after_s=RETRY_AFTER_S)
+
+
+def of_failure(failed: Failed) -> ApiError:
+    """What the coordinator's word means to an HTTP client."""
+    match failed.code:
+        case "settings":
+            return ApiError(400, failed.text)
+        case "prompt_too_long":
+            return ApiError(400, failed.text, code="context_length_exceeded")
+        case "capacity":
+            return ApiError(429, failed.text, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+        case "no_target" | "worker_lost" | "memory" | "vocabulary":
+            return unavailable(failed.text)
+        case _:
+            return ApiError(500, failed.text, code=failed.code)
+
+
+def place(loc: Sequence[str | int]) -> str | None:
+    """The field that a validation error is about, as OpenAI writes it: `messages[0].content`."""
+    name = ""
+    for part in loc[1 : loc.index(KEY) - 1 if KEY in loc else None]:
+        if isinstance(part, int):
+            name += f"[{part}]" if name else ""
+        elif part.isidentifier() and not part.startswith(BRANCHES):
+            name += f".{part}" if name else part
+    return name or None

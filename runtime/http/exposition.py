@@ -1,0 +1,146 @@
+"""What /metrics says, in Prometheus's text form: under names of our own, and what existing dashboards and benchmarks look for under vLLM's.
+
+What the coordinator counts comes from its answer to Status, once a scrape; what only this process sees - the times that clients wait - is observed here.
+The only door to `prometheus_client`, with a registry of its own.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dovetail.protocol.messages import Reported
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+@dataclass
+class Watch:
+    """Times one reply as a client waits for it."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    last_s: float | None = None
+
+
+class Exposition:
+    """The metrics of one HTTP process."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._state = _State()
+        self._registry.register(self._state)
+        self._first = self._histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S)
+        self._between = self._histogram("vllm:inter_token_latency_seconds", "From tokens to the next ones, a token.", BETWEEN_TOKENS_S)
+        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", WHOLE_S)
+        self._answering = Gauge("dovetail_http_requests", "HTTP requests that are being answered.", registry=self._registry)
+        self._connections = Gauge("dovetail_http_connections", "HTTP connections that are open.", registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), registry=self._registry, buckets=buckets)
+
+    def tokens(self, watch: Watch, count: int, model: str) -> None:
+        """So many tokens of a reply have come."""
+        now_s = time.monotonic()
+        if watch.last_s is None:
+            self._first.labels(model).observe(now_s - watch.began_s)
+        else:
+            self._between.labels(model).observe((now_s - watch.last_s) / max(1, count))
+        watch.last_s = now_s
+
+    def ended(self, watch: Watch, model: str) -> None:
+        """A reply is whole."""
+        self._whole.labels(model).observe(time.monotonic() - watch.began_s)
+
+    def text(self, reported: Reported | None, model: str, *, answering: int, connections: int) -> bytes:
+        """The page; without a coordinator, what this process knows by itself."""
+        self._state.reported, self._state.model = reported, model
+        self._answering.set(answering)
+        self._connections.set(connections)
+        return generate_latest(self._registry)
+
+
+class _State(Collector):
+    """What the coordinator reported."""
+
+    reported: Reported | None = None
+    model: str = ""
+
+    def collect(self) -> Iterator[Metric]:
+        reported = self.reported
+        yield _gauge("dovetail_up", "Whether the coordinator answers.", float(reported is not None))
+        if reported is not None:
+            yield from _own(reported)
+            yield from _known(reported, self.model)
+
+
+def _own(reported: Reported) -> Iterable[Metric]:
+    totals = reported.totals
+    yield _gauge("dovetail_uptime_seconds", "Time since the coordinator began.", reported.uptime_s)
+    yield _gauge("dovetail_degraded", "Whether something that was there is missing.", float(reported.degraded))
+    yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
+    yield _gauge("dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept)
+    workers = GaugeMetricFamily("dovetail_workers", "Registered workers.", labels=("role",))
+    for role in ("target", "draft"):
+        workers.add_metric((role,), sum(role in worker.roles for worker in reported.workers))
+    yield workers
+    busy = GaugeMetricFamily("dovetail_worker_busy_share", "Share of its time that a worker has computed.", labels=("worker",))
+    memory = GaugeMetricFamily("dovetail_worker_resident_bytes", "Memory of a worker.", labels=("worker",))
+    for worker in {worker.name: worker for worker in reported.workers}.values():
+        busy.add_metric((worker.name,), worker.busy_share)
+        memory.add_metric((worker.name,), worker.rss_mb * 1e6)
+    yield busy
+    yield memory
+    if reported.tau is not None:
+        yield _gauge("dovetail_tau", "Tokens a round, over all rounds.", reported.tau)
+    yield _counter("dovetail_rounds", "Rounds that ended.", reported.rounds)
+    yield _counter("dovetail_requests_finished", "Requests that were decoded to their end.", reported.finished)
+    yield _counter("dovetail_requests_failed", "Requests that failed.", reported.failed)
+    yield _counter("dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled)
+    yield _counter("dovetail_prompt_tokens", "Tokens of prompts.", totals.prompt_tokens)
+    yield _counter("dovetail_reused_tokens", "Tokens of prompts that were not read again.", totals.reused_tokens)
+    yield _counter("dovetail_completion_tokens", "Tokens of replies.", totals.completion_tokens)
+    yield _counter("dovetail_drafted_tokens", "Nodes that were verified.", totals.drafted_tokens)
+    yield _counter("dovetail_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens)
+    yield _counter("dovetail_stale_messages", "Messages that came too late or twice.", reported.stale)
+    yield _counter("dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused)
+
+
+def _known(reported: Reported, model: str) -> Iterable[Metric]:
+    """The same under the names that others look for."""
+    totals, label = reported.totals, {"model_name": model}
+    yield _gauge("vllm:num_requests_running", "Requests that are being decoded.", max(0, reported.sessions - totals.opening), label)
+    yield _gauge("vllm:num_requests_waiting", "Requests whose prompt has not been read yet.", totals.opening, label)
+    yield _gauge("vllm:kv_cache_usage_perc", "Share of the targets' sessions that are open; 1 is all.", totals.occupied, label)
+    yield _counter("vllm:prompt_tokens", "Tokens of prompts.", totals.prompt_tokens, label)
+    yield _counter("vllm:generation_tokens", "Tokens of replies.", totals.completion_tokens, label)
+    success = CounterMetricFamily("vllm:request_success", "Requests by how they ended.", labels=("model_name", "finished_reason"))
+    for reason, count in totals.reasons:
+        success.add_metric((model, {"cancelled": "abort"}.get(reason, reason)), count)
+    yield success
+    yield _counter("vllm:spec_decode_num_drafts", "Rounds that were verified with a tree.", totals.drafts, label)
+    yield _counter("vllm:spec_decode_num_draft_tokens", "Nodes that were verified.", totals.drafted_tokens, label)
+    yield _counter("vllm:spec_decode_num_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens, label)
+    depths = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "Rounds that accepted a node at a depth below the root.", labels=("model_name", "position")
+    )
+    for depth, count in enumerate(totals.accepted_per_depth):
+        depths.add_metric((model, str(depth)), count)
+    yield depths
+
+
+def _gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
+
+
+def _counter(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+    family = CounterMetricFamily(name, text, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family

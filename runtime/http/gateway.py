@@ -1,0 +1,301 @@
+"""The HTTP process's end of its one link to the coordinator: many requests at a time, each with somebody who is told of its replies.
+
+The link is read by the event loop: its descriptors are edge-triggered, so it is read until it is empty after each of them and after whatever was sent. When
+the coordinator goes, every request of it fails, and a new one is waited for, with growing patience. Knows the protocol, nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dovetail.protocol.codec import REPLY, encode
+from dovetail.protocol.errors import DecodeError, LinkClosed, LinkError, PeerBusy, ProtocolError, UserError
+from dovetail.protocol.links import Link
+from dovetail.protocol.messages import (
+    VERSION,
+    Cancel,
+    Describe,
+    Described,
+    Emitted,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    PromptScored,
+    Reply,
+    Reported,
+    Status,
+    Submit,
+    Welcome,
+)
+from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
+from dovetail.runtime.text import TextCodec
+
+log = logging.getLogger("dovetail.http")
+
+RETRY_S, MOST_RETRY_S = 0.1, 2.0
+"""How long a coordinator that has gone is waited for before it is looked for again: at first, and at most."""
+ANSWER_S = 10.0
+"""Within so long the coordinator says what it is asked."""
+BUSY_S = 0.005
+MAX_UNSENT = 4096
+
+Told = Emitted | PromptScored | Finished | Failed
+A = TypeVar("A", Described, Reported)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What requests are decoded with at present."""
+
+    described: Described
+    text: TextCodec
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and reply together."""
+        return self.described.limits.context
+
+
+class Gateway:
+    """A client of the coordinator, shared by all requests. `run` keeps it connected; everything happens on that loop."""
+
+    def __init__(self, connect: Callable[[], Link], first: Link | None = None) -> None:
+        """`connect` opens a link, blocking, or raises why there is none; `first` is one that is open already."""
+        self._connect = connect
+        self._first = first
+        self._link: Link | None = None
+        self._epoch = secrets.randbits(62)
+        self._there = False
+        self._why = "the coordinator has not answered yet"
+        self._changed = asyncio.Event()
+        """The coordinator has said Welcome, or has gone."""
+        self._tried = asyncio.Event()
+        self._number = 0
+        self._told: dict[int, Callable[[Told], None]] = {}
+        self._questions: deque[tuple[type[Described | Reported], asyncio.Future[Described | Reported]]] = deque()
+        """They are answered in their order."""
+        self._unsent: deque[Message] = deque()
+        self._due = False
+        self._target: Target | None = None
+        self._describing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Keep the link: connect, and when the coordinator has gone connect anew, until cancelled."""
+        wait_s = RETRY_S
+        try:
+            while True:
+                there = await self._open()
+                self._tried.set()
+                if there:
+                    wait_s = RETRY_S
+                    await self._until_lost()
+                    log.warning("%s", self._why)
+                self._close()
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, MOST_RETRY_S)
+        finally:
+            self._close()
+
+    async def first(self) -> None:
+        """Wait until the first coordinator has answered; `LinkClosed` if it has not, or refuses us."""
+        await self._tried.wait()
+        if not self._there:
+            raise LinkClosed(self._why)
+
+    @property
+    def missing(self) -> str:
+        """Why nothing can be asked of the coordinator; empty: it can."""
+        return "" if self._there else self._why
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._told)
+
+    # -- requests -------------------------------------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
+        """Ask for a completion, and have its replies told, the last one a Finished or a Failed; the number to cancel it by.
+
+        `ApiError` if nobody is there, or if it is too long for a message.
+        """
+        self._check_there()
+        self._number += 1
+        message = submit.model_copy(update={"epoch": self._epoch, "request": self._number})
+        try:
+            self._send(message)
+        except ProtocolError as error:
+            raise ApiError(413, f"the request is too long for the coordinator: {error}") from None
+        self._told[self._number] = tell
+        return self._number
+
+    def cancel(self, number: int) -> None:
+        """Nobody wants to hear of this request any more; of one that has ended already, nothing happens."""
+        if self._told.pop(number, None) is not None and self._there:
+            self._send(Cancel(epoch=self._epoch, request=number))
+
+    async def target(self) -> Target:
+        """What a request is decoded with: asked for once, and again when that may have changed. `ApiError` if there is none."""
+        self._check_there()
+        async with self._describing:
+            if self._target is None:
+                described = await self._ask(Describe(epoch=self._epoch), Described)
+                text = await asyncio.get_running_loop().run_in_executor(None, TextCodec, described.tokenizer.data, described.vocabulary)
+                self._target = Target(described, text)
+            return self._target
+
+    def forget_target(self) -> None:
+        """It may be another by now."""
+        self._target = None
+
+    async def status(self) -> Reported:
+        """The coordinator's state; `ApiError` if nobody is there."""
+        return await self._ask(Status(epoch=self._epoch), Reported)
+
+    async def _ask(self, question: Describe | Status, kind: type[A]) -> A:
+        self._check_there()
+        answer: asyncio.Future[Described | Reported] = asyncio.get_running_loop().create_future()
+        self._questions.append((kind, answer))
+        self._send(question)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = await answer
+        except TimeoutError:
+            raise unavailable(f"the coordinator has not answered within {ANSWER_S:g} s") from None
+        assert isinstance(found, kind)
+        return found
+
+    def _check_there(self) -> None:
+        if not self._there:
+            raise unavailable(self._why)
+
+    # -- the link -------------------------------------------------------------------------------------------------------------------------------
+
+    async def _open(self) -> bool:
+        """Connect and say Hello; whether somebody answered."""
+        loop = asyncio.get_running_loop()
+        try:
+            link = self._first
+            if link is None:
+                link = await loop.run_in_executor(None, self._connect)
+        except (LinkError, UserError) as error:
+            self._why = str(error)
+            return False
+        self._link, self._first = link, None
+        for descriptor in link.filenos():
+            loop.add_reader(descriptor, self._pump)
+        self._changed.clear()
+        name = f"http-{os.getpid()}"
+        self._send(Hello(epoch=self._epoch, roles=("client",), name=name, host=socket.gethostname()[:512], pid=os.getpid(), version=VERSION))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await self._changed.wait()
+        return self._there
+
+    async def _until_lost(self) -> None:
+        while self._there:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _close(self) -> None:
+        """Let the link go; who waits for something is told that it will not come."""
+        self._lose(self._why)
+        if self._link is not None:
+            for descriptor in self._link.filenos():
+                asyncio.get_running_loop().remove_reader(descriptor)
+            self._link.close()
+            self._link = None
+        self._unsent.clear()
+
+    def _lose(self, why: str) -> None:
+        """Nothing more comes from this coordinator."""
+        self._there, self._why, self._target = False, why, None
+        self._changed.set()
+        questions, told, self._questions, self._told = self._questions, self._told, deque(), {}
+        for _, answer in questions:
+            if not answer.done():
+                answer.set_exception(unavailable(why))
+        for tell in told.values():
+            tell(Failed(epoch=self._epoch, code="worker_lost", text=why))
+
+    def _send(self, message: Message) -> None:
+        """Send now or, while the queue is full, soon; then look what has come, since sending may have swallowed the sign of it."""
+        frames = encode(message)
+        if self._link is None:
+            return
+        try:
+            if self._unsent:
+                raise PeerBusy
+            self._link.offer(frames)
+        except PeerBusy:
+            self._unsent.append(message)
+        except LinkError as error:
+            self._lose(str(error))
+            return
+        if not self._due:
+            self._due = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(BUSY_S, self._resume) if self._unsent else loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        """Send what waits, and read."""
+        self._due = False
+        waiting, self._unsent = self._unsent, deque()
+        for message in waiting:
+            self._send(message)
+        if len(self._unsent) > MAX_UNSENT:
+            self._lose(f"the coordinator reads nothing, and {len(self._unsent)} messages wait for it")
+        self._pump()
+
+    def _pump(self) -> None:
+        """Handle everything that has arrived."""
+        link = self._link
+        try:
+            while link is not None and link is self._link and (frames := link.receive(0)) is not None:
+                self._heard(REPLY.decode(frames))
+        except LinkError as error:
+            self._lose(str(error))
+        except DecodeError as error:
+            self._lose(f"the coordinator sent what is no message: {error}")
+
+    def _heard(self, reply: Reply) -> None:
+        match reply:
+            case Emitted() | PromptScored():
+                if (tell := self._told.get(reply.request)) is not None:
+                    tell(reply)
+            case Finished():
+                if self._target is not None and reply.result.fingerprint != self._target.described.fingerprint:
+                    self._target = None
+                if (tell := self._told.pop(reply.request, None)) is not None:
+                    tell(reply)
+            case Failed():
+                self._failed(reply)
+            case Welcome():
+                self._there = True
+                self._changed.set()
+            case Described() | Reported():
+                kind, answer = self._questions.popleft() if self._questions else (None, None)
+                if kind is not None and answer is not None and isinstance(reply, kind) and not answer.done():
+                    answer.set_result(reply)
+
+    def _failed(self, failed: Failed) -> None:
+        """A request, a question or our registration came to nothing."""
+        if failed.code in ("worker_lost", "no_target", "vocabulary"):
+            self._target = None
+        if failed.session is not None:
+            if (tell := self._told.pop(failed.session, None)) is not None:
+                tell(failed)
+        elif failed.code in ("protocol", "session", "version", "role") or not self._questions:
+            self._lose(f"the coordinator refuses us: {failed.text}")
+        else:
+            _, answer = self._questions.popleft()
+            if not answer.done():
+                answer.set_exception(of_failure(failed))

@@ -1,0 +1,114 @@
+"""What stands before every route: who may ask, from where, and how much. A plain ASGI layer, since the token path leads through it.
+
+Knows headers and addresses, nothing of models.
+"""
+
+import hmac
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from dovetail.runtime.http.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = ("/health", "/readyz")
+"""A supervisor asks these, and has no key."""
+LOCAL_PATHS = ("/metrics",)
+"""These answer on the machine itself without a key too."""
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
+
+
+class Guard:
+    """Passes on what may pass, and answers the rest."""
+
+    def __init__(self, app: App, *, keys: Sequence[str], most_body_bytes: int, only_local_names: bool) -> None:
+        """`only_local_names`: without a key, a browser on this machine must not be led here by a web page whose host's name is made to mean this machine."""
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._most = most_body_bytes
+        self._only_local_names = only_local_names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        error = self._why_not(scope, headers)
+        if error is not None:
+            await answer(error, send)
+            return
+        try:
+            await self._app(scope, self._bounded(receive), send)
+        except TooLarge:
+            await answer(self._too_large(), send)
+
+    def _why_not(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._only_local_names and host_name(headers.get(b"host", b"")) not in LOCAL_NAMES:
+            text = "without an API key only this machine is served, under the name localhost: set http.api_key_file to serve others"
+            return ApiError(403, text, code="host")
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers) and not (scope["path"] in LOCAL_PATHS and is_local(scope, headers)):
+            return ApiError(401, "the API key is missing or wrong: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+        length = headers.get(b"content-length", b"0")
+        return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        """Compared with every key, in the same time whichever it is."""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        equal = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        return scheme.lower() == b"bearer" and any(equal)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body has more than {self._most} bytes: send less, or raise http.body", code="request_too_large")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Counts a body while it arrives."""
+        arrived = 0
+
+        async def bounded() -> Message:
+            nonlocal arrived
+            message = await receive()
+            arrived += len(message.get("body", b""))
+            if arrived > self._most:
+                raise TooLarge
+            return message
+
+        return bounded
+
+
+class TooLarge(BaseException):
+    """More of a body has arrived than may. No `Exception`, so that whoever reads the body does not take it for a mistake in there."""
+
+
+async def answer(error: ApiError, send: Send) -> None:
+    """Answer with an error, and let the connection go: who knows what is still coming."""
+    body = json.dumps(error.body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
+    await send({"type": "http.response.start", "status": error.status, "headers": [(n.encode(), v.encode()) for n, v in headers.items()]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """Whether somebody on this machine asks, and not for another: a proxy says whom it asks for."""
+    client = scope.get("client")
+    return client is not None and is_loopback(client[0]) and not {b"forwarded", b"x-forwarded-for", b"x-real-ip"} & headers.keys()
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(header: bytes) -> str:
+    """The name in a Host header, without its port."""
+    text = header.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0]

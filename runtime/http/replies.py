@@ -1,0 +1,245 @@
+"""What HTTP clients get: OpenAI's chunks and completions, byte for byte where clients look. Streamed lines are put together by hand: a line is a few
+microseconds, and nothing else of the HTTP process is done as often.
+
+Knows shapes and numbers, nothing of sockets.
+"""
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.protocol.messages import Result, TokenLogprobs
+from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.gateway import Target
+from dovetail.runtime.http.orders import Order
+from dovetail.runtime.http.reply import Part, Reply, ShownToken
+from dovetail.runtime.text import TextCodec
+
+DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0
+"""What OpenAI writes for a logarithm that JSON has no number for."""
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last thing that a stream says that went wrong; no [DONE] follows."""
+    return event(error.body)
+
+
+def open_writer(order: Order, target: Target, model: str) -> "Writer":
+    """Writes the answer to an order."""
+    return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model)
+
+
+class Writer(ABC):
+    """Writes one answer, streamed or whole."""
+
+    chunk_object: str
+    whole_object: str
+    id_prefix: str
+
+    def __init__(self, order: Order, target: Target, model: str) -> None:
+        self.replies = [Reply(order, index, target) for index in range(len(order.submits))]
+        self._order, self._text = order, target.text
+        self._head = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
+            "object": self.chunk_object if order.stream else self.whole_object,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": target.described.fingerprint,
+        }
+        self._begin = f'data: {json.dumps(self._head, separators=(",", ":"))[:-1]},"choices":['
+        self._end = '],"usage":null}\n\n' if order.usage_chunk else "]}\n\n"
+        self._begun: set[int] = set()
+        self._parts: dict[int, list[Part]] = {}
+
+    # -- streamed -------------------------------------------------------------------------------------------------------------------------------
+
+    def lines(self, reply: Reply, part: Part | None) -> str:
+        """The chunks that say what is new of a reply."""
+        if part is None:
+            return ""
+        said = "" if reply.index in self._begun else self._first(reply.index)
+        self._begun.add(reply.index)
+        if part.ended is None or part.text:
+            said += self._chunk(self._choice(reply.index, part, None))
+        if part.ended is not None:
+            last = Part("", () if part.text else part.tokens, part.ended)
+            said += self._chunk(self._choice(reply.index, last, part.ended.finish_reason), metrics=metrics_of(part.ended, self._gamma))
+        return said
+
+    def last_lines(self) -> bytes:
+        """What comes after the last reply."""
+        usage = event({**self._head, "choices": [], "usage": self.usage()}) if self._order.usage_chunk else b""
+        return usage + DONE
+
+    def _chunk(self, choice: str, metrics: dict[str, Any] | None = None) -> str:
+        end = self._end
+        if self._order.usage_always:
+            end = f'],"usage":{json.dumps(self.usage())}}}\n\n'
+        if metrics is not None:
+            end = f'],"metrics":{json.dumps(metrics)}{end[1:]}'
+        return self._begin + choice + end
+
+    def _extra(self, part: Part) -> str:
+        """Our own field of a choice, where it was asked for."""
+        if not self._order.wishes.drafted:
+            return ""
+        shown = part.tokens
+        own = {"tokens": [s.token for s in shown], "drafted": [s.drafted for s in shown], "texts": [s.text for s in shown]}
+        return f',"dovetail":{json.dumps(own)}'
+
+    @abstractmethod
+    def _first(self, index: int) -> str:
+        """The chunk that opens a reply, if its kind has one."""
+
+    @abstractmethod
+    def _choice(self, index: int, part: Part, reason: str | None) -> str:
+        """A choice of a chunk."""
+
+    # -- whole ----------------------------------------------------------------------------------------------------------------------------------
+
+    def keep(self, reply: Reply, part: Part | None) -> None:
+        """Remember what is new of a reply."""
+        if part is not None:
+            self._parts.setdefault(reply.index, []).append(part)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices, metrics = [], []
+        for reply in self.replies:
+            parts = self._parts[reply.index]
+            assert reply.result is not None
+            text, tokens = "".join(part.text for part in parts), [shown for part in parts for shown in part.tokens]
+            choices.append(self._whole_choice(reply.index, text, tokens, reply.result.finish_reason))
+            metrics.append(metrics_of(reply.result, self._gamma))
+        if len(choices) == 1:
+            return {**self._head, "choices": choices, "usage": self.usage(), "metrics": metrics[0]}
+        return {**self._head, "choices": [{**choice, "metrics": own} for choice, own in zip(choices, metrics, strict=True)], "usage": self.usage()}
+
+    @abstractmethod
+    def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    # -- both -----------------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _gamma(self) -> int:
+        return self._order.submits[0].tree.most_nodes
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once, however many replies it has."""
+        results = [reply.result for reply in self.replies if reply.result is not None]
+        first = [reply for reply in self.replies if reply.index % self._order.copies == 0]
+        prompts = sum(len(self._order.submits[reply.index].tokens or ()) for reply in first)
+        completion = sum(reply.completion_tokens for reply in self.replies)
+        accepted = sum(result.accepted_tokens for result in results)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": completion,
+            "total_tokens": prompts + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(reply.result.reused_tokens for reply in first if reply.result is not None)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(result.drafted_tokens for result in results) - accepted,
+            },
+        }
+
+
+class ChatWriter(Writer):
+    """Of /v1/chat/completions."""
+
+    chunk_object, whole_object, id_prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
+
+    def _first(self, index: int) -> str:
+        return self._chunk(f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}')
+
+    def _choice(self, index: int, part: Part, reason: str | None) -> str:
+        delta = f'{{"content":{json.dumps(part.text)}}}' if reason is None else "{}"
+        said = json.dumps({"content": self._logprobs(part.tokens)}) if self._order.logprobs is not None and part.tokens else "null"
+        return f'{{"index":{index},"delta":{delta},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(part)}}}'
+
+    def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:
+        logprobs = {"content": self._logprobs(tokens), "refusal": None} if self._order.logprobs is not None else None
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
+        told = []
+        for shown in tokens:
+            scores = shown.logprobs or TokenLogprobs(logprob=0.0)
+            top = [self._scored(token, logprob) for token, logprob in scores.top[: self._order.logprobs]]
+            told.append({**self._scored(shown.token, scores.logprob), "top_logprobs": top})
+        return told
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": spelling(self._text, token), "logprob": finite(logprob), "bytes": list(self._text.piece(token))}
+
+
+class TextWriter(Writer):
+    """Of /v1/completions."""
+
+    chunk_object, whole_object, id_prefix = "text_completion", "text_completion", "cmpl"
+
+    def _first(self, index: int) -> str:
+        return ""
+
+    def _choice(self, index: int, part: Part, reason: str | None) -> str:
+        said = json.dumps(self._logprobs(part.tokens)) if self._order.logprobs is not None and part.tokens else "null"
+        return f'{{"index":{index},"text":{json.dumps(part.text)},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(part)}}}'
+
+    def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if self._order.logprobs is not None else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """The token itself is among the likeliest, even where it is not; the first one of a prompt has nothing before it to be likely after."""
+        return {
+            "tokens": [spelling(self._text, shown.token) for shown in tokens],
+            "token_logprobs": [finite(shown.logprobs.logprob) if shown.logprobs is not None else None for shown in tokens],
+            "top_logprobs": [self._top(shown.token, shown.logprobs) if shown.logprobs is not None else None for shown in tokens],
+            "text_offset": [shown.offset for shown in tokens],
+        }
+
+    def _top(self, token: int, scores: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, logprob in (*scores.top[: self._order.logprobs], (token, scores.logprob)):
+            top.setdefault(spelling(self._text, other), finite(logprob))
+        return top
+
+
+def spelling(text: TextCodec, token: int) -> str:
+    """A token as text; one that is no whole character by its bytes, as OpenAI does it."""
+    piece = text.piece(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def metrics_of(result: Result, gamma: int) -> dict[str, Any]:
+    """What a reply cost and what its draft brought: our own figures, and the same in vLLM's names. `gamma`: nodes that a tree may have."""
+    drafts = result.rounds - result.plain_rounds
+    reached = [round(share * result.rounds) for share in result.accepted_per_position]
+    histogram = [before - after for before, after in zip([drafts, *reached], [*reached, 0], strict=True)]
+    speculation = {
+        "mean_acceptance_length": 1 + result.accepted_tokens / drafts if drafts else None,
+        "draft_acceptance_rate": result.acceptance_rate,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": drafts,
+        "num_accepted_draft_tokens": result.accepted_tokens,
+        "num_draft_tokens": result.drafted_tokens,
+        "num_spec_tokens": gamma,
+    }
+    return {**result.model_dump(mode="json", exclude={"text", "token_ids"}), "speculative_decoding": speculation}

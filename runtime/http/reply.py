@@ -1,0 +1,131 @@
+"""One reply as it grows: which of its text and tokens may be shown, what they are worth, and how it ended. Knows no JSON."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
+from dovetail.runtime.http.decoding import ended_early
+from dovetail.runtime.http.errors import of_failure
+from dovetail.runtime.http.gateway import Target, Told
+from dovetail.runtime.http.orders import Order
+from dovetail.runtime.text import Detokenizer
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token whose text has been shown: where it begins in the text of the reply, whether the draft had proposed it, what the target thinks of it."""
+
+    token: int
+    text: str
+    offset: int
+    drafted: bool = False
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new of a reply; `ended`: there will be no more."""
+
+    text: str = ""
+    tokens: Sequence[ShownToken] = ()
+    ended: Result | None = None
+
+
+class Tokens:
+    """Holds tokens back until their text has been shown: a stop string cuts text, and the tokens with it."""
+
+    def __init__(self, detokenizer: Detokenizer, offset: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._offset = self._length = offset
+        self._held: deque[ShownToken] = deque()
+
+    def push(self, tokens: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprobs | None]) -> None:
+        for token, proposed, scores in zip(tokens, drafted, logprobs or (None,) * len(tokens), strict=True):
+            text = self._detokenizer.push(token)
+            self._held.append(ShownToken(token, text, self._length, proposed, scores))
+            self._length += len(text)
+
+    def shown(self, length: int) -> list[ShownToken]:
+        """The tokens that lie wholly within the first `length` characters of the reply."""
+        shown = []
+        while self._held and self._held[0].offset + len(self._held[0].text) <= self._offset + length:
+            shown.append(self._held.popleft())
+        return shown
+
+    def rest(self, length: int, *, cut: bool) -> list[ShownToken]:
+        """The last ones of a reply of `length` characters; `cut`: what lies behind was cut off by a stop string."""
+        held, self._held = [*self._held], deque()
+        if not cut:
+            last = self._detokenizer.flush()
+            return [*held[:-1], _with_text(held[-1], held[-1].text + last)] if held else []
+        end = self._offset + length
+        return [_with_text(shown, shown.text[: end - shown.offset]) for shown in held if shown.offset < end]
+
+
+def _with_text(shown: ShownToken, text: str) -> ShownToken:
+    return ShownToken(shown.token, text, shown.offset, shown.drafted, shown.logprobs)
+
+
+class Reply:
+    """The reply of one number in an order."""
+
+    def __init__(self, order: Order, index: int, target: Target) -> None:
+        self.index = index
+        self.result: Result | None = None
+        self.completion_tokens = 0
+        self._order, self._target = order, target
+        self._submit = order.submits[index]
+        self._ends = self._submit.end if self._submit.end is not None else target.described.vocabulary.end
+        self._length = 0
+        """Of the text that has been shown, prompt not counted."""
+        self._prompt = order.prompt(index)
+        self._scores: list[TokenLogprobs | None] = [None]
+        """Of the prompt, whose first token follows nothing."""
+        self._echoes = order.echoed
+        wanted = order.logprobs is not None or order.wishes.drafted
+        self._tokens = Tokens(target.text.detokenizer(), len(self._prompt)) if wanted else None
+
+    def hear(self, told: Told) -> Part | None:
+        """What is new, if anything is; the error of a reply that failed is raised."""
+        match told:
+            case PromptScored():
+                self._scores += told.logprobs
+                return None
+            case Emitted():
+                return self._emitted(told)
+            case Failed():
+                raise of_failure(told)
+            case _:
+                if told.result.finish_reason in ("cancelled", "error"):
+                    raise ended_early()
+                return self._ended(told.result)
+
+    def _emitted(self, told: Emitted) -> Part | None:
+        self.completion_tokens += len(told.tokens)
+        self._length += len(told.text)
+        text, tokens = self._echo()
+        if self._tokens is not None:
+            self._tokens.push(told.tokens, told.drafted, told.logprobs)
+            tokens += self._tokens.shown(self._length)
+        text += told.text
+        return Part(text, tokens) if text or tokens else None
+
+    def _ended(self, result: Result) -> Part:
+        self.result, self.completion_tokens = result, result.completion_tokens
+        text, tokens = self._echo()
+        if self._tokens is not None:
+            cut = result.finish_reason == "stop" and result.token_ids[-1:] != () and result.token_ids[-1] not in self._ends
+            tokens += self._tokens.rest(self._length, cut=cut)
+        return Part(text, tokens, result)
+
+    def _echo(self) -> tuple[str, list[ShownToken]]:
+        """The prompt, once, where it comes before the reply."""
+        if not self._echoes:
+            return "", []
+        self._echoes = False
+        if self._order.logprobs is None:
+            return self._prompt, []
+        prompt, read = self._submit.tokens or (), Tokens(self._target.text.detokenizer())
+        read.push(prompt, (False,) * len(prompt), self._scores)
+        return self._prompt, read.rest(len(self._prompt), cut=False)

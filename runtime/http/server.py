@@ -1,0 +1,193 @@
+"""uvicorn with deadlines: connections that send their request too slowly or read their answer too slowly are cut off, as are those beyond a limit.
+
+uvicorn itself waits for ever for a header, a body or a reader. All connections are looked at once a second, so that the token path knows nothing of it.
+The only door to `uvicorn`.
+"""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dovetail.protocol.errors import UserError
+from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.guard import App
+
+LOOK_EVERY_S = 1.0
+MAX_HEAD_BYTES = 64 << 10
+KEEP_ALIVE_S = 30
+BACKLOG = 4096
+SEND_BUFFER_BYTES = 64 << 10
+"""What the kernel keeps for a client that does not read: enough for a stream of tokens, and little for thousands of connections."""
+GRACE_S = 5.0
+"""After a signal, requests that run have so long to end."""
+LAST_WORDS_S = 2.0
+"""Then they are told, and have so long to hear it."""
+
+
+class Connections:
+    """What all connections of a server share: the limits, and the look at each of them."""
+
+    def __init__(self, *, receive_s: float, most: int) -> None:
+        self.receive_s, self.most = receive_s, most
+        self.open: set[PatientProtocol] = set()
+
+    def look(self, now_s: float) -> None:
+        """Cut off who is too slow."""
+        for connection in [*self.open]:
+            connection.look(now_s)
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """A connection whose patience ends."""
+
+    shared: Connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._began_s: float | None = self.loop.time()
+        """When the request that is arriving began to; None: it has arrived, or none has begun."""
+        self._unread = 0
+        self._unread_s = self._began_s
+        self._head = 0
+        self._refused = False
+        if len(self.shared.open) >= self.shared.most:
+            self._refuse(ApiError(503, f"{self.shared.most} connections are open, as many as there may be: try again later", retry_after_s=1))
+        else:
+            self.shared.open.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.shared.open.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._began_s is None:
+            self._began_s = self.loop.time()
+        if self.parser is not None and not self._refused:
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_message_complete(self) -> None:
+        self._began_s = None
+        super().on_message_complete()
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > MAX_HEAD_BYTES:
+            raise ValueError("the head of the request is too large")  # which the parser passes on as an error of its own
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered in our own words."""
+        if self._head > MAX_HEAD_BYTES:
+            self._refuse(ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes: send less"))
+        else:
+            self._refuse(ApiError(400, "this is no HTTP request"))
+
+    def _refuse(self, error: ApiError) -> None:
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        body = json.dumps(error.body).encode()
+        head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+        self.transport.write(head.encode() + b"\r\n" + body)
+        self.transport.close()
+
+    def look(self, now_s: float) -> None:
+        """End the connection if its request does not arrive, or if nothing of what was written has been read for too long."""
+        patience = self.shared.receive_s
+        unread = self.transport.get_write_buffer_size()
+        if unread == 0 or unread < self._unread:
+            self._unread_s = now_s
+        self._unread = unread
+        if (unread and now_s - self._unread_s > patience) or (self._awaits_request() and now_s - (self._began_s or now_s) > patience):
+            self.transport.abort()
+
+    def _awaits_request(self) -> bool:
+        """Whether the rest of a request is all that this connection waits for; the next one may take its time while one is answered."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; `UserError` if it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"http.host = {host!r} is no address of this machine ({error}): write an address or a name of one") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        remedy = "stop who listens there, or choose another port with --http.port (0: any free one)"
+        raise UserError(f"cannot listen at {host}:{port} ({error.strerror}): {remedy}") from None
+    return listener
+
+
+async def serve(app: App, listener: socket.socket, connections: Connections, *, hurry: Callable[[], None], ready: Callable[[], None]) -> None:
+    """Answer requests until SIGTERM or SIGINT; then those that run have `GRACE_S` to end before they are told to by `hurry`."""
+    loop = asyncio.get_running_loop()
+    protocol = type("Protocol", (PatientProtocol,), {"shared": connections})
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(GRACE_S + LAST_WORDS_S),
+    )
+    server = _Server(config, ready)
+
+    def stop() -> None:
+        server.should_exit = True
+        loop.call_later(GRACE_S, hurry)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    looking = asyncio.create_task(_look(connections))
+    try:
+        await server._serve([listener])  # without uvicorn's own signal handlers
+    finally:
+        looking.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, *args: Any, **kwargs: Any) -> None:
+        await super().startup(*args, **kwargs)
+        self._ready()
+
+
+async def _look(connections: Connections) -> None:
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        connections.look(asyncio.get_running_loop().time())

@@ -1,0 +1,130 @@
+"""What a worker still holds of sessions that have ended, and which of them a prompt goes on from.
+
+A `Shelf` stands for one worker: it knows the logs of the sessions whose caches that worker keeps, and lets the oldest go when there is no more room. Logs are
+compared as bytes, so that a prompt of a hundred thousand tokens takes microseconds. Pure: which messages follow is the coordinator's business.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+TOKEN_BYTES = 4
+MAX_KEPT = 64
+"""Sessions on a shelf: every request looks through all of them."""
+WORTH = 16
+"""Tokens. Reading so few takes no longer than the pass over a tree, and what begins alike for so long has at least a template in common."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The session that another goes on from, and how many of its tokens."""
+
+    session: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A session that has ended: its log, packed, and how many rows of it the worker has."""
+
+    session: int
+    log: bytes
+    rows: int
+    tokens: int
+    """That the worker may have in its log: in a verdict there may have been some behind the end of the reply."""
+
+
+@dataclass
+class Shelf:
+    """The ended sessions that one worker keeps, oldest first."""
+
+    limit: int
+    """Tokens of all of them."""
+    _kept: dict[int, Kept] = field(default_factory=dict)
+    _lent: dict[int, Kept] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self._lent)
+
+    @property
+    def tokens(self) -> int:
+        return _tokens(self._kept) + _tokens(self._lent)
+
+    def add(self, kept: Kept) -> list[int] | None:
+        """The sessions that have to go for this one; None if it is not kept itself."""
+        if kept.rows < WORTH or kept.tokens + _tokens(self._lent) > self.limit:
+            return None
+        gone = []
+        while self._kept and (self.tokens + kept.tokens > self.limit or len(self) >= MAX_KEPT):
+            gone.append(next(iter(self._kept)))
+            del self._kept[gone[-1]]
+        self._kept[kept.session] = kept
+        return gone
+
+    def lend(self, session: int) -> None:
+        """Another session is to have this one's cache, as soon as the worker is free: then it is `taken`. Until then it may be given back."""
+        self._lent[session] = self._kept.pop(session)
+
+    def taken(self, session: int) -> None:
+        """The worker has been told to give this session's cache to the other; it is no more."""
+        self._lent.pop(session, None)
+
+    def give_back(self, session: int) -> None:
+        """The other session has ended before it began."""
+        if (kept := self._lent.pop(session, None)) is not None:
+            self._kept[session] = kept
+
+    def find(self, prompt: bytes, *, known: int = 0) -> Base | None:
+        """The session with most to go on from, of those with as much the youngest. `known`: how many tokens behind a row must be the prompt's for it to hold.
+
+        The last token of the prompt is always read: what follows it has to be known. A session of which more would be lost than is won is left alone, since
+        its own next turn may come: what many prompts begin with would else cost one conversation after the other its cache.
+        """
+        found, least = None, WORTH
+        for kept in reversed(self._kept.values()):
+            needed = TOKEN_BYTES * (least + known)
+            if kept.rows < least or kept.log[:needed] != prompt[:needed]:
+                continue
+            tokens = min(kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known)
+            if tokens >= max(least, kept.rows - tokens):
+                found, least = Base(kept.session, tokens), tokens + 1
+        return found
+
+
+def bases(prompt: bytes, target: Shelf, draft: Shelf | None, *, reads: bool) -> tuple[Base | None, Base | None]:
+    """What a session's target and draft go on from; their shelves lend it.
+
+    A draft that `reads` its target gets features of what the target reads now: both go on from the same position. And its row of a position was made with the
+    token behind it as well.
+    """
+    of_target = target.find(prompt)
+    of_draft = draft.find(prompt, known=int(reads)) if draft is not None else None
+    if reads and draft is not None:
+        tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
+        of_target, of_draft = (Base(base.session, tokens) if base and tokens else None for base in (of_target, of_draft))
+    if of_target is not None:
+        target.lend(of_target.session)
+    if of_draft is not None and draft is not None:
+        draft.lend(of_draft.session)
+    return of_target, of_draft
+
+
+def _tokens(sessions: dict[int, Kept]) -> int:
+    return sum(kept.tokens for kept in sessions.values())
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as the shelf compares them."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """With how many tokens two packed logs begin alike."""
+    alike, most = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while alike < most:
+        middle = (alike + most + 1) // 2
+        if one[TOKEN_BYTES * alike : TOKEN_BYTES * middle] == other[TOKEN_BYTES * alike : TOKEN_BYTES * middle]:
+            alike = middle
+        else:
+            most = middle - 1
+    return alike

@@ -1,0 +1,55 @@
+"""The command `dovetail http`: what its user can do wrong."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from dovetail.launch.cli import run
+from dovetail.launch.http import is_here_only, read_keys, url_of
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import HttpSettings
+
+
+def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(["http", "--connect=ipc:///tmp/nobody/there", f"--http.port={port}"]) == 2
+    assert re.search(rf"127\.0\.0\.1:{port}.*--http\.port", capsys.readouterr().err)
+
+
+def test_a_host_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["http", "--connect=ipc:///tmp/nobody/there", "--http.host=no.such.host.invalid"]) == 2
+    assert "http.host" in capsys.readouterr().err
+
+
+def test_beyond_this_machine_a_key_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["http", "--connect=ipc:///tmp/nobody/there", "--http.host=0.0.0.0", "--http.port=0"]) == 2
+    assert "api_key_file" in capsys.readouterr().err
+
+
+def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n0123456789abcdef\n fedcba9876543210 \n", encoding="utf-8")
+    path.chmod(0o600)
+    assert read_keys(HttpSettings(host="0.0.0.0", api_key_file=str(path))) == ("0123456789abcdef", "fedcba9876543210")
+
+
+@pytest.mark.parametrize(("content", "mode", "complaint"), [("0123456789abcdef", 0o644, "chmod"), ("short", 0o600, "16"), ("", 0o600, "16"), (None, 0, "read")])
+def test_a_file_of_keys_that_is_none_is_refused(tmp_path: Path, content: str | None, mode: int, complaint: str) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+        path.chmod(mode)
+    with pytest.raises(SettingsError, match=complaint):
+        read_keys(HttpSettings(api_key_file=str(path)))
+
+
+def test_addresses_of_this_machine_alone_are_known() -> None:
+    assert [is_here_only(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "10.1.2.3")] == [True, True, True, False, False, False]
+
+
+def test_the_url_has_the_real_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert url_of("127.0.0.1", listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"

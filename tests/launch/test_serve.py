@@ -1,0 +1,247 @@
+"""`dovetail serve`: everything under one roof, kept running, and ended without a trace."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.holders import check_coordinator, check_port
+from dovetail.launch.service import LOG_BYTES, Ear
+from dovetail.launch.supervise import Supervisor
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.links import open_link
+from dovetail.runtime.client import Client
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+GONE_S = 20.0
+BACK_S = 60.0
+PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
+QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
+
+
+def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a server says when it is ready."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    told: dict[str, Any] = json.loads(line)
+    return told
+
+
+def told(process: subprocess.Popen[str], *words: str) -> str:
+    """Wait for a line of its log with all of these words."""
+    assert process.stderr is not None
+    lines = []
+    while line := process.stderr.readline():
+        lines.append(line)
+        if all(word in line for word in words):
+            return line
+    raise AssertionError(f"{words} was not said: {lines}")
+
+
+def ask(url: str, path: str = "/v1/chat/completions", body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    try:
+        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        return response.status, json.loads(content) if content else None
+    finally:
+        connection.close()
+
+
+def open_coordinator(address: str) -> Client:
+    return Client(open_link(address, role="client"))
+
+
+def assert_nothing_is_left(pids: list[int], tmp_path: Path) -> None:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=GONE_S)
+    assert not alive
+    assert [*(tmp_path / "run").rglob("*.json")] == []
+    assert [*(tmp_path / "tmp").glob("dovetail*")] == []
+
+
+def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Start, run: Run, tmp_path: Path) -> None:
+    process = start("serve", *PAIR)
+    found = ready(process)
+    assert set(found["pids"]) == {"coordinator", "http", "target worker", "draft worker"}
+    status, answer = ask(found["url"], body=QUESTION)
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] <= 8
+
+    shown = run("status")
+    assert (shown.returncode, f"http        {found['url']}" in shown.stdout) == (0, True), shown.stderr
+    second = run("serve", "--http.port", str(urlsplit(found["url"]).port))
+    assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+    assert f"in use by `dovetail serve` (pid {process.pid}): stop it, or choose another port" in second.stderr
+
+    os.kill(found["pids"]["draft worker"], signal.SIGKILL)
+    told(process, "the draft worker was killed by SIGKILL; it is started again in 0.5 s")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+    told(process, "the draft worker is ready again")
+    workers = {worker["name"]: worker["pid"] for worker in json.loads(run("status", "--json").stdout)["workers"]}
+    assert workers["target"] == found["pids"]["target worker"]
+    assert workers["draft"] not in (found["pids"]["draft worker"], None)
+
+    process.terminate()
+    assert process.wait(GONE_S) == 0, process.communicate()
+    assert_nothing_is_left([*found["pids"].values(), workers["draft"]], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_part_comes_back_and_the_url_stays(start: Start, run: Run, tmp_path: Path) -> None:
+    process = start("serve", *PAIR, "--draft", "ngram")
+    found = ready(process)
+    for name in ("target worker", "http"):
+        os.kill(found["pids"][name], signal.SIGKILL)
+        told(process, f"the {name} is ready again")
+        assert ask(found["url"], body=QUESTION)[0] == 200
+    os.kill(found["pids"]["coordinator"], signal.SIGKILL)
+    told(process, "and with it http, target worker and draft worker")
+    for _ in range(4):
+        told(process, "is ready again")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+    after = json.loads(run("status", "--json").stdout)
+    assert after["address"] != found["address"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(GONE_S) == 0
+    assert_nothing_is_left([*found["pids"].values(), *(worker["pid"] for worker in after["workers"])], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_is_finished_and_no_other_begins(start: Start, tmp_path: Path) -> None:
+    process = start("serve", *PAIR, "--draft", "none", "--inflate", "256MiB")
+    found = ready(process)
+    place = urlsplit(found["url"])
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    connection.request("POST", "/v1/chat/completions", json.dumps({**QUESTION, "max_tokens": 24, "min_tokens": 24}), {"Content-Type": "application/json"})
+    with open_coordinator(found["address"]) as coordinator:
+        while coordinator.status().sessions == 0:
+            time.sleep(0.01)
+    process.terminate()
+    told(process, "ending:")
+    response = connection.getresponse()
+    assert json.loads(response.read())["usage"]["completion_tokens"] == 24
+    connection.close()
+    assert process.wait(GONE_S) == 0
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
+
+
+def test_a_server_that_is_killed_leaves_no_process_and_no_file_that_the_next_command_minds(start: Start, run: Run, tmp_path: Path) -> None:
+    process = start("serve", *PAIR, "--draft", "none")
+    found = ready(process)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in found["pids"].values() if psutil.pid_exists(pid)], timeout=GONE_S)
+    assert not alive
+    assert run("status").returncode == 2
+    assert_nothing_is_left([], tmp_path)
+
+
+def test_a_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
+    process = start("serve", *PAIR, "--draft", "none")
+    found = ready(process)
+    os.kill(found["pids"]["http"], signal.SIGSTOP)
+    process.terminate()
+    told(process, "ending:")
+    began_s = time.monotonic()
+    process.terminate()
+    assert process.wait(GONE_S) == 0
+    assert time.monotonic() - began_s < 4.0
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
+
+
+def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(run: Run, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    (broken / "model.safetensors").touch()
+    done = run("serve", "--http.port", "0", "--target", str(broken), "--draft", "none")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dovetail: the target worker: ")
+    assert str(broken) in done.stderr
+    assert_nothing_is_left([], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--http.host", "0.0.0.0", "--http.port", "0"), "which needs a key"),
+        (("--listen", "tcp://127.0.0.1:*", "--http.port", "0"), "needs keys"),
+        (("--target", "/no/such/model", "--draft", "none"), "/no/such/model"),
+        (("--target", str(DEMO_FOLDER)), "--draft"),
+    ],
+)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = run("serve", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert words in done.stderr
+    assert_nothing_is_left([], tmp_path)
+
+
+# -- who holds an address ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"127.0.0.1 port {port} is in use by .*\(pid {os.getpid()}\): go away"):
+            check_port("127.0.0.1", port, remedy="go away")
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            check_coordinator(f"tcp://127.0.0.1:{port}", remedy="go away")
+    check_port("127.0.0.1", port, remedy="go away")
+    check_port("127.0.0.1", 0, remedy="go away")
+
+
+def test_an_address_that_a_coordinator_has_is_told_with_its_pid(start: Start, run: Run, temporary: Path) -> None:
+    (temporary / "private").mkdir(mode=0o700)
+    listen = f"ipc://{temporary / 'private' / 'hub'}"
+    coordinator = start("coordinator", "--listen", listen)
+    assert coordinator.stdout is not None
+    coordinator.stdout.readline()
+    done = run("serve", "--listen", listen, "--http.port", "0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{listen} is held by a coordinator of yours (pid {coordinator.pid}): stop it with `kill {coordinator.pid}`" in done.stderr
+
+
+# -- what processes say ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_process_says_is_heard_line_by_line_to_the_last_word() -> None:
+    with Supervisor() as supervisor:
+        child = supervisor.start("odd", [], module="dovetail.launch.no_such_module")
+        ear = Ear(child)
+        child.process.wait()
+        supervisor.end([child])
+        assert ear.listen()[-1].endswith("No module named dovetail.launch.no_such_module")
+        assert ear.listen() == []
+        ear.close()
+
+
+def test_a_process_that_says_much_fills_no_disk() -> None:
+    with Supervisor() as supervisor:
+        child = supervisor.start("odd", [], module="dovetail.launch.no_such_module")
+        child.process.wait()
+        ear = Ear(child)
+        ear.listen()
+        for number in range(4):
+            os.write(child.log.fileno(), b"x" * LOG_BYTES + b"\n%d\n" % number)
+            heard = ear.listen() + ear.listen()
+            assert heard[-1] == str(number)
+        assert os.fstat(child.log.fileno()).st_size <= LOG_BYTES + 8
+        ear.close()

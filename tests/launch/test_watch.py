@@ -1,0 +1,192 @@
+"""When processes of a service are started again: events and times in, actions out."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.launch.watch import (
+    FIRST_PAUSE_S,
+    HEALTHY_S,
+    LONGEST_PAUSE_S,
+    MOST_RESTARTS,
+    WITHIN_S,
+    Action,
+    End,
+    Ending,
+    GiveUp,
+    Leave,
+    Part,
+    Start,
+    Tell,
+    Watch,
+)
+
+PARTS = (Part("hub"), Part("web", ("hub",)), Part("target", ("hub", "web")), Part("draft", ("hub", "web")))
+KILLED = Ending(-9, "was killed by SIGKILL")
+
+
+def serving() -> Watch:
+    """Everything is ready, at second 0."""
+    watch = Watch(PARTS, 0.0)
+    for name in ("hub", "web", "target", "draft"):
+        watch.due(0.0)
+        watch.ready(name, 0.0)
+    assert watch.serving
+    return watch
+
+
+def without_words(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if not isinstance(action, Tell)]
+
+
+def wait_s(watch: Watch, name: str, ended_s: float) -> float:
+    """After how long the part is started again, to a tenth of a second."""
+    for tenths in range(math.ceil(LONGEST_PAUSE_S * 10) + 1):
+        if Start(name) in watch.due(ended_s + tenths / 10):
+            return tenths / 10
+    raise AssertionError(f"{name} is not started again")
+
+
+def test_a_part_starts_when_those_before_it_are_ready() -> None:
+    watch = Watch(PARTS, 0.0)
+    assert watch.due(0.0) == [Start("hub")]
+    assert watch.due(1.0) == []
+    watch.ready("hub", 1.0)
+    assert watch.due(1.0) == [Start("web")]
+    watch.ready("web", 2.0)
+    assert watch.due(2.0) == [Start("target"), Start("draft")]
+    watch.ready("draft", 3.0)
+    assert not watch.serving
+    watch.ready("target", 4.0)
+    assert watch.serving
+
+
+@pytest.mark.parametrize("name", ["hub", "web", "target"])
+def test_the_first_loss_before_all_was_ready_ends_the_service(name: str) -> None:
+    watch = Watch(PARTS, 0.0)
+    for part in ("hub", "web"):
+        watch.due(0.0)
+        watch.ready(part, 0.0)
+    watch.due(0.0)
+    assert watch.ended(name, KILLED, 1.0) == [GiveUp(name)]
+
+
+def test_a_lost_worker_is_started_again_after_half_a_second_and_nothing_else_is_touched() -> None:
+    watch = serving()
+    assert watch.ended("draft", KILLED, 10.0) == [Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")]
+    assert watch.due(10.49) == []
+    assert watch.due(10.5) == [Start("draft")]
+    assert watch.due(10.6) == []
+    assert watch.ready("draft", 11.0) == [Tell("the draft is ready again")]
+
+
+def test_the_pause_doubles_from_loss_to_loss_and_begins_anew_after_a_minute_of_health() -> None:
+    watch = serving()
+    now_s, pauses = HEALTHY_S + 1, []
+    for _ in range(4):
+        watch.ended("draft", KILLED, now_s)
+        pauses.append(wait_s(watch, "draft", now_s))
+        now_s += pauses[-1]
+        watch.ready("draft", now_s)
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+    now_s += HEALTHY_S
+    watch.ended("draft", KILLED, now_s)
+    assert wait_s(watch, "draft", now_s) == 0.5
+
+
+def test_the_pause_is_never_longer_than_half_a_minute() -> None:
+    watch = serving()
+    now_s = 0.0
+    for _ in range(12):  # a minute and more between them, but none of it in health
+        now_s += HEALTHY_S + 1
+        watch.ended("draft", KILLED, now_s)
+        pause = wait_s(watch, "draft", now_s)
+        now_s += pause
+    assert pause == LONGEST_PAUSE_S
+
+
+def test_the_sixth_loss_of_a_part_within_five_minutes_ends_the_service() -> None:
+    watch = serving()
+    for now_s in range(MOST_RESTARTS):
+        assert without_words(watch.ended("draft", KILLED, 50.0 * now_s)) == []
+        wait_s(watch, "draft", 50.0 * now_s)
+    assert watch.ended("draft", KILLED, 250.0) == [GiveUp("draft", "it ended 6 times within 5 minutes, and is not started again")]
+
+
+def test_losses_of_different_parts_are_not_added_up() -> None:
+    watch = serving()
+    for now_s in range(2 * MOST_RESTARTS):
+        name = ("draft", "target")[now_s % 2]
+        assert without_words(watch.ended(name, KILLED, 20.0 * now_s)) == []
+        wait_s(watch, name, 20.0 * now_s)
+
+
+def test_with_the_root_everything_ends_and_starts_in_order() -> None:
+    watch = serving()
+    said, end = watch.ended("hub", KILLED, 10.0)
+    assert said == Tell("the hub was killed by SIGKILL; it is started again in 0.5 s, and with it web, target and draft")
+    assert end == End(("web", "target", "draft"))
+    assert watch.ended("web", KILLED, 10.0) == []
+    assert watch.due(10.4) == []
+    assert watch.due(10.5) == [Start("hub")]
+    watch.ready("hub", 11.0)
+    assert watch.due(11.0) == [Start("web")]
+    watch.ready("web", 11.5)
+    assert watch.due(11.5) == [Start("target"), Start("draft")]
+
+
+def test_a_part_that_waits_when_the_root_is_lost_keeps_its_pause_and_is_not_ended() -> None:
+    watch = serving()
+    for now_s in (1.0, 2.0, 5.0):
+        watch.ended("draft", KILLED, now_s)
+        wait_s(watch, "draft", now_s)
+    watch.ended("draft", KILLED, 10.0)  # until 14.0
+    assert watch.ended("hub", KILLED, 10.0)[-1] == End(("web", "target"))
+    watch.due(10.5)
+    watch.ready("hub", 11.0)
+    watch.due(11.0)
+    watch.ready("web", 11.0)
+    assert watch.due(11.0) == [Start("target")]
+    assert watch.due(14.0) == [Start("draft")]
+
+
+def test_what_the_user_did_wrong_no_restart_mends() -> None:
+    assert serving().ended("web", Ending(2, "ended with exit code 2", mistake=True), 10.0) == [GiveUp("web")]
+
+
+def test_a_root_that_was_told_to_stop_ends_the_service_and_other_parts_that_leave_are_started_again() -> None:
+    left = Ending(0, "ended with exit code 0")
+    assert Leave() in serving().ended("hub", left, 10.0)
+    assert without_words(serving().ended("target", left, 10.0)) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from([part.name for part in PARTS]), st.floats(0.01, 100.0), st.booleans()), max_size=40))
+def test_whatever_ends_when_each_part_is_started_once_until_it_ends_and_none_before_its_pause(events: list[tuple[str, float, bool]]) -> None:
+    watch = serving()
+    running, now_s, last_end = {part.name for part in PARTS}, 0.0, dict.fromkeys((part.name for part in PARTS), -math.inf)
+    for name, wait_s, becomes_ready in events:
+        now_s += wait_s
+        for action in watch.due(now_s):
+            assert isinstance(action, Start)
+            assert action.name not in running
+            assert now_s >= last_end[action.name] + FIRST_PAUSE_S
+            assert action.name == "hub" or "hub" in running
+            running.add(action.name)
+        if becomes_ready and name in running:
+            watch.ready(name, now_s)
+        elif name in running:
+            actions = watch.ended(name, KILLED, now_s)
+            if any(isinstance(action, GiveUp) for action in actions):
+                return
+            running -= {name, *(ended for action in actions if isinstance(action, End) for ended in action.names)}
+            last_end[name] = now_s
+            assert name != "hub" or not running
+        else:
+            assert watch.ended(name, KILLED, now_s) == []
+
+
+def test_the_numbers_fit_each_other() -> None:
+    """All the pauses of a part that ends at once fit into the time within which its ends are counted."""
+    assert sum(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**n) for n in range(MOST_RESTARTS)) < WITHIN_S

@@ -1,0 +1,142 @@
+"""A server over HTTP that answers, refuses, breaks off or is none of ours: what the person in front of it is told."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.launch.configure import configure
+from dovetail.launch.conversation import Answer, Manner
+from dovetail.launch.web import WebAnswerer, api_key, check_flags
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.messages import Result
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.http.replies import metrics_of
+from support.golden import representative
+
+MANNER = Manner(Sampling(temperature=0.5), 16, TreeSettings(), seed=3, stop=("END",), speculate=False)
+DONE = b"data: [DONE]\n\n"
+
+
+class Script(HTTPServer):
+    """Serves the model "tiny", and answers each question with the same status and bytes; keeps what it was asked."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status, self.body = status, body
+        self.asked: list[tuple[str, str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Script
+
+    def do_GET(self) -> None:
+        self._say(200, b'{"data": [{"id": "tiny"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append((self.path, self.headers.get("authorization", ""), body))
+        self._say(self.server.status, self.server.body)
+
+    def _say(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """The test is quiet."""
+
+
+@contextmanager
+def scripted(status: int, body: bytes) -> Iterator[Script]:
+    with Script(status, body) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def chunk(text: str, tokens: Sequence[tuple[int, str, bool]] = (), **more: Any) -> bytes:
+    told = {"tokens": [token for token, _, _ in tokens], "texts": [spelt for _, spelt, _ in tokens], "drafted": [flag for _, _, flag in tokens]}
+    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, "dovetail": told}], **more})
+
+
+def ask(server: Script, key: str = "") -> tuple[Answer, list[tuple[str, bool]]]:
+    shown: list[tuple[str, bool]] = []
+    answer = WebAnswerer(server.url, key).answer(("Hello.", "Hi", "And?"), MANNER, lambda *piece: shown.append(piece))
+    return answer, shown
+
+
+def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None:
+    result: Result = representative()["finished"].result.model_copy(update={"text": "one two", "token_ids": (5, 6)})
+    said = chunk("one ", [(5, "one ", True)]) + chunk("two", [(6, "two", False)]) + event({"choices": [], "metrics": metrics_of(result, 15)}) + DONE
+    with scripted(200, said) as server:
+        answer, shown = ask(server, "secret")
+    assert shown == [("one ", True), ("two", False)]
+    assert answer == Answer("one two", result)
+    ((path, authorization, body),) = server.asked
+    assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+    assert (body["temperature"], body["seed"], body["stop"], body["dovetail"]["speculate"]) == (0.5, 3, ["END"], False)
+
+
+def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
+    plain = event({"choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": "stop"}]})
+    with scripted(200, plain + DONE) as server:
+        assert ask(server) == (Answer("Hi"), [("Hi", False)])
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "mistake", "words"),
+    [
+        (400, b'{"error": {"message": "the prompt is \\u001b[2Jlong"}}', True, r"the prompt is \?\[2Jlong"),
+        (401, b'{"error": {"message": "no"}}', True, r"refuses a request without an API key: name its file with --http.api_key_file, or set DOVETAIL_API_KEY"),
+        (503, b'{"error": {"message": "no target"}}', False, "the server failed: no target"),
+        (500, b"<html>", False, "what is no JSON object: '<html>'"),
+        (200, chunk("Hi"), False, "broke off in the middle of a reply"),
+        (200, chunk("Hi") + event({"error": {"message": "lost"}}), False, "the server failed: lost"),
+        (200, b"data: [1]\n\n", False, "what is no JSON object"),
+    ],
+)
+def test_what_goes_wrong_is_told(status: int, body: bytes, mistake: bool, words: str) -> None:
+    with scripted(status, body) as server, pytest.raises(DovetailError, match=words) as caught:
+        ask(server)
+    assert isinstance(caught.value, UserError) is mistake
+
+
+@pytest.mark.parametrize("url", ["http://", "http://h:port", "http://u@h", "http://h?x=1"])
+def test_what_is_no_url_is_told(url: str) -> None:
+    with pytest.raises(UserError, match=r"is no URL.*write http://HOST:PORT"):
+        WebAnswerer(url, "")
+
+
+def test_the_key_comes_from_the_file_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_API_KEY", "from the environment")
+    assert api_key(configure(environment={})) == "from the environment"
+    (tmp_path / "keys").write_text("\nfirst\nsecond\n")
+    assert api_key(configure(flags={"http.api_key_file": str(tmp_path / "keys")}, environment={})) == "first"
+    with pytest.raises(UserError, match="cannot be read"):
+        api_key(configure(flags={"http.api_key_file": str(tmp_path / "none")}, environment={}))
+
+
+def test_settings_of_the_server_are_refused_and_wishes_are_not() -> None:
+    check_flags(configure(flags={"draft.kind": "none", "sampling.temperature": "0.5", "http.api_key_file": "x"}, environment={}, demo=False))
+    for name, text in {"tree.gamma": "3", "target.weights": "half", "draft.kind": "ngram", "sampling.acceptance": "coupled"}.items():
+        with pytest.raises(UserError, match=f"--{name} is the server's to decide"):
+            check_flags(configure(flags={name: text}, environment={}, demo=False))

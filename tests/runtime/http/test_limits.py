@@ -1,0 +1,174 @@
+"""Who may ask, and how much: keys, host names, bodies, heads, slow clients and too many of them."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dovetail.runtime.http.guard import host_name, is_local, is_loopback
+from support.web import PATIENCE_S, Api, Backend, api
+
+KEY = "0123456789abcdef"
+CHATS = "/v1/chat/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def keyed(house: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """A server that wants a key, and lets few in."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"fedcba9876543210\n{KEY}\n", encoding="utf-8")
+    path.chmod(0o600)
+    with api(house.address, f"--http.api_key_file={path}", "--http.body=4KiB", "--http.connections=8", "--http.receive_s=1") as started:
+        yield started
+
+
+def dial(server: Api) -> contextlib.AbstractContextManager[socket.socket]:
+    connection = socket.create_connection(server.address)
+    connection.settimeout(PATIENCE_S)
+    return connection
+
+
+def closed(connection: socket.socket) -> bytes:
+    """What is said until the other end closes."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            said += part
+    return said
+
+
+@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}])
+def test_nobody_is_served_without_the_key(keyed: Api, header: dict[str, str]) -> None:
+    refused = keyed.client.post(CHATS, json={}, headers=header)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert keyed.client.get("/openapi.json", headers=header).status_code == 401
+
+
+def test_every_key_of_the_file_opens(keyed: Api) -> None:
+    for key in (KEY, "fedcba9876543210"):
+        assert keyed.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_a_supervisor_and_a_local_scraper_need_no_key_but_a_proxys_client_does(keyed: Api) -> None:
+    assert keyed.client.get("/health").status_code == 200
+    assert keyed.client.get("/readyz").status_code == 200
+    assert keyed.client.get("/metrics").status_code == 200
+    assert keyed.client.get("/metrics", headers={"x-forwarded-for": "127.0.0.1"}).status_code == 401
+
+
+def test_without_a_key_only_local_names_are_answered(server: Api) -> None:
+    assert server.client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert server.client.get("/v1/models", headers={"host": "localhost:8000"}).status_code == 200
+
+
+def test_other_origins_are_told_nothing(server: Api) -> None:
+    reply = server.client.get("/v1/models", headers={"origin": "http://evil.example"})
+    assert not any(name.startswith("access-control") for name in reply.headers)
+    body = b'{"messages": [{"role": "user", "content": "w5"}]}'
+    assert server.client.post(CHATS, content=body, headers={"content-type": "text/plain"}).status_code == 400
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large_is_refused_while_it_arrives(keyed: Api, announced: bool) -> None:
+    body = b"x" * 10_000
+    content = body if announced else iter([body[:3000], body[3000:]])
+    refused = keyed.client.post(CHATS, content=content, headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"})
+    assert refused.status_code == 413
+    assert refused.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_head_that_is_too_large_is_refused(server: Api) -> None:
+    with dial(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: " + b"b" * 70_000 + b"\r\n\r\n")
+        assert closed(connection).startswith(b"HTTP/1.1 431 ")
+    assert server.client.get("/health").status_code == 200
+
+
+def test_what_is_no_http_is_answered_and_closed(server: Api) -> None:
+    with dial(server) as connection:
+        connection.sendall(b"\x16\x03\x01 what is this\r\n\r\n")
+        assert closed(connection).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", HEAD, HEAD + b'content-length: 100\r\n\r\n{"pro'])
+def test_a_request_that_does_not_arrive_is_cut_off(keyed: Api, begun: bytes) -> None:
+    with dial(keyed) as connection:
+        connection.sendall(begun.replace(b"content-length", f"authorization: Bearer {KEY}\r\ncontent-length".encode()))
+        began = time.monotonic()
+        closed(connection)
+        assert time.monotonic() - began < 5
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a header a byte at a time, for ten seconds."""
+    for _ in range(200):
+        connection.sendall(b"x")
+        time.sleep(0.05)
+
+
+def test_a_request_that_drips_is_cut_off(keyed: Api) -> None:
+    with dial(keyed) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\na: ")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            drip(connection)
+
+
+def test_a_connection_too_many_is_refused_and_the_others_are_served(keyed: Api) -> None:
+    with contextlib.ExitStack() as stack:
+        alive = httpx.Client(base_url=keyed.url, trust_env=False)
+        stack.callback(alive.close)
+        keyed.client.close()
+        keyed.client = httpx.Client(base_url=keyed.url, timeout=PATIENCE_S, trust_env=False)
+        assert alive.get("/health").status_code == 200
+        for _ in range(7):
+            stack.enter_context(dial(keyed))
+        with dial(keyed) as refused:
+            assert closed(refused).startswith(b"HTTP/1.1 503 ")
+        assert alive.get("/health").status_code == 200
+
+
+def test_a_client_that_reads_nothing_is_cut_off(house: Backend) -> None:
+    """It asks for far more than the kernel keeps for it."""
+    body = b'{"prompt": [%s], "max_tokens": 0, "echo": true, "logprobs": 20}' % b",".join(b"%d" % (1 + i % 90) for i in range(500))
+    with api(house.address, "--http.receive_s=1") as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(server.address)
+        for _ in range(8):
+            connection.sendall(HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        deadline = time.monotonic() + PATIENCE_S
+        while server.metric("dovetail_http_connections") > 1:
+            assert time.monotonic() < deadline, "it was not cut off"
+            time.sleep(0.1)
+        house.until_idle()
+
+
+def test_the_servers_files_are_few_again_when_its_clients_have_gone(server: Api) -> None:
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    before = len([*folder.iterdir()])
+    connections = [socket.create_connection(server.address) for _ in range(200)]
+    for connection in connections:
+        connection.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while len([*folder.iterdir()]) > before + 1:
+        assert time.monotonic() < deadline, f"{len([*folder.iterdir()])} files are open, {before} were"
+        time.sleep(0.05)
+
+
+def test_addresses_and_names_are_told_apart() -> None:
+    assert [is_loopback(address) for address in ("127.0.0.1", "127.9.9.9", "::1", "10.0.0.1", "localhost", "")] == [True, True, True, False, False, False]
+    assert [host_name(header) for header in (b"localhost:8000", b"[::1]:80", b"127.0.0.1", b"Evil.Example:1")] == [
+        "localhost",
+        "::1",
+        "127.0.0.1",
+        "evil.example",
+    ]
+    assert is_local({"client": ("127.0.0.1", 5)}, {})
+    assert not is_local({"client": ("127.0.0.1", 5)}, {b"forwarded": b"for=1.2.3.4"})
+    assert not is_local({"client": None}, {})

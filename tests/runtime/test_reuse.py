@@ -1,0 +1,253 @@
+"""Conversations whose turns go on from what the workers still hold. The scripted workers check that they have the rows that they are told to go on from, and a
+draft that reads its target every row of features; what the target alone writes is the oracle."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.protocol.messages import Failed, Feed, Finished, Limits, Open, Reads
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.kept import WORTH
+from support.houses import House
+from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
+
+PROMPT = next(prompt for first in range(1, 60) if len(continuation(prompt := tuple(range(first, first + 30)), 60)) == 60)
+REJECTION = Sampling(temperature=1.0, acceptance="rejection")
+STATIC = TreeSettings(policy="static", gamma=6, depth=3, width=2)
+
+
+def turn(house: House, prompt: Sequence[int], **options: object) -> Finished:
+    """A request, whose reply is the right one."""
+    asked: dict[str, object] = {"max_tokens": 12, **options}
+    finished = house.complete(prompt=tuple(prompt), **asked)
+    assert list(finished.result.token_ids) == continuation(prompt, asked["max_tokens"])  # type: ignore[arg-type]
+    return finished
+
+
+def opens(worker: ScriptedWorker | None) -> list[Open]:
+    assert worker is not None
+    return [command for command in worker.seen if isinstance(command, Open)]
+
+
+def held(house: House) -> list[int]:
+    """Ended sessions that each worker holds."""
+    return [len(worker.kept) for worker in house.workers]
+
+
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(reads: Reads | None, repeat: int) -> None:
+    house = House(limits=ROOMY, reads=reads, repeat=repeat)
+    log = [*PROMPT]
+    for number in range(1, 5):
+        before = len(log)
+        result = turn(house, log).result
+        target, draft = opens(house.target)[-1], opens(house.draft)[-1]
+        if number > 1:
+            assert target.base == draft.base == number - 1
+            assert before - 12 < target.kept < before
+            assert result.reused_tokens == target.kept
+            assert target.kept == draft.kept if reads else target.kept >= draft.kept
+        log += [*result.token_ids, 3, number]
+    assert house.report().totals.kept == 1
+    assert held(house) == [1, 1]
+    assert house.report().refused == 0
+
+
+def test_features_for_a_draft_that_reads_its_target_begin_where_the_kept_rows_end() -> None:
+    house = House(limits=ROOMY, reads=READS)
+    first = turn(house, PROMPT)
+    assert house.draft is not None
+    house.draft.seen.clear()
+    result = turn(house, (*PROMPT, *first.result.token_ids, 1, 2, 3)).result
+    starts = [command.start for command in house.draft.seen if isinstance(command, Feed)]
+    assert starts[0] == opens(house.draft)[0].kept == result.reused_tokens > len(PROMPT)
+    assert result.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("reads", "kept"), [(None, 28), (READS, 27)], ids=["alone", "reads"])
+def test_a_prompt_that_goes_another_way_in_the_middle_reuses_what_is_before(reads: Reads | None, kept: int) -> None:
+    house = House(limits=ROOMY, reads=reads)
+    turn(house, PROMPT, max_tokens=8)
+    assert turn(house, (*PROMPT[:28], 90, 91, 92)).result.reused_tokens == kept
+
+
+def test_the_same_prompt_once_more_reads_its_last_token_only() -> None:
+    house = House(limits=ROOMY)
+    turn(house, PROMPT)
+    assert turn(house, PROMPT).result.reused_tokens == len(PROMPT) - 1
+
+
+def test_a_beginning_that_many_prompts_share_costs_no_conversation_its_cache() -> None:
+    house = House(limits=ROOMY)
+    first = turn(house, (*PROMPT, *range(40, 90)))
+    assert turn(house, (*PROMPT, 1)).result.reused_tokens == 0
+    log = (*PROMPT, *range(40, 90), *first.result.token_ids)
+    assert turn(house, (*log, 1)).result.reused_tokens == len(log) - 1
+
+
+def test_what_is_not_worth_it_is_not_reused() -> None:
+    house = House(limits=ROOMY)
+    turn(house, PROMPT[: WORTH - 1], max_tokens=2)
+    assert turn(house, (*PROMPT[: WORTH - 1], 90), max_tokens=2).result.reused_tokens == 0
+
+
+def test_a_prompt_that_was_only_read_is_reused_as_a_whole() -> None:
+    house = House(limits=ROOMY)
+    assert turn(house, PROMPT, max_tokens=0).result.finish_reason == "length"
+    assert turn(house, (*PROMPT, 1)).result.reused_tokens == len(PROMPT)
+
+
+def test_nothing_is_kept_where_the_setting_or_the_workers_say_so() -> None:
+    for house in (House(limits=ROOMY, reuse=False), House()):
+        turn(house, PROMPT)
+        assert held(house) == [0, 0]
+        assert turn(house, PROMPT).result.reused_tokens == 0
+
+
+def test_the_oldest_conversation_is_let_go_where_there_is_no_more_room() -> None:
+    house = House(limits=Limits(context=512, kept=130))  # the scripted workers hold no more
+    prompts = [tuple((7 * number + place) % 90 + 1 for place in range(30)) for number in range(3)]
+    for prompt in prompts:
+        turn(house, prompt, max_tokens=8)
+    assert [turn(house, prompt, max_tokens=8).result.reused_tokens for prompt in reversed(prompts)] == [29, 29, 0]
+    assert held(house) == [2, 2]
+
+
+def test_kept_sessions_count_for_no_limit_of_open_ones() -> None:
+    house = House(limits=Limits(context=512, kept=1 << 16, sessions=1))
+    for number in range(4):
+        turn(house, (number, *PROMPT))
+    assert held(house) == [4, 4]
+    report = house.report()
+    assert [worker.sessions for worker in report.workers] == [0, 0]
+    assert (report.totals.kept, report.totals.occupied) == (4, 0.0)
+
+
+def test_a_draft_that_holds_less_than_its_target_reads_more() -> None:
+    house = House(limits=ROOMY)
+    first = turn(house, PROMPT, speculate=False).result
+    prompt = (*PROMPT, *first.token_ids, 1, 2)
+    second = turn(house, prompt).result
+    assert (second.reused_tokens, opens(house.draft)[-1].base) == (len(prompt) - 3, None)
+    turn(house, (*prompt, *second.token_ids, 1, 2), speculate=False)
+    assert held(house) == [1, 1]
+
+
+@pytest.mark.parametrize(("reads", "reuses"), [(None, True), (READS, False)], ids=["alone", "reads"])
+def test_another_draft_has_nothing_to_go_on_from(reads: Reads | None, reuses: bool) -> None:
+    house = House(limits=ROOMY, reads=reads)
+    turn(house, PROMPT)
+    assert house.draft is not None
+    house.lose(house.draft)
+    assert turn(house, (*PROMPT, 1)).result.reused_tokens > 0, "the target alone has all that it needs"
+    head = {"reads": reads, "vocabulary": None} if reads else {}
+    draft = house.add(ScriptedDraft, "draft", limits=ROOMY, **head)
+    assert (turn(house, (*PROMPT, 2)).result.reused_tokens > 0) is reuses
+    assert opens(draft)[-1].base is None
+
+
+def test_another_target_has_nothing_to_go_on_from() -> None:
+    house = House(limits=ROOMY)
+    turn(house, PROMPT)
+    assert house.target is not None
+    house.lose(house.target)
+    house.add(ScriptedTarget, "target", limits=ROOMY)
+    assert turn(house, (*PROMPT, 1)).result.reused_tokens == 0
+
+
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+@pytest.mark.parametrize("forgetful", [["target"], ["draft"], ["target", "draft"]], ids="-".join)
+def test_a_worker_that_does_not_have_what_it_was_to_go_on_from_reads_the_whole_prompt(reads: Reads | None, forgetful: list[str]) -> None:
+    house = House(limits=ROOMY, reads=reads)
+    turn(house, PROMPT)
+    for worker in house.workers:
+        if worker.role in forgetful:
+            worker.kept.clear()
+    result = turn(house, (*PROMPT, 1)).result
+    assert (result.reused_tokens == 0) is ("target" in forgetful)
+    assert result.time_to_first_token_s < result.wall_s
+    assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
+    report = house.report()
+    assert (report.failed, report.refused, [worker.sessions for worker in report.workers]) == (0, 0, [0, 0])
+    assert turn(house, (*PROMPT, 2)).result.reused_tokens > 0 or (reads and "draft" in forgetful)
+
+
+def test_what_is_drawn_with_the_draft_and_what_is_scored_begins_anew_and_is_kept() -> None:
+    house = House(limits=ROOMY)
+    for options in ({"sampling": REJECTION, "tree": STATIC}, {"logprobs": 2, "scored": True}):
+        turn(house, PROMPT)
+        assert turn(house, PROMPT, **options).result.reused_tokens == 0
+    assert [command.base for command in opens(house.target)] == [None, None, 2, None]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+def test_a_reply_that_is_cancelled_is_gone_on_from_once_its_prompt_has_been_read(steps: int, reads: Reads | None) -> None:
+    house = House(limits=ROOMY, reads=reads)
+    request = house.submit(PROMPT)
+    for _ in range(steps):
+        house.coordinator.pump()
+        for worker in house.workers:
+            worker.step()
+    house.client.cancel(request)
+    result = house.client.complete(request).result
+    assert result.finish_reason == "cancelled"
+    house.run()
+    read = bool(result.token_ids)
+    assert held(house)[0] == read
+    log = (*PROMPT, *result.token_ids)
+    reused = turn(house, (*log, 3, 4)).result.reused_tokens
+    assert reused == 0 if not read else reused == len(log) - 1 or (reads and reused <= len(log) - 1)
+
+
+def test_what_was_to_be_gone_on_from_is_there_for_others_when_the_session_never_began() -> None:
+    house = House(limits=ROOMY)
+    turn(house, PROMPT)
+    busy = house.submit((1, 2, 3), max_tokens=1)
+    house.coordinator.pump()  # the target reads this prompt first
+    waiting = house.submit((*PROMPT, 1))
+    house.coordinator.pump()
+    house.client.cancel(waiting)
+    assert {reply.request for reply in house.replies() if isinstance(reply, Finished)} == {busy, waiting}
+    assert house.report().totals.kept == held(house)[0] == 1
+    assert turn(house, (*PROMPT, 1)).result.reused_tokens == len(PROMPT)
+
+
+@given(data=st.data(), reads=st.sampled_from([None, READS]), room=st.sampled_from([0, 90, 250, 1 << 16]))
+@settings(max_examples=40, deadline=None)
+def test_no_interleaving_of_conversations_changes_a_token(data: st.DataObject, reads: Reads | None, room: int) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    house = House(reads=reads, limits=Limits(context=512, kept=room))
+    logs = [[*PROMPT, 40 + number] if number % 2 else [50 + number, *PROMPT] for number in range(4)]
+    running: dict[int, tuple[int, tuple[int, ...]]] = {}
+    turns = reused = 0
+    while turns < 25 or running:
+        free = [number for number in range(4) if number not in {conversation for conversation, _ in running.values()}]
+        if free and turns < 25:
+            conversation = rng.choice(free)
+            prompt = tuple(logs[conversation])
+            running[house.submit(prompt, max_tokens=rng.randint(0, 12), speculate=rng.random() < 0.8)] = conversation, prompt
+            turns += 1
+        if running and rng.random() < 0.15:
+            house.client.cancel(rng.choice([*running]))
+        for _ in range(rng.randint(0, 6)):
+            house.coordinator.pump()
+            rng.choice(house.workers).step()
+        for reply in house.replies() if rng.random() < 0.3 or turns == 25 else ():
+            assert not isinstance(reply, Failed), reply.text
+            if isinstance(reply, Finished):
+                conversation, prompt = running.pop(reply.request)
+                tokens = [*reply.result.token_ids]
+                assert tokens == continuation(prompt, len(tokens)) if tokens else True
+                reused += reply.result.reused_tokens
+                logs[conversation] = [*prompt, *tokens, rng.randint(1, 90)] if rng.random() < 0.8 else [*prompt[: rng.randint(20, 31)], rng.randint(1, 90)]
+    house.run()
+    report = house.report()
+    assert held(house) == [len(worker.shelf) for worker in house.coordinator.registry.workers.values()]
+    assert (report.sessions, report.refused, report.failed) == (0, 0, 0)
+    assert report.totals.reused_tokens == reused
+    assert bool(reused) is (room > 0) or room == 90

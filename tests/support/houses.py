@@ -1,0 +1,77 @@
+"""A coordinator over in-memory links with scripted workers and a client: one thread, one step after the other, no model and no clock to wait for."""
+
+import time
+
+from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
+from dovetail.protocol.messages import Finished, Limits, Reads, Reported
+from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.client import Client
+from dovetail.runtime.coordinator import Coordinator
+from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
+
+PROMPT = (5, 6, 7)
+DYNAMIC = TreeSettings(policy="dynamic")
+
+
+class House:
+    """A coordinator with its workers and one client, all in this thread."""
+
+    def __init__(
+        self, *, draft: bool = True, target: bool = True, repeat: int = 1, reads: Reads | None = None, limits: Limits | None = None, reuse: bool = True
+    ) -> None:
+        """`reads`: the draft is a head of the target's, and reads these features. `limits`: of both workers."""
+        self.hub: MemoryHub = memory_links()
+        self.later_ns = 0
+        self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns, reuse=reuse)
+        self.workers: list[ScriptedWorker] = []
+        both = {} if limits is None else {"limits": limits}
+        self.target = self.add(ScriptedTarget, "target", repeat, **both) if target else None
+        head = {} if reads is None else {"reads": reads, "vocabulary": None}
+        self.draft = self.add(ScriptedDraft, "draft", repeat, **head, **both) if draft else None
+        self.client = self.connect()
+
+    def add(self, kind: type[ScriptedWorker], role: str, repeat: int = 1, user: PeerKey | None = None, **changes: object) -> ScriptedWorker:
+        worker = kind(self.hub.connect(user), role, epoch=100 + len(self.workers), repeat=repeat)
+        worker.register(**changes)
+        self.workers.append(worker)
+        self.run()
+        return worker
+
+    def lose(self, worker: ScriptedWorker) -> None:
+        """Have it vanish."""
+        self.workers.remove(worker)
+        worker.link.close()
+
+    def connect(self) -> Client:
+        return Client(pumped(self, self.hub.connect()))
+
+    def run(self, most: int = 10_000) -> None:
+        """Let everybody do what there is to do."""
+        for _ in range(most):
+            self.coordinator.look_around()
+            self.coordinator.pump()
+            if not sum(worker.step() for worker in self.workers):
+                return
+
+    def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
+        return self.client.submit(tokens=prompt, **{"max_tokens": 60, "seed": 1, "tree": DYNAMIC, **options})  # type: ignore[arg-type]
+
+    def complete(self, **options: object) -> Finished:
+        return self.client.complete(self.submit(**options))  # type: ignore[arg-type]
+
+    def replies(self) -> list[object]:
+        replies = []
+        while (reply := self.client.receive(0)) is not None:
+            replies.append(reply)
+        return replies
+
+    def report(self) -> Reported:
+        return self.client.status()
+
+
+def pumped(house: House, link: MemoryLink) -> MemoryLink:
+    """A link whose reader lets everybody else work first."""
+    receive = link.receive
+    link.receive = lambda timeout_s, **_: (house.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
+    return link

@@ -1,0 +1,199 @@
+"""A coordinator with scripted workers in a thread, and `dovetail http` before it as a real process: what clients of the API see, without a model."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from dovetail.protocol.links import open_hub, open_link
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.runtime.coordinator import Coordinator
+from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, tokenizer_bytes
+
+PATIENCE_S = 30.0
+TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+"""The messages of a chat, each after w1; w2 begins the reply."""
+CHAT = (1, 5, 6, 2)
+"""The tokens of the message "w5 w6" with it."""
+
+
+class Backend:
+    """A coordinator and its workers, in a thread that `still` stops for as long as a test looks."""
+
+    def __init__(self, *, target: bool = True, draft: bool = True, address: str = "ipc") -> None:
+        self.hub = open_hub(address)
+        self.address = self.hub.address
+        self.coordinator = Coordinator(self.hub)
+        self.workers: list[ScriptedWorker] = []
+        self.held = False
+        """The workers rest: what they are asked stays undone."""
+        self.token_s = 0.0
+        """How long the target thinks about a command."""
+        self._lock = threading.Lock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        if target:
+            self.add(ScriptedTarget, "target")
+        if draft:
+            self.add(ScriptedDraft, "draft")
+
+    def add(self, kind: type[ScriptedWorker], role: str, *, prefix: str = "w", template: str = TEMPLATE, **changes: object) -> ScriptedWorker:
+        """Register a worker whose vocabulary is spelt with this letter."""
+        tokenizer = tokenizer_bytes(prefix=prefix)
+        facts = VocabularyFacts(digest=vocabulary_digest(read_vocabulary(tokenizer)), size=VOCABULARY, end=(END,), template=template)
+        worker = kind(open_link(self.address, role=role), role, epoch=100 + len(self.workers))
+        worker.register(tokenizer=tokenizer, vocabulary=facts, **changes)
+        with self._lock:
+            self.workers.append(worker)
+        self.until(lambda: worker.coordinator_epoch != -1)
+        return worker
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[Coordinator]:
+        with self._lock:
+            yield self.coordinator
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self._lock:
+                if condition():
+                    return
+            assert time.monotonic() < deadline, "it never came true"
+            time.sleep(0.002)
+
+    def until_idle(self) -> None:
+        """Wait until nobody decodes anything, and nobody waits for it."""
+        self.until(lambda: self.coordinator.idle and not any(worker.logs for worker in self.workers))
+
+    @property
+    def sessions(self) -> int:
+        return self.coordinator.report().sessions
+
+    def lose(self, worker: ScriptedWorker) -> None:
+        with self._lock:
+            self.workers.remove(worker)
+            worker.link.close()
+
+    def _run(self) -> None:
+        while not self._ended:
+            with self._lock:
+                self.coordinator.look_around()
+                self.coordinator.pump()
+                self.coordinator.tick()
+                busy = 0 if self.held else sum(worker.step() for worker in self.workers)
+            if not busy:
+                select.select([self.hub.fileno()], [], [], 0.001)
+            elif self.token_s:
+                time.sleep(self.token_s)
+
+    def close(self) -> None:
+        """End them all; a second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        self._thread.join()
+        self.coordinator.end()
+        for worker in self.workers:
+            worker.link.close()
+        self.hub.close()
+
+
+@contextlib.contextmanager
+def backend(**options: Any) -> Iterator[Backend]:
+    house = Backend(**options)
+    try:
+        yield house
+    finally:
+        house.close()
+
+
+class Api:
+    """A running `dovetail http`, and a client of it."""
+
+    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
+        self.process, self.url = process, url
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def chat(self, content: str = "w5 w6", **fields: Any) -> dict[str, Any]:
+        """A whole chat completion of one message."""
+        return self.ask("/v1/chat/completions", messages=[{"role": "user", "content": content}], **fields)
+
+    def complete(self, prompt: Any = "w5 w6", **fields: Any) -> dict[str, Any]:
+        return self.ask("/v1/completions", prompt=prompt, **fields)
+
+    def ask(self, path: str, **fields: Any) -> dict[str, Any]:
+        reply = self.client.post(path, json=fields)
+        assert reply.status_code == 200, reply.text
+        value: dict[str, Any] = reply.json()
+        return value
+
+    def refusal(self, path: str, body: Mapping[str, Any], status: int = 400) -> dict[str, Any]:
+        """The error object of a request that is refused."""
+        reply = self.client.post(path, json=body)
+        assert reply.status_code == status, reply.text
+        error: dict[str, Any] = reply.json()["error"]
+        return error
+
+    def stream(self, path: str, **fields: Any) -> list[Any]:
+        """The events of a streamed completion, the last one "[DONE]" if it is."""
+        with self.client.stream("POST", path, json={**fields, "stream": True}) as reply:
+            assert reply.status_code == 200, reply.read()
+            return [*events(reply)]
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels, or of the first with them."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def stop(self) -> int:
+        """Its exit code after SIGTERM."""
+        self.client.close()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+
+def events(reply: httpx.Response) -> Iterator[Any]:
+    for line in reply.iter_lines():
+        if line:
+            data = line.removeprefix("data: ")
+            assert line.startswith("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+@contextlib.contextmanager
+def api(address: str, *flags: str) -> Iterator[Api]:
+    """`dovetail http` for the coordinator at this address, on a free port."""
+    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "http", f"--connect={address}", "--http.port=0", *flags]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url.startswith("http://"), url
+            served = Api(process, url)
+            yield served
+            served.client.close()
+        finally:
+            process.terminate()
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

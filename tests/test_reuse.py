@@ -1,0 +1,40 @@
+"""Conversations with the embedded pair, in real processes: a turn that goes on from the last one is answered as one that reads everything anew."""
+
+import pytest
+
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from dovetail.runtime.text import TextCodec
+from support.stacks import PROMPTS
+
+TOKENS = 40
+QUESTIONS = (" And then?", " Why is that so? Say it in other words.")
+
+
+def answer(client: Client, prompt: tuple[int, ...], *, anew: bool, temperature: float, tree: TreeSettings) -> Finished:
+    """`anew`: the prompt is scored as well, and so all of it is read."""
+    sampling = Sampling(temperature=temperature)
+    return client.complete(
+        client.submit(tokens=prompt, sampling=sampling, max_tokens=TOKENS, seed=3, end=(), tree=tree, scored=anew, logprobs=0 if anew else None)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_turns_of_a_conversation_are_the_same_whether_they_go_on_from_the_last_or_read_everything(client: Client, temperature: float) -> None:
+    described = client.describe()
+    assert described.limits.kept > 0
+    text = TextCodec(described.tokenizer.data, described.vocabulary)
+    tree = TreeSettings(policy="dynamic")
+    log = text.encode_turns(PROMPTS[0])
+    for question in ("", *QUESTIONS):
+        prompt = (*log, *(text.encode(question) if question else ()))
+        anew = answer(client, prompt, anew=True, temperature=temperature, tree=tree)
+        again = answer(client, prompt, anew=False, temperature=temperature, tree=tree)
+        assert again.result.token_ids == anew.result.token_ids
+        assert again.margins == anew.margins
+        assert anew.result.reused_tokens == 0
+        if question:
+            assert again.result.reused_tokens >= len(log) // 2
+        assert again.result.accepted_tokens > 0
+        log = (*prompt, *again.result.token_ids)

@@ -1,0 +1,84 @@
+"""Sessions that have ended and whose rows are kept, so that the next turn of a conversation reads only what is new.
+
+Which are kept, and which session goes on from which, is the coordinator's decision; here it is seen to that only rows are taken over that are those of the
+new prompt, and that no more is held than was promised. Knows token logs, neither models nor messages; imports no torch.
+"""
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from dovetail.protocol.errors import RequestError
+
+MEMORY_SHARE = 8
+"""Kept rows are promised this part of the memory that is free at the start; since a cache may be half empty they take two at most."""
+
+
+class Left(Protocol):
+    """What is left of a session."""
+
+    @property
+    def log(self) -> Sequence[int]:
+        """The prompt and every committed token."""
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        """`RequestError` of code "prefix" unless a session with this prompt can go on from the first `kept` tokens of it."""
+
+
+LeftT = TypeVar("LeftT", bound=Left)
+
+
+class KeptSessions(Generic[LeftT]):
+    """What is left of sessions, by their numbers, the oldest first."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """`most_tokens`: of all logs together."""
+        self._most_tokens = most_tokens
+        self._left: dict[int, LeftT] = {}
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._left
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a session of so many tokens can be kept."""
+        return tokens <= self._most_tokens
+
+    def add(self, number: int, left: LeftT) -> None:
+        """Keep a session that it `takes`; where there is no room for it, the oldest go."""
+        self._left[number] = left
+        while sum(len(other.log) for other in self._left.values()) > self._most_tokens:
+            del self._left[next(iter(self._left))]
+
+    def drop(self, number: int) -> None:
+        """Forget a session; unknown ones are forgotten already."""
+        self._left.pop(number, None)
+
+    def take(self, number: int | None, prompt: Sequence[int], kept: int) -> LeftT | None:
+        """What is left of a session, no longer held, so that one with this prompt goes on from the first `kept` tokens of it; None where none is named.
+
+        `RequestError` of code "prefix" where that cannot be: then nothing has changed.
+        """
+        if number is None and not kept:
+            return None
+        if number is None or number not in self._left:
+            name = "no session" if number is None else f"session {number}"
+            raise RequestError("prefix", f"{kept} tokens were to be taken over from {name}, which is not kept here; open the session without it")
+        self._left[number].check(prompt, kept)
+        return self._left.pop(number)
+
+
+def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there: int) -> None:
+    """`RequestError` of code "prefix" unless `prompt` goes on behind its first `kept` tokens, which are those of `log`, `there` of which have rows."""
+    if kept >= len(prompt):
+        raise RequestError("prefix", f"{kept} tokens were to be taken over for a prompt of {len(prompt)}, whose last one has to be read; take fewer")
+    if kept > there:
+        raise RequestError("prefix", f"{kept} tokens were to be taken over from a session that has rows of {there}; take fewer")
+    if list(prompt[:kept]) != list(log[:kept]):
+        raise RequestError("prefix", f"{kept} tokens were to be taken over from a session that begins otherwise than the prompt; take fewer")
+
+
+def affordable_tokens(free_bytes: int, row_bytes: int) -> int:
+    """Tokens whose rows of so many bytes are promised a place in the memory that is free."""
+    return free_bytes // MEMORY_SHARE // max(1, row_bytes)
