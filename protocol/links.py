@@ -102,11 +102,17 @@ class Link(Protocol):
         `LinkClosed` when the coordinator has gone and all that it sent has been received.
         """
 
-    def filenos(self) -> tuple[int, ...]:
-        """Descriptors of which one becomes readable when something may have arrived, or the coordinator may have gone.
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when something may have arrived.
 
-        They are edge-triggered: once at the start, after one fires, and after every `offer`, call `receive(0)` until it returns None.
+        It is edge-triggered: once at the start, after it fires, and after every `offer`, call `take` until it returns None.
         """
+
+    def take(self) -> list[bytes] | None:
+        """The next message that has arrived, or None; never waits, and does not look whether the coordinator has gone."""
+
+    def monitor_fileno(self) -> int:
+        """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)` then until it returns None or raises."""
 
     def close(self) -> None:
         """Close everything that was opened. A second call does nothing."""
@@ -354,8 +360,14 @@ class ZmqLink:
             self._check_open()
             raise PeerBusy(f"the coordinator at {self._address} takes nothing off its queue of {QUEUE_MESSAGES} messages") from None
 
-    def filenos(self) -> tuple[int, ...]:
-        return int(self._socket.getsockopt(zmq.FD)), int(self._monitor_socket().getsockopt(zmq.FD))
+    def fileno(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def take(self) -> list[bytes] | None:
+        return self._take() if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else None
+
+    def monitor_fileno(self) -> int:
+        return int(self._monitor_socket().getsockopt(zmq.FD))
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
         if (frames := self._take()) is not None:
@@ -683,7 +695,7 @@ class MemoryHub:
                 self.arrived.close()
                 self.left.close()
                 for link in self._links.values():
-                    link.ring()
+                    link.ring(left=True)
             self.changed.notify_all()
 
 
@@ -693,7 +705,8 @@ class MemoryLink:
     def __init__(self, hub: MemoryHub, peer: bytes) -> None:
         self.inbox: deque[list[bytes]] = deque()
         self.waiting = 0
-        self._bell: _Bell | None = None
+        self._arrived: _Bell | None = None
+        self._left: _Bell | None = None
         self._hub = hub
         self._peer = peer
         self._closed = False
@@ -724,20 +737,34 @@ class MemoryLink:
             if self.inbox:
                 return self.inbox.popleft()
             self._check_open()
-            if self._bell is not None:
-                self._bell.silence()
             return None
 
-    def filenos(self) -> tuple[int, ...]:
+    def fileno(self) -> int:
         with self._hub.changed:
-            self._bell = self._bell or _Bell()
-            self.ring()
-            return (self._bell.fileno(),)
+            self._arrived = self._arrived or _Bell()
+            if self.inbox:
+                self._arrived.ring()
+            return self._arrived.fileno()
 
-    def ring(self) -> None:
-        """Something has arrived, or the hub has gone."""
-        if self._bell is not None:
-            self._bell.ring()
+    def take(self) -> list[bytes] | None:
+        with self._hub.changed:
+            if self.inbox:
+                return self.inbox.popleft()
+            if self._arrived is not None:
+                self._arrived.silence()
+            return None
+
+    def monitor_fileno(self) -> int:
+        with self._hub.changed:
+            self._left = self._left or _Bell()
+            if self._hub.closed:
+                self._left.ring()
+            return self._left.fileno()
+
+    def ring(self, *, left: bool = False) -> None:
+        """Something has arrived, or the hub has `left`."""
+        if (bell := self._left if left else self._arrived) is not None:
+            bell.ring()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -749,8 +776,8 @@ class MemoryLink:
         if not self._closed:
             self._closed = True
             self._hub.forget(self._peer)
-            if self._bell is not None:
-                self._bell.close()
+            for bell in filter(None, (self._arrived, self._left)):
+                bell.close()
 
 
 class _Bell:

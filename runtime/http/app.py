@@ -24,9 +24,9 @@ from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBod
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.document import describe, documented
 from dovetail.runtime.http.errors import ApiError, place, unavailable
-from dovetail.runtime.http.exposition import CONTENT_TYPE, Exposition, Watch
+from dovetail.runtime.http.exposition import CONTENT_TYPE, Exposition
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.http.guard import App, Guard
+from dovetail.runtime.http.guard import STRAIGHT, App, Guard
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.server import Connections
@@ -181,8 +181,8 @@ class Answer:
     """One answer while it is written, with what it is worth to the metrics."""
 
     def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
-        self._run, self._writer, self._exposition, self._model = run, writer, exposition, model
-        self._watches = [Watch(run.began_s) for _ in writer.replies]
+        self._run, self._writer = run, writer
+        self._watches = [exposition.watch(model, run.began_s) for _ in writer.replies]
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all of it is there."""
@@ -211,9 +211,9 @@ class Answer:
     def _note(self, index: int, told: Any) -> None:
         watch = self._watches[index]
         if isinstance(told, Emitted) and told.tokens:
-            self._exposition.tokens(watch, len(told.tokens), self._model)
+            watch.tokens(len(told.tokens))
         elif told.type == "finished":
-            self._exposition.ended(watch, self._model)
+            watch.ended()
 
 
 class Stream(Response):
@@ -227,6 +227,7 @@ class Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            send = scope.get(STRAIGHT, send)
             async for lines in self._answer.lines():
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

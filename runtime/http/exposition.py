@@ -6,7 +6,7 @@ The only door to `prometheus_client`, with a registry of its own.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,8 +24,24 @@ WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 
 class Watch:
     """Times one reply as a client waits for it."""
 
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float
+    first: Histogram
+    between: Histogram
+    whole: Histogram
     last_s: float | None = None
+
+    def tokens(self, count: int) -> None:
+        """So many tokens of the reply have come."""
+        now_s = time.monotonic()
+        if self.last_s is None:
+            self.first.observe(now_s - self.began_s)
+        else:
+            self.between.observe((now_s - self.last_s) / max(1, count))
+        self.last_s = now_s
+
+    def ended(self) -> None:
+        """The reply is whole."""
+        self.whole.observe(time.monotonic() - self.began_s)
 
 
 class Exposition:
@@ -44,18 +60,9 @@ class Exposition:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ("model_name",), registry=self._registry, buckets=buckets)
 
-    def tokens(self, watch: Watch, count: int, model: str) -> None:
-        """So many tokens of a reply have come."""
-        now_s = time.monotonic()
-        if watch.last_s is None:
-            self._first.labels(model).observe(now_s - watch.began_s)
-        else:
-            self._between.labels(model).observe((now_s - watch.last_s) / max(1, count))
-        watch.last_s = now_s
-
-    def ended(self, watch: Watch, model: str) -> None:
-        """A reply is whole."""
-        self._whole.labels(model).observe(time.monotonic() - watch.began_s)
+    def watch(self, model: str, began_s: float) -> "Watch":
+        """Times a reply of this model to a request that arrived then."""
+        return Watch(began_s, self._first.labels(model), self._between.labels(model), self._whole.labels(model))
 
     def text(self, reported: Reported | None, model: str, *, answering: int, connections: int) -> bytes:
         """The page; without a coordinator, what this process knows by itself."""

@@ -190,8 +190,8 @@ class Gateway:
             self._why = str(error)
             return False
         self._link, self._first = link, None
-        for descriptor in link.filenos():
-            loop.add_reader(descriptor, self._pump)
+        loop.add_reader(link.fileno(), self._pump)
+        loop.add_reader(link.monitor_fileno(), self._look)
         self._changed.clear()
         name = f"http-{os.getpid()}"
         self._send(Hello(epoch=self._epoch, roles=("client",), name=name, host=socket.gethostname()[:512], pid=os.getpid(), version=VERSION))
@@ -209,7 +209,7 @@ class Gateway:
         """Let the link go; who waits for something is told that it will not come."""
         self._lose(self._why)
         if self._link is not None:
-            for descriptor in self._link.filenos():
+            for descriptor in (self._link.fileno(), self._link.monitor_fileno()):
                 asyncio.get_running_loop().remove_reader(descriptor)
             self._link.close()
             self._link = None
@@ -257,9 +257,16 @@ class Gateway:
 
     def _pump(self) -> None:
         """Handle everything that has arrived."""
+        self._read(lambda link: link.take())
+
+    def _look(self) -> None:
+        """The coordinator may have gone: handle what it still said, and find out."""
+        self._read(lambda link: link.receive(0))
+
+    def _read(self, take: Callable[[Link], list[bytes] | None]) -> None:
         link = self._link
         try:
-            while link is not None and link is self._link and (frames := link.receive(0)) is not None:
+            while link is not None and link is self._link and (frames := take(link)) is not None:
                 self._heard(REPLY.decode(frames))
         except LinkError as error:
             self._lose(str(error))

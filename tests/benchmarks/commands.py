@@ -21,6 +21,7 @@ from benchmarks.rest import rest
 from benchmarks.rounds import rounds
 from benchmarks.sameness import bytes_command
 from benchmarks.training import training
+from benchmarks.turns import turns
 
 
 @click.group()
@@ -49,6 +50,7 @@ for command in (
     ahead,
     goodput,
     rounds,
+    turns,
     http,
 ):
     main.add_command(command)

@@ -54,6 +54,9 @@ draft guesses at random; at least."""
 ADDS_UP, ACCOUNTED = 0.02, 0.95
 """By how much the parts of a round may miss it; the rate over tau / the parts that two workers and the wire between them need, at least."""
 
+SECOND_TURN = 0.15
+"""Time to the first token of a conversation's second turn, over that of its first; at most."""
+
 
 def ahead_figure(drafting: float) -> AheadFigure:
     """The figure for drafting that takes so many times a pass of the target."""

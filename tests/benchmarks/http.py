@@ -10,7 +10,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +43,19 @@ CHATS = "/v1/chat/completions"
 @options("pairs", "json")
 def http(tokens: int, streams: int, connections: int, requests: int, pairs: int, as_json: bool) -> None:
     """What the HTTP process costs a token, what others cost a healthy client, and what is left of requests that come and go."""
-    with progress_bar(2 * pairs + 1 + requests, "steps") as step, backend(target=False, draft=False) as house:
+    with progress_bar(2 * pairs + requests, "steps") as step, backend(target=False, draft=False) as house:
         house.add(ScriptedTarget, "target", limits={"context": CONTEXT, "sessions": 1024})
         with api(house.address, "--http.receive_s=3600", f"--http.connections={connections + 1000}") as server:
             server.chat(max_tokens=2)
-            cost = [stream_cost(server, house, tokens, streams) for _ in range(pairs) if step() is None]
-            alone, among = zip(*(first_tokens(server, connections) for _ in range(pairs) if step() is None), strict=True)
+            cost, alone, among = [], [], []
+            for _ in range(pairs):
+                step("streams")
+                cost.append(stream_cost(server, house, tokens, streams))
+            for _ in range(pairs):
+                step("among others")
+                by_itself, beside = first_tokens(server, connections)
+                alone.append(by_itself)
+                among.append(beside)
             churned = churn(server, house, requests, step)
     found = Found(estimate([us for us, _ in cost]), sum(count for _, count in cost), ratio(among, alone), estimate([1e3 * s for s in alone]), churned)
     report(found.as_json(), as_json, lambda: found.show(connections))
@@ -157,7 +164,7 @@ def others(server: Api, connections: int) -> Iterator[None]:
             thread.join()
 
 
-def churn(server: Api, house: Backend, requests: int, step: Any) -> Churned:
+def churn(server: Api, house: Backend, requests: int, step: Callable[[str], None]) -> Churned:
     """Have requests come and, by chance, leave."""
     process, began = psutil.Process(server.process.pid), time.monotonic()
     files, rss, chance = process.num_fds(), [process.memory_info().rss / 1e6], random.Random(1)
@@ -173,14 +180,14 @@ def churn(server: Api, house: Backend, requests: int, step: Any) -> Churned:
     return Churned(requests, left, (files, process.num_fds()), (rss[0], rss[1], rss[2]), held, time.monotonic() - began)
 
 
-async def _churn(server: Api, requests: int, chance: random.Random, step: Any) -> int:
+async def _churn(server: Api, requests: int, chance: random.Random, step: Callable[[str], None]) -> int:
     """How many of them left before they had their answer."""
     free = asyncio.Semaphore(AT_ONCE)
 
     async def one(tokens: int, leave: int | None, stream: bool) -> int:
         async with free:
             await visit(server, tokens, leave, stream=stream)
-            step()
+            step("come and gone")
             return leave is not None
 
     plans = [(chance.randint(1, 60), chance.choice((None, 0, chance.randint(1, 5))), chance.random() < 0.7) for _ in range(requests)]

@@ -63,6 +63,7 @@ RESULT_FIELDS = [
     "plain_rounds",
     "control_rounds",
     "predicted_tokens_per_s",
+    "reused_tokens",
 ]
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
 STORY = "Tell me a story about a small owl who is afraid of the dark."

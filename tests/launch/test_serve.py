@@ -142,6 +142,7 @@ def test_a_request_that_runs_is_finished_and_no_other_begins(start: Start, tmp_p
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_leaves_no_process_and_no_file_that_the_next_command_minds(start: Start, run: Run, tmp_path: Path) -> None:
     process = start("serve", *PAIR, "--draft", "none")
     found = ready(process)
@@ -153,6 +154,7 @@ def test_a_server_that_is_killed_leaves_no_process_and_no_file_that_the_next_com
     assert_nothing_is_left([], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
     process = start("serve", *PAIR, "--draft", "none")
     found = ready(process)
