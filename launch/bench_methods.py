@@ -254,6 +254,6 @@ def _processes(method: Method) -> tuple[object, ...]:
 
 def _start(owned: ExitStack, supervisor: Supervisor, method: Method, layout: CoreLayout, say: Callable[[str], None]) -> Connection:
     """A stack of processes that is ready."""
-    stack = start_stack(supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ")
+    stack = start_stack(supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ", anew=True)
     state = wait_until_ready(supervisor, stack, lambda text: say(f"{method.name}: {text}"))
     return Connection(owned.enter_context(stack.connect()), state, stack)

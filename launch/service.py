@@ -137,7 +137,8 @@ class Service:
         if name == HTTP:
             port = [f"--http.port={self.url.rpartition(':')[2]}"] if self.url else []  # that a free one was wanted holds for the first time
             wishes = configuration.arguments("tree", "sampling", "draft", "http")
-            return ["http", f"--connect={self.address}", *wishes, *port, *keys]
+            called = [] if self._settings.target.model or self._settings.http.model else ["--http.model=demo"]
+            return ["http", f"--connect={self.address}", *wishes, *called, *port, *keys]
         return [*worker_arguments(configuration, self._workers[name], self.address, self._layout), *keys]
 
     def _end(self, names: Iterable[str], grace_s: float) -> None:

@@ -118,7 +118,7 @@ def _play(configuration: Configuration, prompts: Sequence[Prompt], seed: int, ke
     with Supervisor() as supervisor:
         with spinner() as say:
             say("starting")
-            stack = start_stack(supervisor, configuration)
+            stack = start_stack(supervisor, configuration, anew=True)
             state = wait_until_ready(supervisor, stack, say)
         with stack.connect() as client, progress_bar(len(prompts), "prompts") as step:
             connection = Connection(client, state, stack)

@@ -145,9 +145,9 @@ class Supervisor:
             _unwind(self._pending)
         return child
 
-    def start_coordinator(self, cores: Sequence[int], name: str = "coordinator") -> str:
-        """Start a coordinator of our own on a private ipc address, and return the address."""
-        return self.start_hub(name, ["coordinator", "--listen=ipc", f"--cores={format_numbers(cores)}"])
+    def start_coordinator(self, cores: Sequence[int], name: str = "coordinator", *, reuse: bool = True) -> str:
+        """Start a coordinator of our own on a private ipc address, and return the address. `reuse`: the setting coordinator.reuse."""
+        return self.start_hub(name, ["coordinator", "--listen=ipc", f"--cores={format_numbers(cores)}", f"--coordinator.reuse={str(reuse).lower()}"])
 
     def start_hub(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli") -> str:
         """Start a process that listens at a private ipc address and says on stdout at which, once it does."""
@@ -221,13 +221,13 @@ class Stack:
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
-def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "") -> Stack:
-    """Start what the settings ask for; it is not ready yet."""
+def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "", anew: bool = False) -> Stack:
+    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply goes on from what another one left."""
     check_stack(configuration)
     drafting = configuration.settings.draft.kind != "none"
     layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
-    address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator")
+    address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator", reuse=configuration.settings.coordinator.reuse and not anew)
     for role in ROLES[: 2 if drafting else 1]:
         supervisor.start(f"{prefix}{role} worker", worker_arguments(configuration, role, address, layout))
     coordinator, *workers = supervisor.children[began:]

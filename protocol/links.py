@@ -45,6 +45,8 @@ _CURVE_OVERHEAD_BYTES = 1024
 _SETTLE_S = 0.002
 _MAX_KNOWN_PEERS = 4096
 
+_READABLE = int(zmq.POLLIN)
+"""As a number: a flag of an enumeration costs more to look at than the socket."""
 _GONE = zmq.EVENT_DISCONNECTED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -364,7 +366,7 @@ class ZmqLink:
         return int(self._socket.getsockopt(zmq.FD))
 
     def take(self) -> list[bytes] | None:
-        return self._take() if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else None
+        return self._take() if self._socket.getsockopt(zmq.EVENTS) & _READABLE else None
 
     def monitor_fileno(self) -> int:
         return int(self._monitor_socket().getsockopt(zmq.FD))

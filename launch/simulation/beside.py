@@ -31,7 +31,7 @@ def decode_all(configuration: Configuration, library: Library, methods: Sequence
     with Supervisor() as supervisor:
         with spinner() as say:
             say("starting")
-            stack = start_stack(supervisor, configuration)
+            stack = start_stack(supervisor, configuration, anew=True)
             state = wait_until_ready(supervisor, stack, say)
         if any("draft" in worker.roles and worker.device == "cpu" for worker in state.workers):
             check_apart(methods, layout_of(configuration.settings))

@@ -10,7 +10,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import psutil
 from benchmarks.measure import Estimate, estimate, ratio
 from benchmarks.options import Command, option, options, report, verdict
 from dovetail.launch.terminal import print_table, progress_bar
-from support.scripted import ScriptedTarget
+from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Api, Backend, api, backend
 
 TOKEN_US, FIRST_TOKEN = 100.0, 1.2
@@ -29,6 +29,8 @@ TOKEN_US, FIRST_TOKEN = 100.0, 1.2
 CONTEXT = 8192
 TOKEN_S = 0.004
 """Between two tokens: longer than the coordinator gathers text for."""
+OTHER_CHUNKS = 3
+"""Of a stream: the one that begins it, the one that ends it, and [DONE]."""
 DRIP_S = 1.0
 AT_ONCE = 32
 PATIENCE_S = 60.0
@@ -44,21 +46,38 @@ CHATS = "/v1/chat/completions"
 def http(tokens: int, streams: int, connections: int, requests: int, pairs: int, as_json: bool) -> None:
     """What the HTTP process costs a token, what others cost a healthy client, and what is left of requests that come and go."""
     with progress_bar(2 * pairs + requests, "steps") as step, backend(target=False, draft=False) as house:
-        house.add(ScriptedTarget, "target", limits={"context": CONTEXT, "sessions": 1024})
-        with api(house.address, "--http.receive_s=3600", f"--http.connections={connections + 1000}") as server:
+        for kind, role in ((ScriptedTarget, "target"), (ScriptedDraft, "draft")):
+            house.add(kind, role, limits={"context": CONTEXT, "sessions": 1024})
+        with api(house.address, "--http.receive_s=3600", f"--http.connections={connections + 1000}", "--policy=dynamic") as server:
             server.chat(max_tokens=2)
-            cost, alone, among = [], [], []
+            drafted, plain, alone, among = [], [], [], []
             for _ in range(pairs):
                 step("streams")
-                cost.append(stream_cost(server, house, tokens, streams))
+                drafted.append(stream_cost(server, house, tokens, streams, speculate=True))
+                plain.append(stream_cost(server, house, tokens, streams, speculate=False))
             for _ in range(pairs):
                 step("among others")
                 by_itself, beside = first_tokens(server, connections)
                 alone.append(by_itself)
                 among.append(beside)
             churned = churn(server, house, requests, step)
-    found = Found(estimate([us for us, _ in cost]), sum(count for _, count in cost), ratio(among, alone), estimate([1e3 * s for s in alone]), churned)
+    found = Found(Cost.of(drafted), Cost.of(plain), ratio(among, alone), estimate([1e3 * s for s in alone]), churned)
     report(found.as_json(), as_json, lambda: found.show(connections))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of the HTTP process for a streamed token, and how many tokens a chunk told."""
+
+    token_us: Estimate
+    tokens_a_chunk: float
+
+    @classmethod
+    def of(cls, turns: Sequence[tuple[float, float]]) -> "Cost":
+        return cls(estimate([us for us, _ in turns]), sum(tokens for _, tokens in turns) / len(turns))
+
+    def as_json(self) -> dict[str, Any]:
+        return {"token_us": self.token_us.as_json(), "tokens_a_chunk": self.tokens_a_chunk, "holds": self.token_us.holds(TOKEN_US)}
 
 
 @dataclass(frozen=True)
@@ -80,16 +99,16 @@ class Churned:
 
 @dataclass(frozen=True)
 class Found:
-    token_us: Estimate
-    chunks: int
+    drafted: Cost
+    plain: Cost
     first_token: Estimate
     first_token_ms: Estimate
     churned: Churned
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "token_us": self.token_us.as_json(),
-            "token_holds": self.token_us.holds(TOKEN_US),
+            "drafted": self.drafted.as_json(),
+            "plain": self.plain.as_json(),
             "first_token": self.first_token.as_json(),
             "first_token_ms": self.first_token_ms.as_json(),
             "first_token_holds": self.first_token.holds(FIRST_TOKEN),
@@ -97,8 +116,9 @@ class Found:
         }
 
     def show(self, connections: int) -> None:
+        costs = ((f"CPU of HTTP a streamed token, {cost.tokens_a_chunk:.1f} a chunk, µs", cost.token_us, TOKEN_US) for cost in (self.drafted, self.plain))
         rows = [
-            ("CPU of HTTP a streamed token, µs", str(self.token_us), *verdict(self.token_us, TOKEN_US)),
+            *((name, str(found), *verdict(found, most)) for name, found, most in costs),
             (f"time to first token among {connections}, share", str(self.first_token), *verdict(self.first_token, FIRST_TOKEN)),
             ("time to first token alone, ms", str(self.first_token_ms), "-", "-"),
         ]
@@ -108,17 +128,19 @@ class Found:
         click.echo(f"RSS {' -> '.join(f'{mb:.0f}' for mb in done.rss_mb)} MB, sessions left {done.sessions}")
 
 
-def stream_cost(server: Api, house: Backend, tokens: int, streams: int) -> tuple[float, int]:
-    """Microseconds of the HTTP process for a token of streams that run beside each other, and how many chunks these were told in."""
+def stream_cost(server: Api, house: Backend, tokens: int, streams: int, *, speculate: bool) -> tuple[float, float]:
+    """Microseconds of the HTTP process for a token of streams that run beside each other, and how many tokens a chunk told."""
     process, house.token_s = psutil.Process(server.process.pid), TOKEN_S
     before = process.cpu_times()
-    chunks = asyncio.run(_streams(server, tokens, streams))
+    chunks = asyncio.run(_streams(server, tokens, streams, speculate))
     after, house.token_s = process.cpu_times(), 0.0
-    return (after.user + after.system - before.user - before.system) * 1e6 / (tokens * streams), chunks
+    return (after.user + after.system - before.user - before.system) * 1e6 / (tokens * streams), tokens * streams / chunks
 
 
-async def _streams(server: Api, tokens: int, streams: int) -> int:
-    return sum(await asyncio.gather(*(visit(server, tokens, None) for _ in range(streams))))
+async def _streams(server: Api, tokens: int, streams: int, speculate: bool) -> int:
+    """The chunks with text that were told."""
+    told = await asyncio.gather(*(visit(server, tokens, None, speculate=speculate) for _ in range(streams)))
+    return sum(told) - OTHER_CHUNKS * streams
 
 
 def first_tokens(server: Api, connections: int, times: int = 20) -> tuple[float, float]:
@@ -194,10 +216,10 @@ async def _churn(server: Api, requests: int, chance: random.Random, step: Callab
     return sum(await asyncio.gather(*(one(*plan) for plan in plans)))
 
 
-async def visit(server: Api, tokens: int, leave: int | None, *, stream: bool = True) -> int:
+async def visit(server: Api, tokens: int, leave: int | None, *, stream: bool = True, speculate: bool = True) -> int:
     """Ask for a reply, and read it to its end or leave after so many reads; the chunks that were read."""
     reader, writer = await asyncio.open_connection(*server.address)
-    body = json.dumps({**_body(tokens), "stream": stream}).encode()
+    body = json.dumps({**_body(tokens), "stream": stream, "dovetail": {"speculate": speculate}}).encode()
     head = f"POST {CHATS} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     chunks = reads = 0
