@@ -46,7 +46,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
         end_with(parent)
     end_when_told()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     settings = configuration.settings
     keys = read_keys(settings.http)
     folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None

@@ -19,6 +19,8 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_ITEMS = 4 << 20
 """Items of all arrays and maps of a body; the largest message, a Finished of MAX_TOKENS tokens and 65536 spans, has 3.6 million."""
 MAX_FIELDS = 256
+SMALL_BYTES = 512
+"""A body up to this can claim little, each of its arrays no more items than it has bytes: it is not walked over first."""
 _CONTAINER_ITEMS = 8
 
 M = TypeVar("M")
@@ -59,9 +61,10 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
         raise DecodeError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
     if len(frames[0]) > MAX_BODY_BYTES or any(len(f) > MAX_FRAME_BYTES for f in frames[1:]):
         raise DecodeError(f"a frame of {max(map(len, frames))} bytes is beyond the limit")
-    budget = _Budget()
+    budget, size = _Budget(), len(frames[0])
     try:
-        _measure(frames[0])
+        if size > SMALL_BYTES:
+            _measure(frames[0])
         body = msgpack.unpackb(
             frames[0],
             use_list=False,
@@ -69,8 +72,8 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
             list_hook=budget,
             object_hook=budget,
             max_ext_len=0,
-            max_array_len=MAX_TOKENS,
-            max_map_len=MAX_FIELDS,
+            max_array_len=min(MAX_TOKENS, size),
+            max_map_len=min(MAX_FIELDS, size),
         )
     except (ValueError, RecursionError, TypeError, OverflowError, MemoryError, msgpack.exceptions.UnpackException) as error:
         raise DecodeError(f"no MessagePack: {printable(f'{type(error).__name__}: {error}'[:200])}") from None

@@ -422,6 +422,8 @@ class Coordinator:
             case Cancel():
                 if (number := client.sessions.get(request.request)) is not None:
                     self._cancel(self._live[number])
+                elif request.request in client.reading:
+                    client.reading[request.request] = False
             case Status():
                 self._tell(client, self.report())
             case Describe():
@@ -462,15 +464,17 @@ class Coordinator:
         target = self._target()
         if isinstance(target, RequestError):
             self._turn_down(client, submit, target)
-        elif submit.request in client.sessions:
+        elif submit.request in client.sessions or submit.request in client.reading:
             self._turn_down(client, submit, RequestError("protocol", f"request {submit.request} runs already"))
         else:
+            client.reading[submit.request] = True
             self._defer(lambda: attempt(submit, target), lambda outcome: self._begin(client, submit, target, outcome, now_ns))
 
     def _begin(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
         """Start the session of a request that has been read, unless client or target have gone meanwhile."""
         if client.peer not in self.registry.clients:
             return
+        wanted = client.reading.pop(submit.request)
         if isinstance(request, Request):
             request = self._room(target, request)
         if isinstance(request, RequestError):
@@ -483,6 +487,8 @@ class Coordinator:
         for worker in filter(None, {id(w): w for w in (live.target, live.draft)}.values()):
             worker.sessions += 1
         self._perform(live, live.session.begin())
+        if not wanted:
+            self._cancel(live)
 
     def _room(self, target: Worker, request: Request) -> Request | RequestError:
         if target.peer not in self.registry.workers:

@@ -112,6 +112,8 @@ class ClientPeer:
     peer: bytes
     hello: Hello
     sessions: dict[int, int] = field(default_factory=dict)
+    reading: dict[int, bool] = field(default_factory=dict)
+    """Requests whose prompts are being read, and whether they are still wanted."""
     outbox: Outbox = field(default_factory=Outbox)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
 STATUSES = {
@@ -168,7 +168,7 @@ def documented(name: str) -> dict[str, Any]:
         responses[503] = {"description": "There is no coordinator."}
     if name == "metrics":
         responses[200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    return {"responses": responses, "response_model": None}
+    return {"responses": responses, "response_model": None, **({"response_class": Response} if model is None else {})}
 
 
 def describe(app: FastAPI, *, keyed: bool) -> None:

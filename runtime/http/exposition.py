@@ -5,12 +5,15 @@ The only door to `prometheus_client`, with a registry of its own.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dovetail.protocol.messages import Reported
 
@@ -20,14 +23,45 @@ BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0
 WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 
 
+class Counts:
+    """How many durations lay between two bounds, and what all of them add up to."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self._bounds, seconds)] += 1
+        self.sum_s += seconds
+
+
+class Times(Collector):
+    """A histogram, for each model. The library's own takes a lock and a walk for what here is done with every chunk."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts: dict[str, Counts] = {}
+
+    def of(self, model: str) -> Counts:
+        return self._counts.setdefault(model, Counts(self._bounds))
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
+        for model, found in self._counts.items():
+            bounds = (*map(floatToGoString, self._bounds), "+Inf")
+            family.add_metric((model,), [*zip(bounds, accumulate(found.counts), strict=True)], found.sum_s)
+        yield family
+
+
 @dataclass
 class Watch:
     """Times one reply as a client waits for it."""
 
     began_s: float
-    first: Histogram
-    between: Histogram
-    whole: Histogram
+    first: Counts
+    between: Counts
+    whole: Counts
     last_s: float | None = None
 
     def tokens(self, count: int) -> None:
@@ -51,18 +85,17 @@ class Exposition:
         self._registry = CollectorRegistry()
         self._state = _State()
         self._registry.register(self._state)
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S)
-        self._between = self._histogram("vllm:inter_token_latency_seconds", "From tokens to the next ones, a token.", BETWEEN_TOKENS_S)
-        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", WHOLE_S)
+        self._first = Times("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S)
+        self._between = Times("vllm:inter_token_latency_seconds", "From tokens to the next ones, a token.", BETWEEN_TOKENS_S)
+        self._whole = Times("vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", WHOLE_S)
+        for times in (self._first, self._between, self._whole):
+            self._registry.register(times)
         self._answering = Gauge("dovetail_http_requests", "HTTP requests that are being answered.", registry=self._registry)
         self._connections = Gauge("dovetail_http_connections", "HTTP connections that are open.", registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), registry=self._registry, buckets=buckets)
-
     def watch(self, model: str, began_s: float) -> "Watch":
         """Times a reply of this model to a request that arrived then."""
-        return Watch(began_s, self._first.labels(model), self._between.labels(model), self._whole.labels(model))
+        return Watch(began_s, self._first.of(model), self._between.of(model), self._whole.of(model))
 
     def text(self, reported: Reported | None, model: str, *, answering: int, connections: int) -> bytes:
         """The page; without a coordinator, what this process knows by itself."""

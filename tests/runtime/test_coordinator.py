@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -168,6 +169,23 @@ def test_cancelling_frees_both_workers_and_answers_with_what_there_is() -> None:
     result = next(r.result for r in house.replies() if isinstance(r, Finished))
     assert result.finish_reason == "cancelled"
     assert list(result.token_ids) == continuation(PROMPT, 60)[: result.completion_tokens]
+    assert all(not worker.logs for worker in house.workers)
+    assert house.report().sessions == 0
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_is_read_ends_as_soon_as_that_is_done() -> None:
+    house = House()
+    reading: list[Callable[[], None]] = []
+    house.coordinator._defer = lambda work, done: reading.append(lambda: done(work()))
+    house.submit()
+    house.client.cancel(1)
+    house.run()
+    house.client.submit(tokens=PROMPT, max_tokens=5)
+    house.run()
+    for read in reading:
+        read()
+    results = [r.result for r in house.replies() if isinstance(r, Finished)]
+    assert sorted((r.finish_reason, r.completion_tokens) for r in results) == [("cancelled", 0), ("length", 5)]
     assert all(not worker.logs for worker in house.workers)
     assert house.report().sessions == 0
 
