@@ -366,7 +366,7 @@ class ZmqLink:
         return int(self._socket.getsockopt(zmq.FD))
 
     def take(self) -> list[bytes] | None:
-        return self._take() if self._socket.getsockopt(zmq.EVENTS) & _READABLE else None
+        return self._take() if int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE else None
 
     def monitor_fileno(self) -> int:
         return int(self._monitor_socket().getsockopt(zmq.FD))

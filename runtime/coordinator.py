@@ -472,7 +472,7 @@ class Coordinator:
 
     def _begin(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
         """Start the session of a request that has been read, unless client or target have gone meanwhile."""
-        if client.peer not in self.registry.clients:
+        if self.registry.clients.get(client.peer) is not client:
             return
         wanted = client.reading.pop(submit.request)
         if isinstance(request, Request):

@@ -108,6 +108,9 @@ class Decoding(Body):
     @model_validator(mode="before")
     @classmethod
     def _served(cls, body: Any) -> Any:
+        biases = body.get("logit_bias") if isinstance(body, dict) else None
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:  # told before each of them is complained of
+            raise ApiError(400, f"logit_bias has {len(biases)} entries: name at most {MAX_BIASES}", param="logit_bias")
         for name in (name for name in UNSERVED if isinstance(body, dict) and name in body and name not in cls.model_fields):
             if body[name] is not None and body[name] not in UNSERVED[name]:
                 raise ApiError(400, f"{name} is not served here: leave it out", param=name, code="unsupported_parameter")

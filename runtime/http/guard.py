@@ -89,9 +89,9 @@ class TooLarge(BaseException):
 
 
 async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error, and let the connection go: who knows what is still coming."""
+    """Answer with an error. The connection stays: were it closed while the client is still sending, that would take the answer from it."""
     body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     await send({"type": "http.response.start", "status": error.status, "headers": [(n.encode(), v.encode()) for n, v in headers.items()]})
     await send({"type": "http.response.body", "body": body})
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -162,12 +161,6 @@ class Api:
         """The value of a metric without labels, or of the first with them."""
         lines = self.client.get("/metrics").text.splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
-
-    def stop(self) -> int:
-        """Its exit code after SIGTERM."""
-        self.client.close()
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
 
 
 def events(reply: httpx.Response) -> Iterator[Any]:

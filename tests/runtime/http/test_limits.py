@@ -83,6 +83,22 @@ def test_a_body_that_is_too_large_is_refused_while_it_arrives(keyed: Api, announ
     assert refused.json()["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.parametrize(("key", "status"), [(KEY, b"413"), ("wrong", b"401")])
+def test_a_client_that_is_still_sending_hears_why_it_is_refused(keyed: Api, key: str, status: bytes) -> None:
+    with dial(keyed) as connection:
+        connection.sendall(HEAD + f"authorization: Bearer {key}\r\ncontent-length: {20 << 20}\r\n\r\n".encode())
+        connection.sendall(b"x" * (20 << 20))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_table_of_nonsense_is_refused_at_once(server: Api) -> None:
+    biases = {f"a{number}": 1 for number in range(300_000)}
+    began = time.monotonic()
+    refused = server.refusal(CHATS, {"messages": [{"role": "user", "content": "w5"}], "logit_bias": biases})
+    assert refused["param"] == "logit_bias"
+    assert time.monotonic() - began < 3
+
+
 def test_a_head_that_is_too_large_is_refused(server: Api) -> None:
     with dial(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: " + b"b" * 70_000 + b"\r\n\r\n")
