@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from dovetail.launch.connection import Connection
 from dovetail.launch.conversation import Answer, Manner, Paint
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
 from dovetail.runtime.text import TextCodec
 
@@ -84,7 +84,7 @@ class CoordinatorAnswerer:
             )
         except ValidationError as error:  # too many turns, or too long ones
             first = error.errors(include_url=False, include_input=False)[0]
-            raise UserError(f"the request is not possible: {first['loc'][0]}: {first['msg']}") from None
+            raise RequestError("settings", f"the request is not possible: {first['loc'][0]}: {first['msg']}") from None
 
     def _text_codec(self) -> TextCodec:
         """What reads and writes the target's tokens; it only colours, the text of a reply is the coordinator's."""

@@ -16,7 +16,7 @@ import click
 
 from dovetail.launch.answering import Answerer, CoordinatorAnswerer
 from dovetail.launch.configure import Configuration, SettingsCommand, parse_setting, settings_flags
-from dovetail.launch.connection import ahead_of, connected, is_url
+from dovetail.launch.connection import ahead_of, connected, speaks_http
 from dovetail.launch.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
 from dovetail.launch.directory import history_path
 from dovetail.launch.generate import check_stops
@@ -24,7 +24,7 @@ from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import is_unicode
 from dovetail.launch.terminal import note, print_table
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
-from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
+from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.messages import Result
 
 PROMPT = "you> "
@@ -44,7 +44,8 @@ MAX_SEED = (1 << 63) - 1
 def command(configuration: Configuration, connect: str | None, seed: int | None, stop: tuple[str, ...], as_json: bool) -> None:
     """Talk with the models, turn by turn; /help tells the commands.
 
-    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input that is no terminal is read line by line.
+    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input that is no terminal is read line by line. A server over HTTP
+    is sent the first API key of the file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     settings = configuration.settings
@@ -61,7 +62,7 @@ def command(configuration: Configuration, connect: str | None, seed: int | None,
 
 @contextmanager
 def _answerer(configuration: Configuration, connect: str | None) -> Iterator[Answerer]:
-    if connect is not None and is_url(connect):
+    if connect is not None and speaks_http(connect):
         check_flags(configuration)
         yield WebAnswerer(connect, api_key(configuration))
         return
@@ -75,12 +76,15 @@ class Chat:
     def __init__(self, answerer: Answerer, manner: Manner, *, as_json: bool) -> None:
         self._answerer, self._manner, self._as_json = answerer, manner, as_json
         self._conversation = Conversation()
+        self._unanswered: str | None = None
+        """The last question, if nobody could answer it."""
         self._terminal = sys.stdout.isatty()
         self._colours = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._ended = False
+        self._ended = self._talks = self._in_line = False
 
     def talk(self) -> None:
         """Read and answer until Ctrl-D; what goes wrong with a line is told, and the conversation goes on."""
+        self._talks = True
         note(self._answerer.models())
         note((f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; " if self._colours else "") + "/help tells the commands, Ctrl-D ends")
         with line_editing():
@@ -114,19 +118,32 @@ class Chat:
         if isinstance(said, Command):
             self._obey(said)
         elif said is not None:
-            self._answer(said)
+            self._answer(self._conversation, said)
 
-    def _answer(self, question: str) -> None:
+    def _answer(self, before: Conversation, question: str) -> None:
+        """Have a question answered that follows on what was said before. Without an answer the conversation stays as it is."""
         if not is_unicode(question):
             raise UserError("this is no valid UTF-8 text: set your terminal to UTF-8, or type it anew")
-        answer = self._answerer.answer(self._conversation.turns_with(question), self._manner, self._show)
-        self._conversation.add(question, answer)
+        self._unanswered, self._in_line = None, False
+        try:
+            answer = self._answerer.answer(before.turns_with(question), self._manner, self._show)
+        except DovetailError as error:
+            self._end_line()
+            if not self._talks or isinstance(error, RequestError | LinkClosed):
+                raise
+            self._unanswered = question
+            note(f"{error}\nthe question is kept: /retry asks it again")
+            return
         if self._as_json:
             click.echo(json.dumps(_told(answer), ensure_ascii=False))
-        elif not answer.text.endswith("\n"):
-            click.echo()
+        else:
+            self._in_line = not answer.text.endswith("\n")
+            self._end_line()
+        if answer.text or not answer.interrupted:
+            self._conversation = before.with_answer(question, self._manner, answer)
         if answer.interrupted:
-            note("interrupted: what was said is kept" if answer.text else "interrupted before the first word: the question is forgotten")
+            forgotten = "the question is forgotten" if before is self._conversation else "the former reply stays"
+            note("interrupted: what was said is kept" if answer.text else f"interrupted before the first word: {forgotten}")
         elif answer.result is not None and answer.result.finish_reason == "length" and not self._as_json:
             note("the reply ends here for want of room: --max-tokens allows longer ones, as far as the model's context goes")
 
@@ -134,8 +151,15 @@ class Chat:
         """A piece of a reply, as it comes."""
         if self._as_json:
             return
+        self._in_line = not text.endswith("\n")
         shown = harmless(text) if self._terminal else text
         click.echo(f"{DRAFTED}{shown}{PLAIN}" if drafted and self._colours else shown, nl=False, color=self._colours)
+
+    def _end_line(self) -> None:
+        """What comes next begins a line."""
+        if self._in_line:
+            click.echo()
+        self._in_line = False
 
     # -- commands -------------------------------------------------------------------------------------------------------------------------------
 
@@ -143,32 +167,32 @@ class Chat:
         argument = command.argument
         match command.name:
             case "stats":
-                print_stats([answer.result for answer in self._conversation.answers])
-            case "draft":
-                self._manner = replace(self._manner, speculate=argument == "on")
-            case "temperature":
-                value = parse_setting("sampling.temperature", argument, "/temperature")
-                self._manner = replace(self._manner, sampling=self._manner.sampling.model_copy(update={"temperature": value}))
-            case "seed":
-                self._manner = replace(self._manner, seed=_seed(argument))
+                print_stats([said.answer.result for said in self._conversation.exchanges])
+            case "draft" | "temperature" | "seed" as name:
+                self._manner = _changed(self._manner, name, argument) if argument else self._manner
+                note(_in_force(self._manner, name))
             case "retry":
                 self._retry()
             case "clear":
-                self._conversation.clear()
+                self._conversation, self._unanswered = Conversation(), None
+                note("what was said is forgotten")
             case "save":
                 self._save(Path(argument).expanduser())
             case "help":
                 for name, (wanted, meaning) in COMMANDS.items():
-                    note(f"  {f'/{name} {wanted}':<16} {meaning}")
+                    note(f"  {f'/{name} {wanted}':<17} {meaning}")
             case "quit":
                 self._ended = True
 
     def _retry(self) -> None:
-        question = self._conversation.take_back()
-        if self._manner.sampling.temperature == 0.0 or self._manner.seed is not None:
+        if self._unanswered is not None:
+            self._answer(self._conversation, self._unanswered)
+            return
+        before, last = self._conversation.taken_back()
+        if last.is_repeated_in(self._manner):
             fixed = "/temperature 0.7" if self._manner.sampling.temperature == 0.0 else "/seed random"
             note(f"the reply will be the same: {fixed} allows another one")
-        self._answer(question)
+        self._answer(before, last.question)
 
     def _save(self, path: Path) -> None:
         if path.exists():
@@ -184,21 +208,57 @@ def harmless(text: str) -> str:
 
 
 def print_stats(results: list[Result | None]) -> None:
-    """The figures of the last replies, a row each."""
-    rows = [_row(number, result) for number, result in enumerate(results, start=1) if result is not None][-SHOWN_REPLIES:]
-    if not rows:
+    """The figures of the last replies, a row each: what they brought, and where their time went. Two tables, since a terminal may have 80 columns."""
+    shown = [(number, result) for number, result in enumerate(results, start=1) if result is not None][-SHOWN_REPLIES:]
+    if not shown:
         note("there is no reply yet")
         return
-    headings = ("reply", "tokens", "tokens/s", "tau", "acceptance", "hit", "first ms", "prompt", "reused", "prefill", "draft", "verify", "transport", "queue")
-    print_table(headings, rows)
+    headings = ("reply", "tokens", "tokens/s", "tau", "accepted %", "hit %", "first ms", "prompt", "reused")
+    print_table(headings, [(number, *_figures(result)) for number, result in shown])
+    headings = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
+    print_table(headings, [(number, *_times(result)) for number, result in shown])
 
 
-def _row(number: int, result: Result) -> tuple[object, ...]:
+def _figures(result: Result) -> tuple[object, ...]:
+    tau = None if result.tau is None else round(result.tau, 2)
+    rates = (_rounded(result.tokens_per_s), tau, _percent(result.acceptance_rate), _percent(result.hit_rate), round(1e3 * result.time_to_first_token_s))
+    return (result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens)
+
+
+def _times(result: Result) -> tuple[object, ...]:
     accounts = (result.prefill_s, result.draft_exposed_s, result.verify_s, result.transport_s, result.queue_s)
-    shares = (f"{seconds / result.wall_s:.0%}" if result.wall_s else "-" for seconds in accounts)
-    hit = None if result.hit_rate is None else f"{result.hit_rate:.0%}"
-    rates = (result.tokens_per_s, result.tau, result.acceptance_rate, hit, 1e3 * result.time_to_first_token_s)
-    return (number, result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens, *shares)
+    shares = (_percent(seconds / result.wall_s) if result.wall_s else None for seconds in accounts)
+    return (_rounded(result.wall_s), *shares)
+
+
+def _percent(share: float | None) -> int | None:
+    return None if share is None else round(100 * share)
+
+
+def _rounded(value: float) -> float:
+    """With the digits that somebody compares."""
+    return round(value) if value >= 100 else round(value, 1 if value >= 10 else 2)
+
+
+def _changed(manner: Manner, name: str, argument: str) -> Manner:
+    """What a command makes of the manner in which replies are asked for."""
+    if name == "draft":
+        return replace(manner, speculate=argument == "on")
+    if name == "seed":
+        return replace(manner, seed=_seed(argument))
+    value = parse_setting("sampling.temperature", argument, "/temperature")
+    return replace(manner, sampling=manner.sampling.model_copy(update={"temperature": value}))
+
+
+def _in_force(manner: Manner, name: str) -> str:
+    """What holds for the next replies, in the command's words."""
+    temperature = manner.sampling.temperature
+    held = {
+        "draft": "on" if manner.speculate else "off: the target decodes alone",
+        "temperature": f"{temperature:g}" if temperature else "0: greedy",
+        "seed": str(manner.seed) if manner.seed is not None else "random: another one for each reply",
+    }
+    return f"{name} {held[name]}"
 
 
 def _told(answer: Answer) -> dict[str, object]:

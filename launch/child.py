@@ -35,6 +35,11 @@ def end_when_told() -> None:
         signal.signal(signal.SIGHUP, hang_up)
 
 
+def end_undisturbed() -> None:
+    """This process ends by itself from here on: being told so does not break into what it still puts away."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def claim_stdout() -> TextIO:
     """stdout for what we say to whoever started us; whatever else prints there from now on (ONEDNN_VERBOSE and its like) goes to stderr."""
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")

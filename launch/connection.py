@@ -1,5 +1,6 @@
 """Which coordinator a command speaks with: the one it is told, the only one of this user, or one of its own for as long as it runs."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,16 @@ def ahead_of(draft: DraftSettings) -> bool | None:
 def is_url(address: str) -> bool:
     """Whether this is the address of a server over HTTP, and not that of a coordinator."""
     return address.startswith(("http://", "https://"))
+
+
+def speaks_http(address: str | None) -> bool:
+    """Whether a command that knows both is to use a server over HTTP, and not a coordinator; `UserError` for an address without what tells which."""
+    if address is None or is_url(address):
+        return address is not None
+    if address != "ipc" and not address.startswith(("ipc://", "tcp://")):
+        url = f"http://{address}" if re.fullmatch(r"[\w.-]+:\d+|\[[\da-fA-F:.]+\]:\d+", address) else "http://HOST:PORT"
+        raise UserError(f"{address!r} is no address: write {url} for a server over HTTP; ipc://PATH or tcp://HOST:PORT for a coordinator")
+    return False
 
 
 def _check_no_url(address: str | None) -> None:

@@ -7,7 +7,7 @@ import difflib
 import json
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
@@ -15,16 +15,17 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 
 COMMANDS = {
     "stats": ("", "the figures of the last replies"),
-    "draft": ("on|off", "whether the draft proposes tokens; the text is the same"),
-    "temperature": ("X", "the temperature of the next replies; 0: greedy"),
-    "seed": ("N|random", "the seed of the next replies"),
-    "retry": ("", "take the last reply back and ask for another one"),
+    "draft": ("[on|off]", "whether the draft proposes tokens; the text is the same"),
+    "temperature": ("[X]", "the temperature of the next replies; 0: greedy"),
+    "seed": ("[N|random]", "the seed of the next replies"),
+    "retry": ("", "ask the last question again; the reply to it, if there was one, is taken back"),
     "clear": ("", "forget what was said"),
     "save": ("FILE", "write what was said, and the figures of the replies, as JSON"),
     "help": ("", "these commands; a text that begins with / is written with //"),
-    "quit": ("", "end; Ctrl-D does too"),
+    "quit": ("", "end; /exit and Ctrl-D do too"),
 }
-"""Name -> (what follows it, what it does)."""
+"""Name -> (what follows it, what it does); what may be left out, to be told what holds, is in brackets."""
+ALIASES = {"exit": "quit"}
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,15 @@ def parse(line: str) -> Command | str | None:
     if not text.startswith("/") or text.startswith("//"):
         return text.removeprefix("/") if text.startswith("//") else text or None
     name, _, argument = text[1:].partition(" ")
+    name = ALIASES.get(name, name)
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
+        near = difflib.get_close_matches(name, (*COMMANDS, *ALIASES), 1)
         raise UserError(f"there is no command /{name}: {f'did you mean /{near[0]}?' if near else '/help tells which there are'}")
-    wanted = COMMANDS[name][0]
+    optional = COMMANDS[name][0].startswith("[")
+    wanted = COMMANDS[name][0].strip("[]")
     argument = argument.strip()
-    if bool(wanted) != bool(argument) or (wanted == "on|off" and argument not in ("on", "off")):
+    missing, needless = not argument and wanted and not optional, argument and not wanted
+    if missing or needless or (wanted == "on|off" and argument not in ("on", "off", "")):
         raise UserError(f"/{name} {argument}".rstrip() + f" is not possible: write /{name} {wanted}".rstrip())
     return Command(name, argument)
 
@@ -73,38 +77,46 @@ class Answer:
     interrupted: bool = False
 
 
-@dataclass
-class Conversation:
-    """What was said: questions and answers in turn."""
+@dataclass(frozen=True)
+class Exchange:
+    """A question, the manner in which it was asked, and the answer that it got."""
 
-    questions: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    question: str
+    manner: Manner
+    answer: Answer
+
+    def is_repeated_in(self, manner: Manner) -> bool:
+        """Whether the question, asked in that manner, is sure to get the same answer: greedily, or with the same seed, whatever the draft does."""
+        if self.answer.interrupted or manner.sampling != self.manner.sampling:
+            return False
+        seed = self.answer.result.seed if self.answer.result is not None else self.manner.seed
+        drawn_alike = manner.seed is not None and manner.seed == seed and not manner.sampling.rejects
+        return manner.sampling.temperature == 0.0 or drawn_alike
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said."""
+
+    exchanges: tuple[Exchange, ...] = ()
 
     def turns_with(self, question: str) -> tuple[str, ...]:
         """All turns up to this question, user first."""
-        said = [turn for pair in zip(self.questions, self.answers, strict=True) for turn in (pair[0], pair[1].text)]
-        return (*said, question)
+        return (*(turn for said in self.exchanges for turn in (said.question, said.answer.text)), question)
 
-    def add(self, question: str, answer: Answer) -> None:
-        """Keep an answer; one that was interrupted before its first word leaves no trace."""
-        if answer.text or not answer.interrupted:
-            self.questions.append(question)
-            self.answers.append(answer)
+    def with_answer(self, question: str, manner: Manner, answer: Answer) -> "Conversation":
+        """The conversation that goes on with this."""
+        return Conversation((*self.exchanges, Exchange(question, manner, answer)))
 
-    def take_back(self) -> str:
-        """Forget the last answer; its question. `UserError` if there is none."""
-        if not self.questions:
+    def taken_back(self) -> tuple["Conversation", Exchange]:
+        """The conversation up to the last question, and what was said then. `UserError` if nothing was."""
+        if not self.exchanges:
             raise UserError("nothing was said that could be asked again")
-        self.answers.pop()
-        return self.questions.pop()
-
-    def clear(self) -> None:
-        self.questions.clear()
-        self.answers.clear()
+        return Conversation(self.exchanges[:-1]), self.exchanges[-1]
 
     def as_json(self) -> str:
         """The turns, and of each reply the result as `--json` has it."""
-        results = [answer.result.model_dump() if answer.result is not None else None for answer in self.answers]
+        results = [said.answer.result.model_dump() if said.answer.result is not None else None for said in self.exchanges]
         turns = self.turns_with("")[:-1]
         return json.dumps({"turns": turns, "results": results}, ensure_ascii=False, indent=1) + "\n"
 

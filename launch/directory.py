@@ -118,7 +118,7 @@ def only_announcement() -> Announcement | None:
     """The one coordinator of this user, or none; `UserError` names the choices if there are several."""
     found = announcements()
     if len(found) > 1:
-        choices = "; ".join(f"--connect {a.address} (pid {a.pid})" for a in found)
+        choices = "; ".join(f"--connect {a.address} (pid {a.pid}{f', over HTTP {a.url}' if a.url else ''})" for a in found)
         raise UserError(f"{len(found)} coordinators of yours are running: choose one with {choices}")
     return found[0] if found else None
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from dovetail.launch.answers import Answers, open_answers
 from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
-from dovetail.launch.connection import Connection, ahead_of, connected, is_url
+from dovetail.launch.connection import Connection, ahead_of, connected, is_url, speaks_http
 from dovetail.launch.conversation import Manner
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
@@ -104,7 +104,7 @@ def command(
 ) -> None:
     """Decode PROMPT, or what stands on standard input, and stream the reply; or a file of prompts.
 
-    The text goes to stdout, a summary to stderr.
+    The text goes to stdout, a summary to stderr. A server over HTTP is sent the first API key of the file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
@@ -124,7 +124,7 @@ def command(
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
     text = _read_prompt(prompt)
-    if connect is not None and is_url(connect):
+    if connect is not None and speaks_http(connect):
         if raw or trace is not None or record is not None:
             raise UserError("--raw, --trace and --record need the coordinator: connect to its address (ipc:// or tcp://) instead of the server's URL")
         _decode_over_http(wish, connect, text, as_json=as_json)

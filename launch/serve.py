@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shlex
+import socket
 from pathlib import Path
 
 import click
@@ -18,6 +19,11 @@ from dovetail.launch.holders import check_coordinator, check_port
 from dovetail.launch.service import Service
 from dovetail.launch.supervise import Supervisor, check_stack
 from dovetail.launch.terminal import note, spinner
+
+log = logging.getLogger("dovetail.serve")
+
+ANYWHERE = ("0.0.0.0", "[::]")
+"""Hosts that stand for all addresses of a machine."""
 
 
 @click.command(cls=SettingsCommand)
@@ -31,7 +37,7 @@ def command(configuration: Configuration, as_json: bool) -> None:
     not. The settings of the tree and of sampling hold for requests that do not say otherwise.
     """
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    logging.getLogger("dovetail.serve").setLevel(logging.INFO)
+    log.setLevel(logging.INFO)
     _check_addresses(configuration)
     check_stack(configuration)
     with Supervisor() as supervisor, Service(supervisor, configuration) as service:
@@ -62,5 +68,6 @@ def _introduce(service: Service, configuration: Configuration, *, as_json: bool)
     key = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"' if file else ""
     question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
     note(f"  {models_of(service.state)}")
-    note(f"  try it:  curl {service.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+    url = next((service.url.replace(f"//{a}:", f"//{socket.gethostname()}:") for a in ANYWHERE if f"//{a}:" in service.url), service.url)
+    note(f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
     note(f"  talk:    dovetail chat        look: dovetail status        end: Ctrl-C, or kill {os.getpid()}")

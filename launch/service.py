@@ -7,6 +7,7 @@ nothing of tokens.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -65,9 +66,12 @@ class Service:
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
         """Start everything; what the first process that ends has to say is raised. `say` hears what is waited for."""
+        told = sys.stderr.isatty()  # then `say` shows it; a log gets a line once only models are waited for
         while not self._watch.serving:
             self._step()
             say(f"starting {' and '.join(self._watch.missing)}")
+            if not told and (told := set(self._watch.missing) <= self._workers.keys()):
+                log.info("listening at %s; loading models: %s", self.url, " and ".join(self._watch.missing))
             time.sleep(POLL_S)
 
     def run(self) -> None:

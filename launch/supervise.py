@@ -186,7 +186,7 @@ class Supervisor:
         for child in children:
             if not child.ended:
                 child.process.terminate()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + grace_s
         for child in children:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))

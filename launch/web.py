@@ -25,6 +25,8 @@ CONNECT_S = 10.0
 SILENCE_S = 120.0
 """A server that says nothing for so long, while a prompt is read or in the middle of a reply, is taken for lost."""
 KEY_VARIABLE = "DOVETAIL_API_KEY"
+LATER = (429, 503)
+"""The target is full, or there is none, as while its worker starts again: the same request may be answered a little later."""
 
 
 def check_flags(configuration: Configuration) -> None:
@@ -189,10 +191,12 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> DovetailError:
-    """What a server's refusal means: a mistake of ours below 500, else its own."""
+    """What a server's refusal means: that it may do it later, else a mistake of ours below 500, else its own."""
     error = said.get("error")
     text = printable(str(error.get("message", ""))) if isinstance(error, dict) else printable(str(said)[:200])
     if status == 401:
         refused = "the API key" if sent_key else "a request without an API key"
         return UserError(f"the server refuses {refused}: name its file with --http.api_key_file, or set {KEY_VARIABLE}")
+    if status in LATER:
+        return DovetailError(f"the server cannot answer now: {text}")
     return RequestError("settings", text) if status < 500 else DovetailError(f"the server failed: {text}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from dovetail.launch.binding import Binding, Place, bind
-from dovetail.launch.child import end_when_told, end_with
+from dovetail.launch.child import end_undisturbed, end_when_told, end_with
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import writable_profile_path
@@ -94,6 +94,7 @@ def _serve(configuration: Configuration, role: Role, connect: str, name: str, th
         worker = _opener(configuration, role)(name, threads)
         say(f"{role} worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
         serve(link, worker, binding=binding)
+        end_undisturbed()
         say(f"{role} worker {name} ends: its coordinator let it go, or has gone")
     finally:
         link.close()

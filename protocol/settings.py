@@ -310,7 +310,7 @@ class HttpSettings(Frozen):
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
         20.0, description="a request must have arrived within so long, and a client read on within as long"
     )
-    body: str = Field("8MiB", description="largest body of a request")
+    body: str = Field("2MiB", description="largest body of a request")
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(4096, description="connections held at a time; further ones are refused with 503")
 
     @field_validator("body")

@@ -317,11 +317,11 @@ def _add_errors(app: FastAPI) -> None:
         return _json(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = _most_telling(error.errors())
         field = place(first["loc"])
         said = str(first["msg"]).removeprefix("Value error, ")
-        text = "the body is no JSON object" if field is None else f"{field}: {said}"
+        text = _no_object(request) if field is None else f"{field}: {said}"
         return _json(ApiError(400, text, param=field).body, 400)
 
     @app.exception_handler(HTTPException)
@@ -332,6 +332,14 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def ours(_: Request, error: Exception) -> Response:
         return _json(ApiError(500, f"the server failed: {type(error).__name__}", code="internal").body, 500)
+
+
+def _no_object(request: Request) -> str:
+    """Why there are no fields: curl's -d has a header of its own, which is no JSON's."""
+    kind = request.headers.get("content-type", "")
+    if "json" in kind:
+        return "the body is no JSON object"
+    return f"the body came with the header {f'Content-Type: {kind[:80]}' if kind else 'of no type'}: send it with Content-Type: application/json"
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:

@@ -7,6 +7,8 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Failed
 
 RETRY_AFTER_S = 1
+RESTART_S = 5
+"""A worker that is started again has to load its model first."""
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Other statuses below 500 are an `invalid_request_error`, those from 500 on a `server_error`."""
 BRANCHES = ("str", "int", "float", "bool", "list", "dict", "constrained", "function", "tagged", "nullable", "literal", "json")
@@ -33,9 +35,9 @@ class ApiError(DovetailError):
         return {**wait, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
-def unavailable(why: str) -> ApiError:
+def unavailable(why: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """503: nobody is there to do it; somebody may be soon."""
-    return ApiError(503, why, code="unavailable", retry_after_s=RETRY_AFTER_S)
+    return ApiError(503, why, code="unavailable", retry_after_s=retry_after_s)
 
 
 def of_failure(failed: Failed) -> ApiError:
@@ -47,7 +49,12 @@ def of_failure(failed: Failed) -> ApiError:
             return ApiError(400, failed.text, code="context_length_exceeded")
         case "capacity":
             return ApiError(429, failed.text, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
-        case "no_target" | "worker_lost" | "memory" | "vocabulary":
+        case "no_target":
+            text = "no target worker is there: if one is starting, ask again when it has loaded its model; /readyz tells when that is"
+            return unavailable(text, retry_after_s=RESTART_S)
+        case "worker_lost":
+            return unavailable("the target worker was lost while it decoded this: ask again when another is there; /readyz tells", retry_after_s=RESTART_S)
+        case "memory" | "vocabulary":
             return unavailable(failed.text)
         case _:
             return ApiError(500, failed.text, code=failed.code)

@@ -1,5 +1,6 @@
 """`dovetail chat`: as a filter, in a terminal, and over HTTP."""
 
+import io
 import json
 import os
 import pty
@@ -8,13 +9,19 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from dovetail.launch.answering import Answerer, Show
+from dovetail.launch.chat import Chat, print_stats
+from dovetail.launch.conversation import Answer, Manner
 from dovetail.launch.supervise import Stack, Supervisor
+from dovetail.protocol.errors import DovetailError, RequestError
+from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.golden import representative
 from support.stacks import complete_all
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -80,8 +87,95 @@ def test_the_figures_of_replies_are_a_table(run: Run, stack: Stack) -> None:
     assert "there is no reply yet" in done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     table = rows[next(index for index, row in enumerate(rows) if "tokens/s" in row) :]
-    assert [row[0] for row in table if row and row[0].isdigit()] == ["1", "2"]
-    assert {"tau", "acceptance", "hit", "reused", "verify"} <= {*table[0]}
+    assert {"tau", "accepted", "hit", "reused"} <= {*table[0]}
+    assert [row[0] for row in table if row and row[0].isdigit()] == ["1", "2"] * 2, "what they brought, and where their time went"
+
+
+def test_the_figures_of_replies_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """However large they are: where nothing is a terminal's width, nothing is folded, and the lines are as long as they would like to be."""
+    modest = representative()["finished"].result
+    large = {"completion_tokens": 123456, "tokens_per_s": 12345.678, "tau": 17 / 3, "acceptance_rate": 1.0, "hit_rate": 0.98765}
+    large |= {"time_to_first_token_s": 123.456789, "prompt_tokens": 123456, "reused_tokens": 123456, "wall_s": 12345.678, "queue_s": 12345.678}
+    print_stats([modest, *[modest.model_copy(update=large)] * 11, None])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    rows = [row for line in lines if (row := line.split()) and row[0].isdigit()]
+    assert [row[0] for row in rows] == [str(number) for number in range(3, 13)] * 2
+    assert rows[-11] == ["12", "123456", "12346", "5.67", "100", "99", "123457", "123456", "123456"]
+
+
+# -- in front of it, without a terminal --------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Answers each question with the next of these replies, or raises it; keeps what it was asked."""
+
+    def __init__(self, *replies: Answer | DovetailError) -> None:
+        self._replies = iter(replies)
+        self.asked: list[tuple[str, ...]] = []
+
+    def models(self) -> str:
+        return "a script"
+
+    def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
+        self.asked.append(tuple(turns))
+        reply = next(self._replies)
+        show("half a" if isinstance(reply, DovetailError) else reply.text, False)
+        if isinstance(reply, DovetailError):
+            raise reply
+        return reply
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """A conversation with somebody, of these lines: what is said on stdout and on stderr, but for the greeting and the prompts."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def talk(answerer: Answerer, *lines: str, seed: int | None = None, temperature: float = 0.0) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        Chat(answerer, Manner(Sampling(temperature=temperature), 16, TreeSettings(), seed), as_json=False).talk()
+        said, told = capsys.readouterr()
+        return said, told.replace("you> ", "").split("Ctrl-D ends\n")[1]
+
+    return talk
+
+
+def test_every_change_is_told_and_so_is_what_holds(talk: Callable[..., tuple[str, str]]) -> None:
+    lines = ("/draft", "/draft off", "/temperature", "/temperature 0.8", "/temperature", "/seed", "/seed 3", "/seed random", "/clear", "/exit", "not read")
+    _, told = talk(Scripted(), *lines)
+    off, random = "draft off: the target decodes alone", "seed random: another one for each reply"
+    held = ["draft on", off, "temperature 0: greedy", "temperature 0.8", "temperature 0.8", random, "seed 3", random, "what was said is forgotten"]
+    assert told.splitlines() == held
+
+
+def test_retry_says_that_a_reply_will_be_the_same_only_where_it_will(talk: Callable[..., tuple[str, str]]) -> None:
+    same = "the reply will be the same: "
+    _, told = talk(Scripted(*[Answer("Hi")] * 4), "Hello.", "/retry", "/temperature 0.8", "/retry", "/retry")
+    assert [line for line in told.splitlines() if same in line] == [f"{same}/temperature 0.7 allows another one"]
+    _, told = talk(Scripted(*[Answer("Hi")] * 3), "Hello.", "/draft off", "/retry", "/seed 4", "/retry", seed=3, temperature=0.8)
+    assert [line for line in told.splitlines() if same in line] == [f"{same}/seed random allows another one"]
+
+
+def test_a_question_that_nobody_could_answer_is_kept_and_can_be_asked_again(talk: Callable[..., tuple[str, str]]) -> None:
+    somebody = Scripted(Answer("Hi"), DovetailError("no target"), DovetailError("no target"), Answer("More"), Answer("End"))
+    said, told = talk(somebody, "Hello.", "And?", "/retry", "/retry", "Then?")
+    assert told == "no target\nthe question is kept: /retry asks it again\n" * 2
+    assert somebody.asked == [("Hello.",), *[("Hello.", "Hi", "And?")] * 3, ("Hello.", "Hi", "And?", "More", "Then?")]
+    assert said == "Hi\nhalf a\nhalf a\nMore\nEnd\n\n"
+
+
+def test_a_reply_is_not_lost_where_it_cannot_be_taken_back(talk: Callable[..., tuple[str, str]]) -> None:
+    for failure in (DovetailError("no target"), RequestError("settings", "no"), Answer("", interrupted=True)):
+        somebody = Scripted(Answer("Hi"), failure, Answer("More"))
+        talk(somebody, "Hello.", "/retry", "And?")
+        assert somebody.asked == [("Hello.",), ("Hello.",), ("Hello.", "Hi", "And?")]
+
+
+def test_a_mistake_is_not_asked_again(talk: Callable[..., tuple[str, str]]) -> None:
+    somebody = Scripted(Answer("Hi"), RequestError("prompt_too_long", "too long"), Answer("Ho"))
+    _, told = talk(somebody, "Hello.", "A long one.", "/retry")
+    assert told.splitlines()[0] == "too long"
+    assert somebody.asked == [("Hello.",), ("Hello.", "Hi", "A long one."), ("Hello.",)]
 
 
 # -- in a terminal -----------------------------------------------------------------------------------------------------------------------------

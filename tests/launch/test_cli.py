@@ -94,6 +94,8 @@ def test_version_names_the_program(run: Run) -> None:
         (("generate", "hello", "--target", "/no/such/model"), "--draft"),
         (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
         (("generate", "hello", "--connect", "http://host"), "http://host"),
+        (("generate", "hello", "--connect", "127.0.0.1:8200"), "write http://127.0.0.1:8200 for a server over HTTP; ipc://PATH or tcp://HOST:PORT"),
+        (("chat", "--connect", "host"), "write http://HOST:PORT for a server over HTTP"),
         (("generate", "hello", "--connect", "ipc:///no/such/path/x", "--target", "m"), "--target.model"),
         (("generate", ""), "empty"),
         (("status",), "dovetail serve"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.directory import Announcement, announced, announcements, history_path, profile_path, writable_profile_path
+from dovetail.launch.directory import Announcement, announced, announcements, history_path, only_announcement, profile_path, writable_profile_path
+from dovetail.protocol.errors import UserError
 
 
 def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
@@ -27,6 +28,18 @@ def test_this_process_is_announced_while_the_block_runs(tmp_path: Path, monkeypa
     with announced("ipc:///x", url="http://127.0.0.1:8000"):
         assert [(a.address, a.pid, a.url) for a in announcements()] == [("ipc:///x", os.getpid(), "http://127.0.0.1:8000")]
     assert announcements() == []
+
+
+def test_of_several_coordinators_the_choices_name_what_is_served_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    pid = os.getpid()
+    with announced("ipc:///x", url="http://127.0.0.1:8000"):
+        (mine,) = (tmp_path / "dovetail").iterdir()
+        text = mine.read_text().replace("ipc:///x", "ipc:///y").replace("http://127.0.0.1:8000", "")
+        mine.with_name("coordinator-z.json").write_text(text)
+        with pytest.raises(UserError, match="2 coordinators of yours") as caught:
+            only_announcement()
+    assert str(caught.value).endswith(f"--connect ipc:///x (pid {pid}, over HTTP http://127.0.0.1:8000); --connect ipc:///y (pid {pid})")
 
 
 def test_the_profile_file_lies_in_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,8 +175,10 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(run: Run
     (broken / "model.safetensors").touch()
     done = run("serve", "--http.port", "0", "--target", str(broken), "--draft", "none")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("dovetail: the target worker: ")
-    assert str(broken) in done.stderr
+    loading, failed = done.stderr.splitlines()
+    assert "loading models: target worker" in loading
+    assert failed.startswith("dovetail: the target worker: ")
+    assert str(broken) in failed
     assert_nothing_is_left([], tmp_path)
 
 

@@ -83,6 +83,19 @@ def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
     assert [*temporary.iterdir()] == []
 
 
+def test_a_child_has_as_long_to_end_as_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(supervise, "GRACE_S", 0.1)
+    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(0))); print('on', flush=True); signal.pause()"
+    (tmp_path / "slow.py").write_text(slow, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with Supervisor() as supervisor:
+        child = supervisor.start("slow", [], module="slow", reads=True)
+        while not child.heard():
+            assert not child.ended
+        supervisor.end([child], GONE_S)
+        assert child.process.returncode == 0
+
+
 def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "GRACE_S", 0.2)
     with Supervisor() as supervisor:

@@ -1,5 +1,6 @@
 """A server over HTTP that answers, refuses, breaks off or is none of ours: what the person in front of it is told."""
 
+import io
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.chat import Chat
 from dovetail.launch.configure import configure
 from dovetail.launch.conversation import Answer, Manner
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
@@ -24,11 +26,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Script(HTTPServer):
-    """Serves the model "tiny", and answers each question with the same status and bytes; keeps what it was asked."""
+    """Serves the model "tiny", and answers the questions with these statuses and bytes, the last of them for ever; keeps what it was asked."""
 
-    def __init__(self, status: int, body: bytes) -> None:
+    def __init__(self, *replies: tuple[int, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.status, self.body = status, body
+        self.replies = replies
         self.asked: list[tuple[str, str, Any]] = []
 
     @property
@@ -45,7 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append((self.path, self.headers.get("authorization", ""), body))
-        self._say(self.server.status, self.server.body)
+        replies = self.server.replies
+        self._say(*replies[min(len(self.server.asked), len(replies)) - 1])
 
     def _say(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -57,8 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def scripted(status: int, body: bytes) -> Iterator[Script]:
-    with Script(status, body) as server:
+def scripted(status: int, body: bytes, *later: tuple[int, bytes]) -> Iterator[Script]:
+    with Script((status, body), *later) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -107,7 +110,9 @@ def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
     [
         (400, b'{"error": {"message": "the prompt is \\u001b[2Jlong"}}', True, r"the prompt is \?\[2Jlong"),
         (401, b'{"error": {"message": "no"}}', True, r"refuses a request without an API key: name its file with --http.api_key_file, or set DOVETAIL_API_KEY"),
-        (503, b'{"error": {"message": "no target"}}', False, "the server failed: no target"),
+        (500, b'{"error": {"message": "no room"}}', False, "the server failed: no room"),
+        (503, b'{"error": {"message": "no target"}}', False, "the server cannot answer now: no target"),
+        (429, b'{"error": {"message": "full"}}', False, "the server cannot answer now: full"),
         (500, b"<html>", False, "what is no JSON object: '<html>'"),
         (200, chunk("Hi"), False, "broke off in the middle of a reply"),
         (200, chunk("Hi") + event({"error": {"message": "lost"}}), False, "the server failed: lost"),
@@ -140,3 +145,14 @@ def test_settings_of_the_server_are_refused_and_wishes_are_not() -> None:
     for name, text in {"tree.gamma": "3", "target.weights": "half", "draft.kind": "ngram", "sampling.acceptance": "coupled"}.items():
         with pytest.raises(UserError, match=f"--{name} is the server's to decide"):
             check_flags(configure(flags={name: text}, environment={}, demo=False))
+
+
+def test_a_question_is_asked_again_when_a_worker_has_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\nAnd?\n/retry\nThen?\n"))
+    hi, away = (200, chunk("Hi") + DONE), (503, b'{"error": {"message": "no target worker is there"}}')
+    with scripted(*hi, away, hi) as server:
+        Chat(WebAnswerer(server.url, ""), MANNER, as_json=False).talk()
+    assert "the server cannot answer now: no target worker is there\nthe question is kept: /retry asks it again\n" in capsys.readouterr().err
+    asked = [[message["content"] for message in body["messages"]] for _, _, body in server.asked]
+    assert asked == [["Hello."], ["Hello.", "Hi", "And?"], ["Hello.", "Hi", "And?"], ["Hello.", "Hi", "And?", "Hi", "Then?"]]

@@ -71,7 +71,9 @@ def test_other_origins_are_told_nothing(server: Api) -> None:
     reply = server.client.get("/v1/models", headers={"origin": "http://evil.example"})
     assert not any(name.startswith("access-control") for name in reply.headers)
     body = b'{"messages": [{"role": "user", "content": "w5"}]}'
-    assert server.client.post(CHATS, content=body, headers={"content-type": "text/plain"}).status_code == 400
+    refused = server.client.post(CHATS, content=body, headers={"content-type": "text/plain"})
+    assert refused.status_code == 400
+    assert "Content-Type: application/json" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
