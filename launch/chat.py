@@ -168,9 +168,9 @@ class Chat:
         match command.name:
             case "stats":
                 print_stats([said.answer.result for said in self._conversation.exchanges])
-            case "draft" | "temperature" | "seed" as name:
-                self._manner = _changed(self._manner, name, argument) if argument else self._manner
-                note(_in_force(self._manner, name))
+            case "draft" | "temperature" | "seed":
+                self._manner = _changed(self._manner, command) if argument else self._manner
+                note(_in_force(self._manner, command.name))
             case "retry":
                 self._retry()
             case "clear":
@@ -213,10 +213,10 @@ def print_stats(results: list[Result | None]) -> None:
     if not shown:
         note("there is no reply yet")
         return
-    headings = ("reply", "tokens", "tokens/s", "tau", "accepted %", "hit %", "first ms", "prompt", "reused")
-    print_table(headings, [(number, *_figures(result)) for number, result in shown])
-    headings = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
-    print_table(headings, [(number, *_times(result)) for number, result in shown])
+    figures = ("reply", "tokens", "tokens/s", "tau", "accepted %", "hit %", "first ms", "prompt", "reused")
+    print_table(figures, [(number, *_figures(result)) for number, result in shown])
+    times = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
+    print_table(times, [(number, *_times(result)) for number, result in shown])
 
 
 def _figures(result: Result) -> tuple[object, ...]:
@@ -240,13 +240,13 @@ def _rounded(value: float) -> float:
     return round(value) if value >= 100 else round(value, 1 if value >= 10 else 2)
 
 
-def _changed(manner: Manner, name: str, argument: str) -> Manner:
+def _changed(manner: Manner, command: Command) -> Manner:
     """What a command makes of the manner in which replies are asked for."""
-    if name == "draft":
-        return replace(manner, speculate=argument == "on")
-    if name == "seed":
-        return replace(manner, seed=_seed(argument))
-    value = parse_setting("sampling.temperature", argument, "/temperature")
+    if command.name == "draft":
+        return replace(manner, speculate=command.argument == "on")
+    if command.name == "seed":
+        return replace(manner, seed=_seed(command.argument))
+    value = parse_setting("sampling.temperature", command.argument, "/temperature")
     return replace(manner, sampling=manner.sampling.model_copy(update={"temperature": value}))
 
 

@@ -62,7 +62,6 @@ from dovetail.runtime.costs import PairCosts
 from dovetail.runtime.kept import bases
 from dovetail.runtime.live import MAX_TRACE_SPANS, Live
 from dovetail.runtime.metrics import Accounts, RoundTimes, Tally, extent_ns
-from dovetail.runtime.outbox import EMIT_EVERY_NS
 from dovetail.runtime.pilot import Pair, Pilot, Plan, Round, share_device
 from dovetail.runtime.policies import cut
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
@@ -774,7 +773,7 @@ class Coordinator:
         elif client.outbox.due(self._now()):
             self._flush(client)
         elif client.outbox.remind():
-            self._later(EMIT_EVERY_NS / 1e9, lambda: self._flush(client))
+            self._later(client.outbox.patience_ns / 1e9, lambda: self._flush(client))
 
     def _flush(self, client: ClientPeer) -> None:
         try:

@@ -1,7 +1,7 @@
 """The command `http`: what the HTTP process costs, and whether many connections or many that leave harm the others.
 
-A real server before a coordinator whose workers are scripted, so that nothing here is the time of a model: the target thinks for a while about each token,
-long enough that each is told by itself.
+A real server before a coordinator whose workers are scripted, so that nothing here is the time of a model: the target thinks for a while about each pass, as
+a model would. Text that comes within the coordinator's patience is told in one piece.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ TOKEN_US, FIRST_TOKEN = 100.0, 1.2
 """The figures: microseconds of the HTTP process for a streamed token, and the share of a healthy client's time to its first token among many others."""
 CONTEXT = 8192
 TOKEN_S = 0.004
-"""Between two tokens: longer than the coordinator gathers text for."""
+"""What a pass over the sessions that wait takes, at least."""
 OTHER_CHUNKS = 3
 """Of a stream: the one that begins it, the one that ends it, and [DONE]."""
 DRIP_S = 1.0

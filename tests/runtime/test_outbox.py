@@ -1,8 +1,10 @@
 """What waits for a client, and in what order it leaves."""
 
 from dovetail.protocol.errors import PeerBusy
-from dovetail.protocol.messages import Emitted, Failed, Message, TokenLogprobs
-from dovetail.runtime.outbox import EMIT_EVERY_NS, Outbox
+from dovetail.protocol.messages import Emitted, Failed, Message, PromptScored, Recorded, RoundRecord, TokenLogprobs
+from dovetail.runtime.outbox import EMIT_EVERY_NS, RECORD_EVERY_NS, Outbox
+
+RECORD = RoundRecord(round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5)
 
 
 def emitted(*tokens: int, request: int = 1) -> Emitted:
@@ -14,7 +16,7 @@ def test_text_of_a_request_that_waits_becomes_one_message() -> None:
     for message in (emitted(1), emitted(2, 3), emitted(4, request=2), emitted(5)):
         box.add(message)
     box.send(sent.append, 1)
-    assert sent == [emitted(1, 2, 3), emitted(4, request=2), emitted(5)]
+    assert sent == [emitted(1, 2, 3, 5), emitted(4, request=2)]
     assert len(box) == 0
 
 
@@ -28,21 +30,44 @@ def test_log_probabilities_stay_beside_their_tokens() -> None:
     assert [(token, said.logprob) for token, said in zip(message.tokens, message.logprobs, strict=True)] == [(3, -3), (4, -4)]
 
 
-def test_text_waits_a_little_and_anything_else_does_not() -> None:
-    box = Outbox()
+def test_text_never_passes_what_was_said_of_its_request_before() -> None:
+    box, sent = Outbox(), list[Message]()
+    scored = PromptScored(epoch=1, request=1, start=1, logprobs=())
+    for message in (emitted(1), scored, emitted(2)):
+        box.add(message)
+    box.send(sent.append, 1)
+    assert sent == [emitted(1), scored, emitted(2)]
+
+
+def test_text_waits_a_little_the_first_of_a_request_and_anything_else_do_not() -> None:
+    box, began_ns = Outbox(), EMIT_EVERY_NS * 5
     box.add(emitted(1))
-    box.send(lambda _: None, EMIT_EVERY_NS * 5)
+    assert box.due(1)
+    box.send(lambda _: None, began_ns)
     box.add(emitted(2))
-    assert not box.due(EMIT_EVERY_NS * 5 + 1)
-    assert box.due(EMIT_EVERY_NS * 6)
-    box.add(Failed(epoch=1, code="internal", text="no"))
-    assert box.due(EMIT_EVERY_NS * 5 + 1)
+    assert not box.due(began_ns + EMIT_EVERY_NS - 1)
+    assert box.due(began_ns + box.patience_ns)
+    box.add(emitted(7, request=2))
+    assert box.due(began_ns + 1)
+    box.send(lambda _: None, began_ns)
+    box.add(Failed(epoch=1, session=1, code="internal", text="no"))
+    assert box.due(began_ns + 1)
+    box.send(lambda _: None, began_ns)
+    box.add(emitted(8, request=2))
+    assert not box.due(began_ns + 1)
+    box.add(emitted(9))
+    assert box.due(began_ns + 1), "a number that ended may be used again"
 
 
-def test_somebody_is_reminded_once_until_it_is_sent() -> None:
+def test_somebody_is_reminded_once_until_it_is_sent_and_again_if_it_cannot_wait_as_long() -> None:
     box = Outbox()
     box.add(emitted(1))
+    box.send(lambda _: None, 1)
+    box.add(emitted(2))
     assert [box.remind(), box.remind()] == [True, False]
+    box.add(Recorded(epoch=1, request=1, record=RECORD))
+    assert [box.remind(), box.remind()] == [True, False]
+    assert box.patience_ns == RECORD_EVERY_NS
     box.send(lambda _: None, 1)
     assert box.remind()
 

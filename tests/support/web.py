@@ -17,6 +17,7 @@ from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.loop import PROBE_EVERY_S
 from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, tokenizer_bytes
 
 PATIENCE_S = 30.0
@@ -32,7 +33,8 @@ class Backend:
     def __init__(self, *, target: bool = True, draft: bool = True, address: str = "ipc") -> None:
         self.hub = open_hub(address)
         self.address = self.hub.address
-        self.coordinator = Coordinator(self.hub)
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self.coordinator = Coordinator(self.hub, later=lambda seconds, action: self._later.append((time.monotonic() + seconds, action)))
         self.workers: list[ScriptedWorker] = []
         self.held = False
         """The workers rest: what they are asked stays undone."""
@@ -87,16 +89,27 @@ class Backend:
             worker.link.close()
 
     def _run(self) -> None:
+        ticked_s = 0.0
         while not self._ended:
             with self._lock:
                 self.coordinator.look_around()
                 self.coordinator.pump()
-                self.coordinator.tick()
+                if (now_s := time.monotonic()) - ticked_s >= PROBE_EVERY_S:
+                    self.coordinator.tick()
+                    ticked_s = now_s
+                self._act(now_s)
                 busy = 0 if self.held else sum(worker.step() for worker in self.workers)
             if not busy:
                 select.select([self.hub.fileno()], [], [], 0.001)
             elif self.token_s:
                 time.sleep(self.token_s)
+
+    def _act(self, now_s: float) -> None:
+        """Do what is due by now."""
+        due = [action for due_s, action in self._later if due_s <= now_s]
+        self._later = [(due_s, action) for due_s, action in self._later if due_s > now_s]
+        for action in due:
+            action()
 
     def close(self) -> None:
         """End them all; a second call does nothing."""
