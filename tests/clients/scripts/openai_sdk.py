@@ -1,8 +1,10 @@
 """openai-python: every call that the API has, typed errors, streaming, and the helper that gathers a stream. Run in an environment that has it."""
 
 import asyncio
+import contextlib
 import json
 import os
+from collections.abc import Callable
 
 import openai
 
@@ -71,13 +73,18 @@ def errors() -> None:
         ),
         (lambda: client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 5000}]), openai.BadRequestError, None),
     ):
-        try:
-            call()
-        except kind as error:
-            assert error.body["message"], error
-            assert param is None or error.body["param"] == param, error.body
-        else:
-            raise AssertionError(f"no {kind.__name__}")
+        body = refused(call, kind).body
+        assert body["message"], body
+        assert param is None or body["param"] == param, body
+
+
+def refused(call: Callable[[], object], kind: type[openai.APIStatusError]) -> openai.APIStatusError:
+    """The error that a call ends with."""
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def gathered() -> None:
@@ -85,10 +92,8 @@ def gathered() -> None:
     with client.chat.completions.stream(model=MODEL, messages=SKY, max_tokens=256, temperature=0) as stream:
         for _ in stream:
             pass
-        try:
+        with contextlib.suppress(openai.LengthFinishReasonError):
             assert stream.get_final_completion().choices[0].message.content
-        except openai.LengthFinishReasonError:
-            pass
 
 
 async def together() -> None:
