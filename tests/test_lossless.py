@@ -253,10 +253,12 @@ def test_the_embedded_head_and_half_weights_on_the_kernels_change_nothing(client
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_a_draft_that_looks_up_and_int8_weights_on_the_kernels_change_nothing(client: Client) -> None:
     check_combination(client, {"draft.kind": "ngram", "target.weights": "int8", "target.backend": "kernels"}, tree="64/12/8", same_function=False)
 
 
+@pytest.mark.slow
 def test_a_head_with_any_weights_and_an_inflated_target_on_the_library_change_nothing(client: Client, tmp_path: Path) -> None:
     """The taps of an inflated target are those of its own layers, and every session's features are its own."""
     head = {"draft.model": str(demo_head(tmp_path, "eagle3")), "draft.device": "cpu"}

@@ -58,6 +58,7 @@ def places(tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Gene
         yield float(law[:token].sum() + random.random() * law[token])
 
 
+@pytest.mark.slow
 def test_by_rejection_every_token_has_the_law_of_the_target(client: Client) -> None:
     target, random = load_language_model(str(DEMO_FOLDER / "target"), weights="fp32", device="cpu"), np.random.default_rng(2)
     codec = TextCodec(target.checkpoint.tokenizer, target.checkpoint.vocabulary)

@@ -60,6 +60,7 @@ def test_recipe_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_
     assert "in 1 shards, of which 1 are there" in again.stderr
 
 
+@pytest.mark.slow
 def test_features_of_what_is_there_without_taps(run: Run, chats: Path, tmp_path: Path) -> None:
     done = run("features", "--data", str(chats), "--taps", "none", "--context", "40", "--long", "drop", "--json", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dovetail.launch import cli
 from dovetail.launch.configure import EXPORTS
-from dovetail.runtime.http.exposition import Exposition, Watch
+from dovetail.runtime.http.exposition import Exposition
 from support.golden import representative
 
 METRIC = re.compile(r"\b(?:dovetail_|vllm:)\w+")
@@ -16,9 +16,11 @@ METRIC = re.compile(r"\b(?:dovetail_|vllm:)\w+")
 
 def exposed() -> set[str]:
     """Every name that /metrics has once a request was answered."""
-    exposition, watch = Exposition(), Watch()
-    exposition.tokens(watch, 1, "demo")
-    exposition.tokens(watch, 1, "demo")
+    exposition = Exposition()
+    watch = exposition.watch("demo", 0.0)
+    watch.tokens(1)
+    watch.tokens(1)
+    watch.ended()
     page = exposition.text(representative()["reported"], "demo", answering=1, connections=1).decode()
     return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
 

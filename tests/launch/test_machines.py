@@ -85,6 +85,7 @@ def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
     assert f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}" in run("status", "--connect", stack.address).stdout
 
 
+@pytest.mark.slow
 def test_a_worker_by_hand_is_bound_nowhere_and_says_so(start: Start) -> None:
     coordinator = start("coordinator")
     assert coordinator.stdout is not None

@@ -168,6 +168,7 @@ def test_a_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
+@pytest.mark.slow
 def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(run: Run, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

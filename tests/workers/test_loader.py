@@ -69,6 +69,7 @@ def loads(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_the_peak_while_loading_is_under_1_15_times_what_is_packed_and_one_file(large: Path, loads: dict[str, Any], way: str) -> None:
     found, (backend, weights) = loads[way], way.split()
     linears = sum(stored.size_bytes // 2 for name, stored in open_checkpoint(str(large)).tensors.items() if "proj" in name or "lm_head" in name)
