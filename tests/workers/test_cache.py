@@ -109,11 +109,19 @@ def address(cache: KVCache | BlockedCache) -> int:
     return (cache.rows if isinstance(cache, KVCache) else cache.values).data_ptr()
 
 
-@pytest.mark.parametrize(("capacity", "moves"), [(33, True), (500, True), (32, False), (20, False), (16, False), (15, True), (11, True)])
-def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(capacity: int, moves: bool) -> None:
+@pytest.mark.parametrize(
+    ("capacity", "plain_moves", "blocked_moves"),
+    [(500, True, True), (49, True, True), (48, True, False), (33, True, False), (32, False, False), (24, False, False)]
+    + [(23, False, True), (16, False, True), (15, True, True), (11, True, True)],
+)
+def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(
+    capacity: int, plain_moves: bool, blocked_moves: bool
+) -> None:
+    """Of 32 rows: a plain cache has memory for them, one in blocks for half as many again; up to twice what is asked for is kept."""
     for cache in both_layouts(11, 32):
         before, was = [cache_row(cache, slot).clone() for slot in range(11)], address(cache)
         cache.resize(capacity)
+        moves = blocked_moves if isinstance(cache, BlockedCache) else plain_moves
         assert (cache.capacity, cache.length, address(cache) != was) == (capacity, 11, moves)
         assert all(torch.equal(cache_row(cache, slot), row) for slot, row in enumerate(before))
         cache.keep([capacity - 1], 0) if capacity > 11 else None

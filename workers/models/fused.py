@@ -50,6 +50,8 @@ DTYPES = {Kind.FP32: torch.float32, Kind.FP16: torch.float16, Kind.BF16: torch.b
 """What a matrix of each kind is packed from."""
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
+MOST_ROOM = 1024
+"""Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little beside a long context."""
 PIECE_WEIGHTS = 1 << 22
 """So many weights are converted at a time: 16 MiB of fp32."""
 
@@ -58,13 +60,18 @@ class UnsupportedError(Exception):
     """The kernels cannot compute a model: says which part of it."""
 
 
+def with_room(capacity: int) -> int:
+    """Rows to have memory for, so that the next turn of a conversation finds its place: to move 400 rows into fresh memory takes longer than to read 12."""
+    return capacity + min(capacity // 2, MOST_ROOM)
+
+
 class BlockedCache:
     """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so that lanes run along slots."""
 
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.keys, self.values = new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+        self.keys, self.values = new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=with_room(capacity))
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
@@ -86,7 +93,7 @@ class BlockedCache:
         layers, kv_heads, slots, head_dim = self.values.shape
         if has_to_move(self, slots, capacity):
             blocks = -(-self.length // LANES)
-            keys, values = new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+            keys, values = new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=with_room(capacity))
             keys[:, :, :blocks] = self.keys[:, :, :blocks]
             values[:, :, : self.length] = self.values[:, :, : self.length]
             self.keys, self.values = keys, values
