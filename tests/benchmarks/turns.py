@@ -5,17 +5,16 @@ both, which target and draft should have to read only what is new of. The embedd
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
 from benchmarks.figures import SECOND_TURN
 from benchmarks.measure import estimate
-from benchmarks.models import SHAPES, VOCABULARY, model_folder, write_model
+from benchmarks.models import SHAPES, TYPES, VOCABULARY, model_folder, write_model
 from benchmarks.options import Command, holds, option, options, report, verdict
 from dovetail.launch.configure import configure
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
@@ -69,7 +68,7 @@ def pair_of(drawn: bool, draft: str, inflate: str, models: Path | None) -> Itera
         flags = {"draft.device": "cpu", **({"target.inflate": inflate} if inflate else {})}
         if drawn:
             shape = SHAPES["small"]
-            target, small = (write_model(folder / name, shape, _type(), seed=seed) for seed, name in enumerate(("target", "draft")))
+            target, small = (write_model(folder / name, shape, TYPES["fp32"], seed=seed) for seed, name in enumerate(("target", "draft")))
             flags |= {"target.model": str(target), "draft.model": str(small)}
         else:
             flags |= {"draft.kind": draft}
@@ -79,13 +78,7 @@ def pair_of(drawn: bool, draft: str, inflate: str, models: Path | None) -> Itera
             yield client
 
 
-def _type() -> Any:
-    import torch
-
-    return torch.float32
-
-
-def converse(client: Client, history: int, seed: int, step: Any) -> Pair:
+def converse(client: Client, history: int, seed: int, step: Callable[[str], None]) -> Pair:
     """Two turns of tokens that nobody has seen before."""
     drawn = random.Random(seed)
     tokens = [drawn.randrange(2, VOCABULARY) for _ in range(history - REPLY)]

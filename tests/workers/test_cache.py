@@ -111,8 +111,7 @@ def address(cache: KVCache | BlockedCache) -> int:
 
 @pytest.mark.parametrize(
     ("capacity", "plain_moves", "blocked_moves"),
-    [(500, True, True), (49, True, True), (48, True, False), (33, True, False), (32, False, False), (24, False, False)]
-    + [(23, False, True), (16, False, True), (15, True, True), (11, True, True)],
+    [(500, True, True), (49, True, True), (48, True, False), (33, True, False), (32, False, False), (23, False, True), (16, False, True), (11, True, True)],
 )
 def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(
     capacity: int, plain_moves: bool, blocked_moves: bool
