@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, Run, Task, sampling_of
-from dovetail.launch.comparison import Difference, first_difference
 from dovetail.launch.connection import Connection
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.terminal import progress_bar
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
+from dovetail.runtime.comparison import Difference, first_difference
 
 T = TypeVar("T")
 LOOP_TOKENS = 20

@@ -1,6 +1,7 @@
-"""What a process does that was started by a supervisor: it ends when it is told to, and when its supervisor ends."""
+"""What a process does that was started by a supervisor: it ends when it is told to, and when its supervisor ends, and shows where it is when it is asked."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 PR_SET_PDEATHSIG = 1
+LET_GO = 3
+"""Exit code of a worker under a supervisor that the coordinator wants no more: it is not to be started again."""
 
 
 def end_with(parent: int) -> None:
@@ -33,6 +36,11 @@ def end_when_told() -> None:
     signal.signal(signal.SIGTERM, leave)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, hang_up)
+
+
+def show_stacks_when_asked() -> None:
+    """SIGUSR1 has this process write to stderr where all its threads are, whatever they are about."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def end_undisturbed() -> None:

@@ -50,6 +50,7 @@ SHORT_FORMS = {
     "sampling.max_tokens": "--max-tokens",
     "coordinator.listen": "--listen",
     "coordinator.keys": "--keys",
+    "coordinator.record": "--record-messages",
 }
 
 

@@ -106,7 +106,8 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
 
 def models_of(state: Reported) -> str:
     """In words, which models a coordinator has: "target demo (fp32) · draft demo"."""
-    workers = [(role, next((worker for worker in state.workers if role in worker.roles), None)) for role in ("target", "draft")]
+    serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
+    workers = [(role, next((worker for worker in serving if role in worker.roles), None)) for role in ("target", "draft")]
     return " · ".join(_describe(role, worker) for role, worker in workers if worker is not None)
 
 

@@ -9,19 +9,22 @@ from pathlib import Path
 import click
 
 from dovetail.launch.binding import Place, bind
-from dovetail.launch.child import end_when_told, end_with
+from dovetail.launch.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import parse_cores
 from dovetail.launch.directory import announced
+from dovetail.launch.logs import log_to_stderr
 from dovetail.protocol.links import open_hub
 from dovetail.runtime.loop import coordinate
+from dovetail.runtime.recording import Recorder
 
 
 @click.command(cls=SettingsCommand)
 @click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
+@click.option("--own-folder", is_flag=True, hidden=True, help="The folder of an ipc address is for this coordinator alone, and goes with it.")
 @click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends; announce nothing.")
 @settings_flags("coordinator")
-def command(configuration: Configuration, cores: str | None, parent: int | None) -> None:
+def command(configuration: Configuration, cores: str | None, own_folder: bool, parent: int | None) -> None:
     """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
 
     Its address goes to stdout as one line. Other commands of this user on this machine find it without --connect.
@@ -29,16 +32,20 @@ def command(configuration: Configuration, cores: str | None, parent: int | None)
     if parent is not None:
         end_with(parent)
     end_when_told()
+    show_stacks_when_asked()
     if cores is not None:
         bind(Place(parse_cores(cores)))
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)
+    log_to_stderr(logging.WARNING if parent else logging.INFO)
     settings = configuration.settings.coordinator
     with ExitStack() as opened:
-        hub = open_hub(settings.listen, keys=Path(settings.keys) if settings.keys else None)
+        recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
+        if recorder is not None:
+            opened.callback(recorder.close)
+        hub = open_hub(settings.listen, keys=Path(settings.keys) if settings.keys else None, own_folder=own_folder)
         opened.callback(hub.close)
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
-        asyncio.run(coordinate(hub, reuse=settings.reuse, ready=lambda: _introduce(hub.address, by_hand=parent is None)))
+        asyncio.run(coordinate(hub, settings=settings, recorder=recorder, ready=lambda: _introduce(hub.address, by_hand=parent is None)))
 
 
 def _introduce(address: str, *, by_hand: bool) -> None:

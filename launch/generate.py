@@ -20,6 +20,7 @@ from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.records import RecordFile, open_records
 from dovetail.launch.terminal import counted, note, progress_bar
+from dovetail.launch.travels import leaves_the_machine, of_request
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Result
@@ -131,10 +132,13 @@ def command(
         return
     check_output(trace, "the trace")
     with open_records(record) if record is not None else nullcontext() as records, connected(configuration, connect) as connection:
+        tell_what_travels(connection)
         finished, last = _decode_one(replace(wish, records=records), connection, text, stream=not as_json)
         for loss in connection.stack.losses() if connection.stack else []:
             note(f"the target went on alone: {loss}")
         note(summary(finished.result, connection.models()))
+        if finished.result.fingerprints:
+            note(other_targets(finished.result))
         if wish.speculates and finished.result.plain_rounds:
             decisions = connection.client.status().decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
             note(without_speculation(finished.result, decisions, policy=configuration.settings.tree.policy, last=last))
@@ -142,6 +146,12 @@ def command(
         write_trace(trace, finished.spans)
     if as_json:
         click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
+
+
+def tell_what_travels(connection: Connection) -> None:
+    """Before anything is sent to another machine, say what."""
+    if leaves_the_machine(connection.state.address):
+        note(of_request(connection.state.address, connection.state))
 
 
 def _check_file_mode(prompt: str | None, out: Path | None, *, as_json: bool, trace: Path | None) -> None:
@@ -228,6 +238,8 @@ def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None
     if answer.result is None:
         raise DovetailError(f"the server at {url} tells no figures of its replies: it is no dovetail server, or of another version")
     note(summary(answer.result, server.models()))
+    if answer.result.fingerprints:
+        note(other_targets(answer.result))
     if as_json:
         click.echo(json.dumps(answer.result.model_dump(), ensure_ascii=False))
 
@@ -256,10 +268,17 @@ def summary(result: Result, models: str) -> str:
     if result.hit_rate is not None and result.ahead_nodes:
         parts.append(f"hit {100 * result.hit_rate:.0f} %")
     parts.append(counted(result.rounds, "round"))
+    if result.moves:
+        parts.append(f"{counted(result.moves, 'move')} to another target")
     prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
     shares = (("prefill", prefill), ("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
     parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
     return " · ".join((*parts, f"seed {result.seed}", models))
+
+
+def other_targets(result: Result) -> str:
+    """Of a reply that began on one target and went on on others, which compute otherwise."""
+    return f"this reply was written by targets that differ, and is none of theirs alone: {', then '.join(result.fingerprints)}"
 
 
 def _predicted(result: Result) -> str:
@@ -318,6 +337,7 @@ def _decode_file(wish: Wish, connect: str | None, prompts: list[Prompt], out: Pa
         if not left:
             return
         with connected(wish.configuration, connect) as connection, progress_bar(len(left), "prompts") as step:
+            tell_what_travels(connection)
             batch, began_s = _Batch(wish, connection, answers), time.monotonic()
             errors = batch.run(left, parallel, step)
             taken_s = time.monotonic() - began_s

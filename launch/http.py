@@ -13,10 +13,11 @@ from pathlib import Path
 import click
 import uvloop
 
-from dovetail.launch.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.child import claim_stdout, end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.cli import installed_version
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import ahead_of
+from dovetail.launch.logs import log_to_stderr
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count
@@ -45,7 +46,8 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
     if parent is not None:
         end_with(parent)
     end_when_told()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if parent else logging.INFO)
+    show_stacks_when_asked()
+    log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     settings = configuration.settings
     keys = read_keys(settings.http)

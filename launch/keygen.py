@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.keys import ROLES, generate_keys, generate_peer, revoke, rotate
+from dovetail.protocol.keys import COORDINATOR, ROLES, generate_keys, generate_peer, revoke, rotate
 
 
 @click.command()
@@ -25,7 +25,7 @@ def command(out: Path, name: str | None, roles: tuple[str, ...], rotated: str | 
         raise UserError("--role says what an added key may be: give its name with --name")
     if rotated is not None:
         rotate(out, rotated)
-        click.echo(f"{out}/{rotated}.key and {rotated}.pub are new: bring each to where the old one was")
+        click.echo(f"{out}/{rotated}.key and {rotated}.pub are new: {_where_to(rotated)}; the old key is refused from now on")
     elif revoked is not None:
         revoke(out, revoked)
         click.echo(f"{revoked} is refused from now on")
@@ -35,3 +35,10 @@ def command(out: Path, name: str | None, roles: tuple[str, ...], rotated: str | 
     else:
         generate_keys(out)
         click.echo(f"{out} holds coordinator.key and one key for each of {', '.join(ROLES)}: bring NAME.key and coordinator.pub to the machine of NAME")
+
+
+def _where_to(rotated: str) -> str:
+    """What has to be done with a new pair."""
+    if rotated == COORDINATOR:
+        return "restart the coordinator with them, and bring coordinator.pub to the machine of every peer"
+    return f"{rotated}.pub stays with the coordinator, which need not be restarted; bring {rotated}.key to the machine of {rotated} and restart what runs there"

@@ -15,6 +15,7 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import Settings, TargetSettings, byte_count
 
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
+MAX_CONFIG_BYTES = 16 << 20
 BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
 GROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 """Controller in /proc/self/cgroup -> (root, file with the limit) of the second and of the first kind of control groups (cgroups(7))."""
@@ -99,9 +100,10 @@ def _group_limits() -> Iterator[int]:
 def _stored_bytes(folder: Path) -> int:
     """Bytes of a weight in a model's files, as its config.json says: 2 for float16 and bfloat16, else 4."""
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        with (folder / "config.json").open("rb") as file:
+            content = json.loads(file.read(MAX_CONFIG_BYTES))
         return 2 if str(content.get("dtype") or content.get("torch_dtype")).endswith("16") else 4
-    except (OSError, ValueError, AttributeError):  # its worker will say so
+    except (OSError, ValueError, AttributeError, RecursionError):  # its worker will say so
         return 4
 
 

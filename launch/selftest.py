@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.comparison import Difference, first_difference
 from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.prompts import Prompt, read_prompts
@@ -18,6 +17,7 @@ from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.comparison import Difference, first_difference
 
 SEED = 20260101
 TOKENS = 48

@@ -16,6 +16,7 @@ import click
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import models_of
 from dovetail.launch.holders import check_coordinator, check_port
+from dovetail.launch.logs import log_to_stderr
 from dovetail.launch.service import Service
 from dovetail.launch.supervise import Supervisor, check_stack
 from dovetail.launch.terminal import note, spinner
@@ -36,7 +37,7 @@ def command(configuration: Configuration, as_json: bool) -> None:
     of this user on this machine find the coordinator without --connect. The first signal lets requests that run finish for some seconds, a second one does
     not. The settings of the tree and of sampling hold for requests that do not say otherwise.
     """
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     _check_addresses(configuration)
     check_stack(configuration)

@@ -1,33 +1,42 @@
-"""The processes of `dovetail serve`: started, looked at, started again and drained as `watch.py` decides.
+"""The processes of `dovetail serve`: started, looked at, started again, replaced and drained as `watch.py` decides.
 
-A part is ready when it says so: the coordinator and the HTTP API with a line on stdout, a worker by being registered. What the processes say on stderr is
-passed on to the log once the service is ready; before, only the last words of the one that failed are of interest. Knows which commands there are, and
-nothing of tokens.
+A part is ready when it says so: the coordinator and the HTTP API with a line on stdout, a worker by being registered. The coordinator is asked all the time
+who is; one that is started again has the address of the one before, so that everybody comes back to it. What the processes say on stderr is passed on to
+the log once the service is ready; before, only the last words of the one that failed are of interest. Knows which commands there are, and nothing of
+tokens.
 """
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from dovetail.launch.child import LET_GO
 from dovetail.launch.configure import Configuration
 from dovetail.launch.directory import announced
-from dovetail.launch.supervise import GRACE_S, POLL_S, ROLES, Child, Supervisor, layout_of, worker_arguments
+from dovetail.launch.inquiry import Inquiry
+from dovetail.launch.supervise import GRACE_S, POLL_S, ROLES, Child, Supervisor, coordinator_arguments, layout_of, worker_arguments
 from dovetail.launch.topology import format_numbers
-from dovetail.launch.watch import Action, End, Ending, GiveUp, Leave, Part, Start, Tell, Watch
-from dovetail.protocol.errors import DovetailError, LinkClosed
+from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Tell, Watch
+from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported
-from dovetail.runtime.client import Client
 
 log = logging.getLogger("dovetail.serve")
 
 COORDINATOR, HTTP = "coordinator", "http"
 DRAIN_S = 4.0
 """Beyond the grace that a process gives to what it serves; the HTTP API takes two seconds of it to tell those who still wait."""
+ASK_EVERY_S = 1.0
+"""How often the coordinator is asked who is registered, once everybody is."""
+CONNECT_S = 0.5
+LAST_WORDS_S = 0.3
+"""A process that is stuck has so long to show where."""
 LOG_BYTES = 1 << 20
 """The file of what a process says is emptied when so much of it has been read."""
 
@@ -40,12 +49,12 @@ class Service:
         self._settings = configuration.settings
         self._layout = layout_of(configuration.settings)
         self._workers = {f"{role} worker": role for role in ROLES if role == "target" or self._settings.draft.kind != "none"}
-        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *(Part(name, (COORDINATOR, HTTP)) for name in self._workers))
-        self._watch = Watch(parts, time.monotonic())
+        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *(Part(name, (COORDINATOR, HTTP), known=True) for name in self._workers))
+        self._watch = Watch(parts, time.monotonic(), stuck_s=self._settings.coordinator.stuck_s)
         self._running: dict[str, Child] = {}
         self._ears: dict[str, Ear] = {}
-        self._announcement, self._inquiry = ExitStack(), ExitStack()
-        self._client: Client | None = None
+        self._announcement = ExitStack()
+        self._inquiry: Inquiry | None = None
         self._left = False
         self.address = self.url = ""
         self.state: Reported | None = None
@@ -55,7 +64,9 @@ class Service:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._forget_coordinator()
+        if self._inquiry is not None:
+            self._inquiry.close()
+        self._announcement.close()
         for ear in self._ears.values():
             ear.close()
 
@@ -98,16 +109,17 @@ class Service:
         # The coordinator is looked at last and heard first: a process that ended because of its loss is never taken for one that failed by itself.
         ended = [name for name in sorted(self._running, key=lambda name: name == COORDINATOR) if self._running[name].ended]
         for name in reversed(ended):
-            if (child := self._running.pop(name, None)) is not None:
-                self._perform(self._watch.ended(name, Ending(child.process.returncode, child.how_it_ended(), child.was_mistaken), now_s), child)
-                self._supervisor.end([child])
-                self._hear_out(name)
+            child = self._running.pop(name)
+            code = child.process.returncode
+            self._perform(self._watch.ended(name, Ending(code, child.how_it_ended(), child.was_mistaken, code == LET_GO), now_s), child)
+            self._supervisor.end([child])
+            self._hear_out(name)
         for name in self._watch.waiting:
-            if self._is_ready(name, self._running[name]):
+            if name not in self._workers and self._says_ready(name, self._running[name]):
                 self._perform(self._watch.ready(name, now_s))
+        if self._inquiry is not None and COORDINATOR not in self._watch.missing:
+            self._ask(self._inquiry, now_s)
         self._perform(self._watch.due(now_s))
-        if self._client is not None and not any(name in self._workers for name in self._watch.waiting):
-            self._stop_asking()
 
     def _perform(self, actions: list[Action], ended: Child | None = None) -> None:
         for action in actions:
@@ -116,9 +128,8 @@ class Service:
                     log.info("%s", text)
                 case Start(name):
                     self._start(name)
-                case End(names):
-                    self._forget_coordinator()
-                    self._end(names, GRACE_S)
+                case Replace(name):
+                    self._let_speak_and_kill(self._running[name])
                 case Leave():
                     self._left = True
                 case GiveUp(_, why):
@@ -135,15 +146,33 @@ class Service:
 
     def _arguments(self, name: str) -> list[str]:
         configuration = self._configuration
-        if name == COORDINATOR:
-            return ["coordinator", *configuration.arguments("coordinator"), f"--cores={format_numbers(self._layout.coordinator.cores)}"]
         keys = [f"--coordinator.keys={self._settings.coordinator.keys}"] if self._settings.coordinator.keys else []
+        if name == COORDINATOR:
+            return [
+                "coordinator",
+                *self._listening(),
+                *coordinator_arguments(configuration),
+                f"--cores={format_numbers(self._layout.coordinator.cores)}",
+                *keys,
+            ]
         if name == HTTP:
             port = [f"--http.port={self.url.rpartition(':')[2]}"] if self.url else []  # that a free one was wanted holds for the first time
             wishes = configuration.arguments("tree", "sampling", "draft", "http")
             called = [] if self._settings.target.model or self._settings.http.model else ["--http.model=demo"]
             return ["http", f"--connect={self.address}", *wishes, *called, *port, *keys]
         return [*worker_arguments(configuration, self._workers[name], self.address, self._layout), *keys]
+
+    def _listening(self) -> list[str]:
+        """Where the coordinator listens: as the settings say, and once it is known where exactly, there for good."""
+        listen = self._settings.coordinator.listen
+        return [f"--coordinator.listen={self.address or listen}", *(["--own-folder"] if listen == "ipc" and self.address else [])]
+
+    def _let_speak_and_kill(self, child: Child) -> None:
+        """Have a process that is stuck write down where it is, if it still can, and end it; that it ended is noticed as with any other."""
+        child.process.send_signal(signal.SIGUSR1)
+        time.sleep(LAST_WORDS_S)
+        child.process.kill()
+        child.process.wait()
 
     def _end(self, names: Iterable[str], grace_s: float) -> None:
         children = [self._running[name] for name in names if name in self._running]
@@ -154,40 +183,29 @@ class Service:
 
     # -- who is ready ---------------------------------------------------------------------------------------------------------------------------
 
-    def _is_ready(self, name: str, child: Child) -> bool:
-        if name in self._workers:
-            return self._is_registered(child.process.pid)
+    def _says_ready(self, name: str, child: Child) -> bool:
         place = child.heard()
-        if name == COORDINATOR and place:
+        if not place:
+            return False
+        if name == COORDINATOR:
+            if self._settings.coordinator.listen == "ipc" and not self.address:
+                self._supervisor.owns_folder(Path(place.removeprefix("ipc://")).parent)
             self.address = place
-            if self._settings.coordinator.listen == "ipc":
-                self._supervisor.owns_socket(child, place)
-        elif place:
+            keys = self._settings.coordinator.keys
+            self._inquiry = self._inquiry or Inquiry(partial(open_link, place, keys=Path(keys) if keys else None, role="client", timeout_s=CONNECT_S))
+        else:
             self.url = place
             self._announcement.close()
             self._announcement.enter_context(announced(self.address, keys=self._settings.coordinator.keys, url=place))
-        return bool(place)
+        return True
 
-    def _is_registered(self, pid: int) -> bool:
-        """Whether the coordinator knows a worker of this number. One that does not answer has just ended, and that is seen elsewhere."""
-        try:
-            if self._client is None:
-                keys = self._settings.coordinator.keys
-                link = open_link(self.address, keys=Path(keys) if keys else None, role="client")
-                self._client = self._inquiry.enter_context(Client(link))
-            self.state = self._client.status()
-        except LinkClosed:
-            self._stop_asking()
-            return False
-        return any(worker.pid == pid for worker in self.state.workers)
-
-    def _stop_asking(self) -> None:
-        self._client = None
-        self._inquiry.close()
-
-    def _forget_coordinator(self) -> None:
-        self._stop_asking()
-        self._announcement.close()
+    def _ask(self, inquiry: Inquiry, now_s: float) -> None:
+        """Hear from the coordinator which of the workers it knows."""
+        state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
+        if state is not None:
+            self.state = state
+            pids = {worker.pid for worker in state.workers}
+            self._perform(self._watch.answered({name for name in self._workers if name in self._running and self._running[name].process.pid in pids}, now_s))
 
     # -- what they say --------------------------------------------------------------------------------------------------------------------------
 

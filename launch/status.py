@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -9,6 +10,7 @@ from dovetail.launch.configure import Configuration, SettingsCommand, settings_f
 from dovetail.launch.connection import find_coordinator, shorten_model
 from dovetail.launch.directory import announcements
 from dovetail.launch.terminal import counted, format_cell, print_table
+from dovetail.protocol.errors import printable
 from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.protocol.profile import RowsSeconds
 
@@ -27,7 +29,18 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
     if as_json:
         click.echo(json.dumps(state.model_dump(exclude={"type", "epoch"})))
     else:
-        _show(state)
+        _show(_in_print(state))
+
+
+def _in_print(state: Reported) -> Reported:
+    """The same with nothing in the words of its peers that a terminal takes for commands."""
+
+    def printed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: printed(inner) for name, inner in value.items()}
+        return tuple(map(printed, value)) if isinstance(value, tuple) else printable(value) if isinstance(value, str) else value
+
+    return Reported.model_validate(printed(state.model_dump()))
 
 
 def _show(state: Reported) -> None:
@@ -39,7 +52,7 @@ def _show(state: Reported) -> None:
     for reason in state.reasons:
         click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
     if state.workers:
-        headings = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "MB", "host", "pid")
+        headings = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "clock us", "bytes/round", "MB", "host", "pid")
         print_table(headings, [_row(worker) for worker in state.workers])
         for worker in state.workers:
             click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")
@@ -76,6 +89,20 @@ def _curve(curve: RowsSeconds) -> str:
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
     device = f"{worker.device}, {counted(worker.threads, 'thread')}"
-    load = (f"{worker.busy_share:.0%}", worker.sessions, worker.round_trip_us, round(worker.rss_mb))
+    link = (worker.round_trip_us, _clock(worker), None if worker.bytes_per_round is None else round(worker.bytes_per_round))
+    load = (f"{worker.busy_share:.0%}", worker.sessions, *link, round(worker.rss_mb))
     model = shorten_model(worker.model) + (f", inflated to {worker.inflation}" if worker.inflation else "")
-    return (worker.name, "+".join(worker.roles), model, device, *load, worker.host, worker.pid)
+    return (worker.name + _standing(worker), "+".join(worker.roles), model, device, *load, worker.host, worker.pid)
+
+
+def _clock(worker: WorkerState) -> str:
+    """How far its clock is ahead of the coordinator's, and within what bound that is certain."""
+    if worker.clock_offset_us is None or worker.clock_bound_us is None:
+        return "-"
+    return f"{worker.clock_offset_us:+.0f} ± {worker.clock_bound_us:.0f}"
+
+
+def _standing(worker: WorkerState) -> str:
+    """Why it gets no sessions, where that is so."""
+    said = [word for word, so in (("standby", worker.standby), ("leaving", worker.leaving), ("stuck", worker.stuck)) if so]
+    return f" ({', '.join(said)})" if said else ""

@@ -94,6 +94,7 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._sockets: list[tuple[Child, Path]] = []
+        self._folders: list[Path] = []
         self._before: dict[signal.Signals, object] = {}
         self._busy = False
         self._pending: signal.Signals | None = None
@@ -111,6 +112,8 @@ class Supervisor:
         try:
             self._end(self.children, GRACE_S)
             self._clean(self.children)
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
@@ -145,9 +148,9 @@ class Supervisor:
             _unwind(self._pending)
         return child
 
-    def start_coordinator(self, cores: Sequence[int], name: str = "coordinator", *, reuse: bool = True) -> str:
-        """Start a coordinator of our own on a private ipc address, and return the address. `reuse`: the setting coordinator.reuse."""
-        return self.start_hub(name, ["coordinator", "--listen=ipc", f"--cores={format_numbers(cores)}", f"--coordinator.reuse={str(reuse).lower()}"])
+    def start_coordinator(self, cores: Sequence[int], name: str = "coordinator", *, flags: Sequence[str] = ()) -> str:
+        """Start a coordinator of our own on a private ipc address, and return the address. `flags`: settings of its section but for the address and keys."""
+        return self.start_hub(name, ["coordinator", *flags, "--listen=ipc", f"--cores={format_numbers(cores)}"])
 
     def start_hub(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli") -> str:
         """Start a process that listens at a private ipc address and says on stdout at which, once it does."""
@@ -163,6 +166,10 @@ class Supervisor:
     def owns_socket(self, child: Child, address: str) -> None:
         """A process of ours listens at this ipc address, in a folder that it has made for it, and that goes with it."""
         self._sockets.append((child, Path(address.removeprefix("ipc://"))))
+
+    def owns_folder(self, folder: Path) -> None:
+        """Processes of ours, one after the other, have their sockets in this folder, which goes with the last of them."""
+        self._folders.append(folder)
 
     def check(self) -> None:
         """Raise what the first process that has ended has to say."""
@@ -222,12 +229,17 @@ class Stack:
 
 
 def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "", anew: bool = False) -> Stack:
-    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply goes on from what another one left."""
+    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply goes on from what another one left.
+
+    Nobody starts one of these workers again: unless the settings say so, a session whose target is lost does not wait for another.
+    """
     check_stack(configuration)
     drafting = configuration.settings.draft.kind != "none"
     layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
-    address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator", reuse=configuration.settings.coordinator.reuse and not anew)
+    waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
+    flags = [*coordinator_arguments(configuration), *waits, *(["--coordinator.reuse=false"] if anew else [])]
+    address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator", flags=flags)
     for role in ROLES[: 2 if drafting else 1]:
         supervisor.start(f"{prefix}{role} worker", worker_arguments(configuration, role, address, layout))
     coordinator, *workers = supervisor.children[began:]
@@ -262,13 +274,19 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
             time.sleep(POLL_S)
 
 
+def coordinator_arguments(configuration: Configuration) -> list[str]:
+    """Its settings as flags, but for where it listens."""
+    return [flag for flag in configuration.arguments("coordinator") if not flag.startswith(("--coordinator.listen=", "--coordinator.keys="))]
+
+
 def worker_arguments(configuration: Configuration, role: Role, address: str, layout: CoreLayout) -> list[str]:
     """The command of a worker with these settings in its place; a draft that is a head reads the target's embedding."""
     place = layout.target if role == "target" else layout.draft
     where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
-    return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *configuration.arguments(role), *reads]
+    stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
+    return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *configuration.arguments(role), *reads, stuck]
 
 
 def _check_pair(configuration: Configuration) -> None:

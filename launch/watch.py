@@ -1,13 +1,15 @@
-"""When a process of a service is started, and when one that ended is started again: decisions over events and times.
+"""When a process of a service is started, and when one that ended or is stuck is started again: decisions over events and times.
 
-The first part is the root: the others live and die with it. A part starts when those that it comes after are ready. Until everything was ready once, the
-first loss ends the service - whoever started it is there to read why. From then on a part that ends is started again after a pause, which doubles from
-loss to loss and begins anew after a minute of health; what ends too often, or says that the user made a mistake, ends the service.
+The first part is the root. It must know some of the others, the workers, whose work comes from it; when it is lost they stay, and come back to it by
+themselves. A part starts when those that it comes after have been ready, the root since it was started last. Until everything was ready once, the first
+loss ends the service - whoever started it is there to read why. From then on a part that ends is started again after a pause, which doubles from loss to
+loss and begins anew after a minute of health; what ends too often, or says that the user made a mistake, ends the service. A root that says nothing for
+long, and a part that the root has known and does not know any more, are stuck: they are replaced.
 Knows no processes, clocks or signals: names, events and seconds are handed in, and actions are handed back.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.launch.terminal import counted
@@ -18,6 +20,8 @@ HEALTHY_S = 60.0
 MOST_RESTARTS = 5
 """Of one part within `WITHIN_S`."""
 WITHIN_S = 300.0
+STANDSTILL_S = 2.0
+"""Between two looks; they are much closer together."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Part:
 
     name: str
     after: tuple[str, ...] = ()
+    known: bool = False
+    """Whether it is ready when the root knows it, and only as long as it does."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Ending:
     words: str
     mistake: bool = False
     """Whether it said that the user did something wrong, which no restart mends."""
+    let_go: bool = False
+    """Whether it ended because the root wants it no more."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,10 @@ class Start:
 
 
 @dataclass(frozen=True)
-class End:
-    """End these parts, as far as they run."""
+class Replace:
+    """End this part, which is alive and stuck; what it can still say of itself should be heard."""
 
-    names: tuple[str, ...]
+    name: str
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Leave:
     """End the service: that was asked for."""
 
 
-Action = Start | End | Tell | GiveUp | Leave
+Action = Start | Replace | Tell | GiveUp | Leave
 
 
 @dataclass
@@ -83,16 +91,18 @@ class _State:
     due_s: float
     running: bool = False
     been_ready: bool = False
-    """Since the root was started last."""
+    """Of the root, since it was started last."""
     ready_s: float | None = None
     """Since when it has been ready."""
+    heard_s: float | None = None
+    """When it was last known to be there: of the root, when it last answered. None: not since it was started, or it is being replaced."""
     losses: int = 0
     """Since it was last healthy."""
     ends: deque[float] = field(default_factory=deque)
     """When it ended, within the last `WITHIN_S`."""
 
     def stop(self, due_s: float) -> None:
-        self.running, self.ready_s, self.due_s = False, None, due_s
+        self.running, self.ready_s, self.heard_s, self.due_s = False, None, None, due_s
 
     def pause_s(self, now_s: float) -> float:
         """How long to wait after a loss now; counts it."""
@@ -112,9 +122,11 @@ class _State:
 class Watch:
     """The state of a service; each call takes one event and says what follows."""
 
-    def __init__(self, parts: Sequence[Part], now_s: float) -> None:
-        self._root = parts[0].name
+    def __init__(self, parts: Sequence[Part], now_s: float, *, stuck_s: float) -> None:
+        """`stuck_s`: a part that is alive and was not heard of for so long is replaced."""
+        self._root, self._stuck_s = parts[0].name, stuck_s
         self._states = {part.name: _State(part, now_s) for part in parts}
+        self._looked_s = now_s
         self.serving = False
         """Whether everything has been ready at one time."""
 
@@ -129,12 +141,19 @@ class Watch:
         return tuple(name for name, state in self._states.items() if state.ready_s is None)
 
     def due(self, now_s: float) -> list[Action]:
-        """Start what is to be started by now."""
+        """Start what is to be started by now, and replace what is stuck. The time in which nobody asked, since this process stood still, was no silence."""
         actions: list[Action] = []
+        if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
+            for state in self._states.values():
+                state.heard_s = None if state.heard_s is None else state.heard_s + asleep_s
+        self._looked_s = now_s
         for name, state in self._states.items():
             if not state.running and state.due_s <= now_s and all(self._states[before].been_ready for before in state.part.after):
                 state.running = True
                 actions.append(Start(name))
+            elif self.serving and self._is_stuck(state, now_s):
+                state.heard_s = None
+                actions += [Tell(f"the {name} is alive, and nothing was heard of it for {self._stuck_s:g} s"), Replace(name)]
         return actions
 
     def ready(self, name: str, now_s: float) -> list[Action]:
@@ -143,18 +162,36 @@ class Watch:
         if not state.running or state.ready_s is not None:
             return []
         state.ready_s, state.been_ready = now_s, True
+        if name == self._root:
+            state.heard_s = now_s
         if self.serving:
             return [Tell(f"the {name} is ready again")]
         self.serving = not self.missing
         return []
 
+    def answered(self, known: Collection[str], now_s: float) -> list[Action]:
+        """The root has said which of the others it knows."""
+        actions: list[Action] = []
+        self._states[self._root].heard_s = now_s
+        for name, state in self._states.items():
+            if not state.part.known or not state.running:
+                continue
+            if name in known:
+                state.heard_s = now_s
+                actions += self.ready(name, now_s)
+            elif state.ready_s is not None:
+                state.ready_s = None
+                actions.append(Tell(f"the {self._root} has lost the {name}"))
+        return actions
+
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
-        """A process has ended; that of a part that does not run any more was ended by us."""
+        """A process has ended."""
         state = self._states[name]
-        if not state.running:
-            return []
         if name == self._root and ending.code == 0:
             return [Tell(f"the {name} was told to stop"), Leave()]
+        if ending.let_go and self.serving:
+            del self._states[name]
+            return [Tell(f"the {name} was let go")]
         if ending.mistake or not self.serving:
             return [GiveUp(name)]
         if state.ended_too_often(now_s):
@@ -162,17 +199,20 @@ class Watch:
         pause_s = state.pause_s(now_s)
         state.stop(now_s + pause_s)
         if name == self._root:
-            return self._anew(f"the {name} {ending.words}", pause_s)
+            state.been_ready = False
+            self._expect_back()
         return [Tell(f"the {name} {ending.words}; it is started again in {pause_s:g} s")]
 
-    def _anew(self, what: str, pause_s: float) -> list[Action]:
-        """The root is lost: the others end and come after it again."""
-        others = [state for name, state in self._states.items() if name != self._root]
-        running = tuple(state.part.name for state in others if state.running)
+    def _expect_back(self) -> None:
+        """The root is lost: those that it knew have to come back to the next one."""
         for state in self._states.values():
-            state.been_ready = False
-        for state in others:
-            state.stop(state.due_s)
-        names = " and ".join(filter(None, (", ".join(running[:-1]), *running[-1:])))
-        ends = [End(running)] if running else []
-        return [Tell(f"{what}; it is started again in {pause_s:g} s" + (f", and with it {names}" if running else "")), *ends]
+            if state.part.known:
+                state.ready_s = None
+
+    def _is_stuck(self, state: _State, now_s: float) -> bool:
+        """Whether the root, or a part that it once knew, has been silent for too long; of a part it counts only what the root has said since."""
+        root = self._states[self._root]
+        if state.heard_s is None or root.heard_s is None or root.ready_s is None:
+            return False
+        silent_s = now_s - root.heard_s if state is root else root.heard_s - max(state.heard_s, root.ready_s)
+        return silent_s >= self._stuck_s

@@ -5,14 +5,16 @@ worker's loop. Knows where the embedded models are; what a model is, the worker 
 """
 
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from dovetail.launch.binding import Binding, Place, bind
-from dovetail.launch.child import end_undisturbed, end_when_told, end_with
+from dovetail.launch.child import LET_GO, end_undisturbed, end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import writable_profile_path
@@ -20,7 +22,8 @@ from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
 from dovetail.launch.terminal import counted, note
 from dovetail.launch.topology import format_numbers
-from dovetail.protocol.errors import UserError
+from dovetail.launch.travels import leaves_the_machine, of_worker
+from dovetail.protocol.errors import CheckpointError, RequestError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import TargetSettings
 
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from dovetail.workers.loop import Worker
 
 Role = Literal["draft", "target"]
+
+RECONNECT_S = 300.0
+ANSWER_S = 1.0
+"""A coordinator that is looked for answers within so long, or is tried again."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -37,11 +44,29 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 @click.option("--connect", metavar="ADDRESS", required=True, help="The coordinator: ipc://PATH or tcp://HOST:PORT.")
 @click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
 @click.option("--memory-nodes", metavar="LIST", default="", help="Memory nodes to take memory from, with --cores.  [default: not bound]")
+@click.option(
+    "--reconnect-s",
+    type=click.FloatRange(min=0.0),
+    default=RECONNECT_S,
+    show_default=True,
+    help="How long to look for a coordinator that was lost; the model stays loaded meanwhile.",
+)
 @click.option("--name", help="Name of this worker in `dovetail status`.  [default: its role]")
+@click.option("--standby", is_flag=True, help="Get no sessions until `dovetail swap` puts this worker in place.")
 @click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends.")
 @settings_flags("target", "draft", "coordinator")
-def command(configuration: Configuration, role: Role, connect: str, cores: str | None, memory_nodes: str, name: str | None, parent: int | None) -> None:
-    """Run one draft or target worker by hand, on any machine, until its coordinator ends.
+def command(
+    configuration: Configuration,
+    role: Role,
+    connect: str,
+    cores: str | None,
+    memory_nodes: str,
+    reconnect_s: float,
+    name: str | None,
+    standby: bool,
+    parent: int | None,
+) -> None:
+    """Run one draft or target worker by hand, on any machine, until its coordinator lets it go.
 
     Without --cores a target is bound to its memory nodes (target.numa) if there are several or one is named; else nothing is bound, and it takes
     target.threads threads (auto: one less than there are cores); a draft on the CPU one, or where there are several nodes as many as one has cores.
@@ -51,6 +76,7 @@ def command(configuration: Configuration, role: Role, connect: str, cores: str |
     if parent is not None:
         end_with(parent)
     end_when_told()
+    show_stacks_when_asked()
     check = check_target if role == "target" else check_draft
     check(configuration.settings)
     place = place_of(role, configuration.settings.target, cores, memory_nodes)
@@ -58,7 +84,9 @@ def command(configuration: Configuration, role: Role, connect: str, cores: str |
     threads = thread_count(role, configuration.settings.target, place)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     say = note if parent is None else lambda _: None
-    _serve(configuration, role, connect, name or role, threads, str(binding), say)
+    let_go = _serve(configuration, role, connect, reconnect_s, name or role, threads, str(binding), say, standby=standby)
+    if let_go and parent is not None:
+        sys.exit(LET_GO)
 
 
 def place_of(role: Role, target: TargetSettings, cores: str | None, memory_nodes: str) -> Place | None:
@@ -84,18 +112,38 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
     return len(lay_out_here(numa=target.numa).target.cores if role == "target" else lay_out_here().draft.cores)
 
 
-def _serve(configuration: Configuration, role: Role, connect: str, name: str, threads: int, binding: str, say: Callable[[str], None]) -> None:
-    """Connect first: a wrong address or key is told at once, not after a model has been loaded."""
-    keys = configuration.settings.coordinator.keys
-    link = open_link(connect, keys=Path(keys) if keys else None, role=role)
+def _serve(
+    configuration: Configuration,
+    role: Role,
+    connect: str,
+    reconnect_s: float,
+    name: str,
+    threads: int,
+    binding: str,
+    say: Callable[[str], None],
+    *,
+    standby: bool,
+) -> bool:
+    """Whether the coordinator let the worker go. Connect first: a wrong address or key is told at once, not after a model has been loaded."""
+    settings = configuration.settings.coordinator
+    keys = Path(settings.keys) if settings.keys else None
+    link = open_link(connect, keys=keys, role=role)
     try:
-        from dovetail.workers.loop import serve  # torch comes in here, after the binding
+        from dovetail.workers.loop import Reconnecting, serve  # torch comes in here, after the binding
+        from dovetail.workers.progress import Watchdog
 
         worker = _opener(configuration, role)(name, threads)
         say(f"{role} worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
-        serve(link, worker, binding=binding)
+        if leaves_the_machine(connect):
+            say(of_worker(worker.hello(0), connect))
+        again = partial(open_link, connect, keys=keys, role=role, timeout_s=ANSWER_S)
+        reconnecting = Reconnecting(again, reconnect_s, lambda news: say(f"{role} worker {name}: {news}"))
+        watchdog = Watchdog(f"{role} worker {name}", settings.stuck_s)
+        watchdog.start()
+        let_go = serve(link, worker, binding=binding, standby=standby, reconnecting=reconnecting if reconnect_s else None, watchdog=watchdog)
         end_undisturbed()
-        say(f"{role} worker {name} ends: its coordinator let it go, or has gone")
+        say(f"{role} worker {name} ends: its coordinator {'let it go' if let_go else 'has gone'}")
+        return let_go
     finally:
         link.close()
 
@@ -106,6 +154,7 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     if role == "target":
         from dovetail.workers.target import open_target_worker
 
+        _check_text(target.model)
         return lambda name, threads: open_target_worker(target, name=name, threads=threads, profile=profile)
     draft = configuration.settings.draft
     if draft.kind == "none":
@@ -114,3 +163,15 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     from dovetail.workers.draft import open_draft_worker
 
     return lambda name, threads: open_draft_worker(draft, name=name, threads=threads, target=target.model, profile=profile)
+
+
+def _check_text(source: str) -> None:
+    """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse, before the weights are read."""
+    from dovetail.runtime.text import TextCodec
+    from dovetail.workers.models.checkpoint import find_folder, read_tokenizer
+
+    folder = find_folder(source)
+    try:
+        TextCodec(*read_tokenizer(folder))
+    except RequestError as error:
+        raise CheckpointError(f"{folder}: {error}") from None

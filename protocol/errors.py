@@ -34,10 +34,10 @@ class KeysError(UserError):
 
 
 class RequestError(UserError):
-    """A request that cannot be served; `code` says why in one word (see `messages.Failed`)."""
+    """A request that cannot be served; `code` says why in one word (see `messages.Failed`), and the text in one printable line, whoever wrote it."""
 
     def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
+        super().__init__(printable(text))
         self.code = code
 
 

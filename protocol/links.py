@@ -5,9 +5,10 @@ threads, for tests). What they promise: frames arrive whole, in the order of eac
 `PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer; a link
 whose coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
 
-Liveness is libzmq's own. A closed connection is seen at once; on ipc nothing else can happen to one, since the kernel closes it when the peer dies. On
-tcp the peer's machine or the way to it may vanish in silence, so heartbeats there find a peer that is stopped or cut off within about 2 s. On ipc a peer
-that is stopped stays connected and goes on when it is continued. Deadlines for the work of a peer, stuck or stopped, are its user's business.
+Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a process that dies. Heartbeats find a peer that is stopped
+(SIGSTOP), or that the way to is cut, within 1.2 to 1.7 s, on both ends; libzmq's I/O thread answers them, so that a process that computes for minutes, with
+the interpreter's lock or without, is never taken for one that is stopped. Over ipc there are none between the coordinator and its clients: a terminal's
+Ctrl-Z stops one, and its user expects it to go on. Deadlines for the work of a peer that is stuck are its user's business.
 """
 
 import fcntl
@@ -18,6 +19,7 @@ import struct
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,12 +37,16 @@ from dovetail.protocol.keys import PeerKey
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
 QUEUE_MESSAGES = 1000
 """Messages that wait for one peer before it counts as busy."""
-MAX_IPC_PATH_BYTES = 107
+WORKERS_SUFFIX = ".w"
+"""Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
+MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
 """sun_path of a Unix socket has 108 bytes and ends with a zero."""
 CONNECT_TIMEOUT_S = 10.0
 
-_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1500, zmq.HEARTBEAT_TTL: 1500}
+_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
 _HANDSHAKE_MS = 5000
+_FAREWELL_MS = 200
+"""So long, at most, a hub that closes waits until what it sent last has left: that it lets its workers go."""
 _CURVE_OVERHEAD_BYTES = 1024
 _SETTLE_S = 0.002
 _MAX_KNOWN_PEERS = 4096
@@ -48,7 +54,9 @@ _MAX_KNOWN_PEERS = 4096
 _READABLE = int(zmq.POLLIN)
 """As a number: a flag of an enumeration costs more to look at than the socket."""
 _GONE = zmq.EVENT_DISCONNECTED
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) reports with it a frame that was changed on the way, forgets over it to close the connection, and
+aborts the process at the next heartbeat."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -116,18 +124,21 @@ class Link(Protocol):
     def monitor_fileno(self) -> int:
         """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)` then until it returns None or raises."""
 
+    def check(self) -> None:
+        """`LinkClosed` if the coordinator has gone, though what it sent before may wait; takes nothing and never waits."""
+
     def close(self) -> None:
         """Close everything that was opened. A second call does nothing."""
 
 
-def open_hub(address: str, *, keys: Path | None = None) -> Hub:
-    """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any free one).
+def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False) -> Hub:
+    """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any free one). `own_folder`: nothing else is in PATH's folder.
 
     The I/O thread takes over the core binding of the calling thread. `KeysError` for tcp without keys; `UserError` if the address cannot be had.
     """
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
-        return ZmqHub(_IpcPlace(Path(place).absolute(), own=False) if place else _IpcPlace(_fresh_path(), own=True), None)
+        return ZmqHub(_IpcPlace(Path(place).absolute(), own=own_folder) if place else _IpcPlace(_fresh_path(), own=True), None)
     if scheme == "tcp" and place:
         return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
     raise _no_address(address)
@@ -171,7 +182,6 @@ class ZmqHub:
             _configure(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is not None:
-                _watch(self._socket)
                 self._demand_keys(keys)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED)
             self._address = place.bind(self._socket)
@@ -277,7 +287,7 @@ class ZmqHub:
             return
         if self._monitor is not None:
             self._monitor.close()
-        self._socket.close(0)
+        self._socket.close(_FAREWELL_MS)
         self._context.term()
         if self._judge is not None:
             self._judge.join()
@@ -289,6 +299,7 @@ class ZmqLink:
 
     def __init__(self, address: str, keys: Path | None, role: str, timeout_s: float) -> None:
         self._address = address
+        self._entrance = WORKERS_SUFFIX if keys is None and role != "client" else ""
         self._gone = ""
         self._key_name = ""
         self._context: Context = zmq.Context()
@@ -298,8 +309,9 @@ class ZmqLink:
             _configure(self._socket)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             if keys is not None:
-                _watch(self._socket)
                 self._show_key(keys, role)
+            if keys is not None or role != "client":
+                _watch(self._socket)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
@@ -320,7 +332,7 @@ class ZmqLink:
         """Wait for the handshake; a coordinator that is not there yet is tried again until the time is over."""
         assert self._monitor is not None
         try:
-            self._socket.connect(self._address)
+            self._socket.connect(self._address + self._entrance)
         except zmq.ZMQError as error:
             raise UserError(f"{self._address!r} is no address to connect to ({error.strerror}): write ipc://PATH or tcp://HOST:PORT") from None
         deadline = time.monotonic() + timeout_s
@@ -401,6 +413,10 @@ class ZmqLink:
         if self._monitor is not None and not self._gone and any(event != zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _value in self._monitor.take()):
             self._gone = f"the coordinator at {self._address} has gone"
 
+    def check(self) -> None:
+        self._notice()
+        self._check_open()
+
     def _check_open(self) -> None:
         if self._gone:
             raise LinkClosed(self._gone)
@@ -459,7 +475,7 @@ def _configure(socket: Socket) -> None:
 
 
 def _watch(socket: Socket) -> None:
-    """Find out when the other end of a tcp connection is lost in silence."""
+    """Find out when the other end of a connection is lost in silence; for the addresses that the socket binds or connects to from now on."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, milliseconds in _HEARTBEAT_MS.items():
         socket.setsockopt(option, milliseconds)
@@ -490,6 +506,7 @@ class _TcpPlace:
     def bind(self, socket: Socket) -> str:
         """Listen there; the address with its real port."""
         host, port = _host_and_port(self._address)
+        _watch(socket)
         socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
         try:
             socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
@@ -504,7 +521,7 @@ class _TcpPlace:
 
 
 class _IpcPlace:
-    """A path for a Unix socket, in a folder that only its owner can enter, held by a lock against a second launcher.
+    """A path for the Unix sockets of clients and workers, in a folder that only its owner can enter, held by a lock against a second launcher.
 
     Without the lock a second bind would silently take the path away from a living coordinator.
     """
@@ -513,6 +530,7 @@ class _IpcPlace:
         """`own`: nobody else knows the folder, so that whatever lies in it may go."""
         self._path = path
         self._own = own
+        self._workers_path = path.with_name(path.name + WORKERS_SUFFIX)
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock: int | None = None
         self._made: list[Path] = []
@@ -523,6 +541,8 @@ class _IpcPlace:
         try:
             self._lock = self._take_lock()
             socket.bind(f"ipc://{self._path}")
+            _watch(socket)
+            socket.bind(f"ipc://{self._workers_path}")
         except (zmq.ZMQError, OSError) as error:
             raise UserError(f"cannot listen at ipc://{self._path} ({error.strerror}): choose another path") from None
         return f"ipc://{self._path}"
@@ -555,9 +575,10 @@ class _IpcPlace:
         _check_private(folder)
 
     def close(self) -> None:
-        """Remove socket, lock, and the folders that were made for them where nothing else lies in them."""
+        """Remove sockets, lock, and the folders that were made for them where nothing else lies in them."""
         if self._lock is not None:
             self._path.unlink(missing_ok=True)
+            self._workers_path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock)
         if self._own:
@@ -763,6 +784,10 @@ class MemoryLink:
                 self._left.ring()
             return self._left.fileno()
 
+    def check(self) -> None:
+        with self._hub.changed:
+            self._check_open()
+
     def ring(self, *, left: bool = False) -> None:
         """Something has arrived, or the hub has `left`."""
         if (bell := self._left if left else self._arrived) is not None:
@@ -787,6 +812,7 @@ class _Bell:
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._event)
 
     def fileno(self) -> int:
         return self._event
@@ -799,5 +825,5 @@ class _Bell:
             os.eventfd_read(self._event)
 
     def close(self) -> None:
-        os.close(self._event)
+        self._close()
         self._event = -1

@@ -12,18 +12,22 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dovetail.protocol.arrays import Array
+from dovetail.protocol.arrays import ITEM_BYTES, Array
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 4)
+VERSION = (1, 5)
 
+MAX_STRIKES = 8
+"""Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
 MAX_SESSIONS = 64
 MAX_SPANS = 256
 MAX_CORES = 4096
+MAX_MOVES = 64
+"""Fingerprints that one reply may name."""
 MAX_CURVES = 16
 MAX_PASSES = 256
 MAX_PAIRS = 64
@@ -160,6 +164,11 @@ class Reads(Frozen):
         """Numbers of a row."""
         return self.width * max(1, len(self.taps))
 
+    @property
+    def row_bytes(self) -> int:
+        """What travels for each token."""
+        return self.row * ITEM_BYTES[self.dtype]
+
     @model_validator(mode="after")
     def _fits(self) -> "Reads":
         if self.row > MAX_ROW:
@@ -197,6 +206,8 @@ class Hello(Message):
     """Of a target T_V, of a draft t_D, over rows at some lengths of the cache, as its machine's profile file has them; none if it has not been calibrated."""
     inflation: Name = ""
     """Of a target: to what size its linears were inflated, as the setting says it; empty: they were not."""
+    standby: bool = False
+    """Of a worker: it gets no sessions until it is put in place, by a Swap."""
 
 
 class Welcome(Message):
@@ -226,6 +237,7 @@ class Failed(Message):
         "memory",
         "internal",
         "protocol",
+        "swap",
     ]
     text: Annotated[str, Field(max_length=4096)]
 
@@ -234,10 +246,14 @@ class Failed(Message):
 
 
 class Open(AboutSession):
-    """Start a session: prefill the prompt. To both workers; round 0."""
+    """Start a session: prefill the prompt. To both workers.
+
+    `round` is 0; where the session was begun elsewhere the prompt is its token log, and the round is the one that the next token ends. The next command is
+    about the round behind it, and what belongs to the opening carries this one.
+    """
 
     type: Literal["open"] = "open"
-    round: Literal[0] = 0
+    round: Count = 0
     key: Annotated[bytes, Field(min_length=16, max_length=16)]
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -253,30 +269,61 @@ class Open(AboutSession):
     base: Count | None = None
     """A session that was closed to be kept and whose log begins as the prompt does: this one takes its cache over, and it is no more."""
     kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are any, come from this position on."""
+    """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are any, come from this position on; a row of a draft that reads
+    them was made with the token behind it too, so that one is the base's as well."""
     logprobs: Top | None = None
     """To the target: each token that it commits comes with its TokenLogprobs, with so many alternatives. None: without."""
     scored: bool = False
     """To the target: it sends Scored of the prompt, with as many alternatives. Then there is no base."""
+    replied: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """The last so many tokens of the prompt, fewer than it has, are the reply's, which was begun elsewhere: what looks at the reply alone begins with them."""
+    features_from: Count | None = None
+    """To the target, where features are asked for: those of positions before this one are not. None: from `kept` on."""
+
+    @model_validator(mode="after")
+    def _replies_to_something(self) -> "Open":
+        if self.replied >= len(self.prompt):
+            raise ValueError(f"{self.replied} tokens of a prompt of {len(self.prompt)} are said to be the reply's")
+        return self
 
 
 class Prefilled(AboutSession):
-    """The target has read a part of the prompt, which the draft reads features of; the parts come in order, and all of them before Opened."""
+    """The target has read a part of the prompt, which the draft reads features of; the parts come in order, and all of them before Opened. Or a part of the
+    log, for a Refeed, whose round it carries; then all of them come before Refed."""
 
     ARRAYS = ("features",)
     type: Literal["prefilled"] = "prefilled"
-    round: Literal[0] = 0
+    round: Count = 0
     start: Count
     """Position of the first row."""
     features: Array
     """[n, row] in the type that was asked for."""
 
 
+class Refeed(AboutSession):
+    """Compute the features of committed tokens anew, for a draft that has joined later, and leave the session as it is: positions `start` to `prefix` - 2,
+    for the last committed token has no row yet. Verdicts from now on come with them too."""
+
+    type: Literal["refeed"] = "refeed"
+    start: Count
+    prefix: Count
+    """Committed length."""
+    features: Reads
+    """What the draft reads."""
+
+
+class Refed(AboutSession):
+    """All Prefilled of a Refeed have been sent."""
+
+    type: Literal["refed"] = "refed"
+    spans: SpanFields = ()
+
+
 class Scored(AboutSession):
     """What the target thinks of the tokens of the prompt, each after those before it; the parts come in order, and all of them before Opened."""
 
     type: Literal["scored"] = "scored"
-    round: Literal[0] = 0
+    round: Count = 0
     start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Position of the first of them; nothing is before the token at position 0."""
     logprobs: ScoredTokens
@@ -287,7 +334,7 @@ class Feed(AboutSession):
 
     ARRAYS = ("features",)
     type: Literal["feed"] = "feed"
-    round: Literal[0] = 0
+    round: Count = 0
     start: Count
     features: Array
 
@@ -296,7 +343,7 @@ class Fed(AboutSession):
     """The draft has read the features of a Feed."""
 
     type: Literal["fed"] = "fed"
-    round: Literal[0] = 0
+    round: Count = 0
     start: Count
     """Of the Feed."""
     spans: SpanFields = ()
@@ -306,7 +353,7 @@ class Opened(AboutSession):
     """The prompt is in the cache. `bonus` is the first token (target only), `margin` its distance to the runner-up."""
 
     type: Literal["opened"] = "opened"
-    round: Literal[0] = 0
+    round: Count = 0
     bonus: Token | None = None
     margin: float | None = None
     logprobs: TokenLogprobs | None = None
@@ -458,6 +505,12 @@ class Probed(Message):
     rss_bytes: Count
 
 
+class Engage(Message):
+    """To a worker that introduced itself on standby: it is in place, and is so when it introduces itself anew."""
+
+    type: Literal["engage"] = "engage"
+
+
 class Drain(Message):
     """No more work will come: end."""
 
@@ -524,6 +577,29 @@ class Stop(Message):
     type: Literal["stop"] = "stop"
 
 
+class Swap(Message):
+    """A client asks for a worker on standby to be tried and put in place, and for another one to be let go, whose sessions move over where they can.
+
+    The workers are named by their epochs. Answered by Progressed*, and Swapped or Failed.
+    """
+
+    type: Literal["swap"] = "swap"
+    request: Count
+    newcomer: Count
+    old: Count | None = None
+    """The worker in whose place it comes; None: it comes beside those that are there."""
+
+
+class Dismiss(Message):
+    """A client asks for a worker, named by its epoch, to be let go: answered by Progressed*, and Dismissed or Failed."""
+
+    type: Literal["dismiss"] = "dismiss"
+    request: Count
+    worker: Count
+    last: bool = False
+    """True: also where there is no other target, so that requests are refused from then on."""
+
+
 class Emitted(Message):
     """Tokens that were committed for a request, and the text that they complete: not more of it than will stay, so without the beginning of a stop string."""
 
@@ -545,6 +621,36 @@ class PromptScored(Message):
     start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Position of the first of them."""
     logprobs: ScoredTokens
+
+
+class Progressed(Message):
+    """How far a Swap or Dismiss has come, in words."""
+
+    type: Literal["progressed"] = "progressed"
+    request: Count
+    text: Name
+
+
+class Swapped(Message):
+    """The newcomer is in place, and the other one has been let go."""
+
+    type: Literal["swapped"] = "swapped"
+    request: Count
+    moved: Count
+    """Sessions that went over; `stayed`: that ended where they were."""
+    stayed: Count
+    longest_pause_s: float
+    """The longest that any client of a session waited for its next token meanwhile."""
+
+
+class Dismissed(Message):
+    """The worker has been let go. Its fields are those of Swapped."""
+
+    type: Literal["dismissed"] = "dismissed"
+    request: Count
+    moved: Count
+    stayed: Count
+    longest_pause_s: float
 
 
 class Described(Message):
@@ -638,6 +744,10 @@ class Result(Frozen):
     """What the cost model expected of these rounds before each began; None where it knows too little."""
     reused_tokens: Count = 0
     """Prompt tokens that the target had read in an earlier session, and did not read again."""
+    moves: Count = 0
+    """Times that the session went on on another target."""
+    fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
+    """Of the targets that served it, in order, where they were not all the same; `fingerprint` is the last one's."""
 
 
 class Finished(Message):
@@ -672,6 +782,19 @@ class WorkerState(Frozen):
     rss_mb: float
     stale: Count
     inflation: Name = ""
+    standby: bool = False
+    """It gets no sessions until it is put in place."""
+    leaving: bool = False
+    """It gets no more sessions, and is let go when the last one is done with."""
+    stuck: bool = False
+    """It owes an answer for too long."""
+    sent_bytes: Count = 0
+    """To it, since it registered; `received_bytes`: from it."""
+    received_bytes: Count = 0
+    bytes_per_round: float | None = None
+    """Of a round's order and its answer, both ways, lately; None: it has had none."""
+    feature_bytes: Count = 0
+    """Of a draft: what it is sent of its target's hidden states for each token; 0: none."""
 
 
 class PairState(Frozen):
@@ -716,6 +839,10 @@ class Totals(Frozen):
     """How requests ended."""
     opening: Count = 0
     """Sessions whose prompt has not been read yet."""
+    waiting: Count = 0
+    """Sessions whose target was lost, and that wait for another."""
+    moves: Count = 0
+    """Times that a session went on on another target."""
     kept: Count = 0
     """Sessions that have ended and whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -748,7 +875,7 @@ class Reported(Message):
     totals: Totals = Totals()
 
 
-Command = Welcome | Open | Feed | Draft | Verify | Close | Probe | Drain | Failed
-Event = Hello | Prefilled | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
-Request = Hello | Submit | Cancel | Status | Describe | Stop
-Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Failed
+Command = Welcome | Open | Feed | Refeed | Draft | Verify | Close | Probe | Engage | Drain | Failed
+Event = Hello | Prefilled | Refed | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
+Request = Hello | Submit | Cancel | Status | Describe | Swap | Dismiss | Stop
+Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Progressed | Swapped | Dismissed | Failed

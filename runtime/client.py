@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from dovetail.protocol.codec import REPLY, encode
@@ -18,11 +18,14 @@ from dovetail.protocol.messages import (
     Cancel,
     Describe,
     Described,
+    Dismiss,
+    Dismissed,
     Emitted,
     Failed,
     Finished,
     Hello,
     Message,
+    Progressed,
     PromptScored,
     Recorded,
     Reply,
@@ -30,6 +33,8 @@ from dovetail.protocol.messages import (
     Status,
     Stop,
     Submit,
+    Swap,
+    Swapped,
     Welcome,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -129,6 +134,31 @@ class Client:
         """The target that a request would be decoded with; `RequestError` if there is none. Not while a completion streams, as with `status`."""
         self._send(Describe(epoch=self.epoch))
         return self._wait_for(Described, timeout_s)
+
+    def swap(self, newcomer: int, old: int | None) -> int:
+        """Ask for a worker on standby to be put in place, of another or beside those that are there; both are named by their epochs. The request's number."""
+        self._requests += 1
+        self._send(Swap(epoch=self.epoch, request=self._requests, newcomer=newcomer, old=old))
+        return self._requests
+
+    def dismiss(self, worker: int, *, last: bool = False) -> int:
+        """Ask for a worker to be let go, named by its epoch; `last`: also the last target. The request's number."""
+        self._requests += 1
+        self._send(Dismiss(epoch=self.epoch, request=self._requests, worker=worker, last=last))
+        return self._requests
+
+    def changed(self, request: int, say: Callable[[str], None] = lambda _: None) -> Swapped | Dismissed:
+        """Wait until a change of workers is over; `RequestError` if it failed. `say` hears how far it has come."""
+        while True:
+            reply = self.receive(None)
+            if isinstance(reply, Progressed) and reply.request == request:
+                say(reply.text)
+            elif isinstance(reply, Swapped | Dismissed) and reply.request == request:
+                return reply
+            elif isinstance(reply, Failed) and reply.session in (request, None):
+                raise RequestError(reply.code, reply.text)
+            elif reply is None:
+                raise LinkClosed("the coordinator says nothing of a change of workers")
 
     def replies(self, timeout_s: float | None = None) -> Iterator[Reply]:
         """Replies as they come; ends when none came within the timeout."""

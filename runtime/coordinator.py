@@ -2,8 +2,9 @@
 
 A message arrives, is decoded, becomes an event of a session, and the actions that follow are carried out before the next is looked at: first what a worker
 waits for, then what a client reads. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let in),
-`kept.py` (what of an ended session a new one goes on from) - and nothing here touches a tensor or a model file. A peer that breaks the protocol is counted
-and refused; no message can raise out of `pump`. Time, and what is done elsewhere or later, are handed in: `loop.py` runs it for real.
+`kept.py` (what of an ended session a new one goes on from), `placement.py` (which workers serve a session), `moving.py` (how it gets others) - and
+nothing here touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message can raise out of `pump`. Workers that turn
+out to be gone while something is handled are parted with behind it. Time, and what is done elsewhere or later, are handed in: `loop.py` runs it for real.
 """
 
 import itertools
@@ -12,7 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal
 
@@ -23,11 +24,14 @@ from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     MAX_DECISIONS,
     MAX_PAIRS,
+    MAX_STRIKES,
     Cancel,
     Close,
     Closed,
     Describe,
     Described,
+    Dismiss,
+    Draft,
     Drafted,
     Drain,
     Emitted,
@@ -45,11 +49,13 @@ from dovetail.protocol.messages import (
     Probed,
     PromptScored,
     Recorded,
+    Refed,
     Reported,
     Scored,
     Status,
     Stop,
     Submit,
+    Swap,
     Totals,
     Verified,
     VerifiedItem,
@@ -58,27 +64,30 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.messages import Request as ClientRequest
-from dovetail.runtime.costs import PairCosts
-from dovetail.runtime.kept import bases
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.changes import Changes
 from dovetail.runtime.live import MAX_TRACE_SPANS, Live
-from dovetail.runtime.metrics import Accounts, RoundTimes, Tally, extent_ns
-from dovetail.runtime.pilot import Pair, Pilot, Plan, Round, share_device
+from dovetail.runtime.metrics import RoundTimes, Tally, extent_ns
+from dovetail.runtime.moving import Moving
+from dovetail.runtime.pilot import Plan, Round
+from dovetail.runtime.placement import Placement
 from dovetail.runtime.policies import cut
+from dovetail.runtime.recording import Recorder
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
 from dovetail.runtime.scheduler import Owed
-from dovetail.runtime.session import MAX_HELD_BYTES, Action, Ask, Emit, Finish, Note, Request, Score, Session, State
+from dovetail.runtime.session import MAX_HELD_BYTES, Action, Ask, Emit, Finish, Note, Request, Score, State
 
 log = logging.getLogger("dovetail.coordinator")
 
-MAX_STRIKES = 8
 MAX_STRUCK_PEERS = 4096
 MAX_BACKLOG = 16384
+MAX_READING = 1024
+"""Prompts of a client that wait to be read: each is held in memory until it has been."""
 MAX_REASONS = 64
 MAX_WORDS = 512
 """Characters of a reason or a decision; the names in it are a worker's own."""
-STUCK_NS = 10 * 10**9
-"""A draft that has been waited for so long is done without."""
+DEFAULTS = CoordinatorSettings()
 
 Defer = Callable[[Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None]
 """Does a piece of work that takes long, elsewhere, and hands its outcome back."""
@@ -99,26 +108,34 @@ def _now(_seconds: float, action: Callable[[], None]) -> None:
 class Coordinator:
     """Everything but the loop: `pump` handles what has arrived, `tick` what is due."""
 
-    def __init__(self, hub: Hub, *, clock_ns: Callable[[], int] = time.monotonic_ns, defer: Defer = _at_once, later: Later = _now, reuse: bool = True) -> None:
-        """`reuse`: sessions go on from what the workers still hold of those that have ended."""
-        self._reuse = reuse
+    def __init__(
+        self,
+        hub: Hub,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        defer: Defer = _at_once,
+        later: Later = _now,
+        settings: CoordinatorSettings = DEFAULTS,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._hub, self._now, self._defer, self._later = hub, clock_ns, defer, later
         self.epoch = secrets.randbits(62)
         self.registry = Registry(self.epoch)
+        self._reuse, self._recorder = settings.reuse, recorder
+        self._placement = Placement(self.registry, self.epoch, reuse=settings.reuse, say=self._decide)
         self.ending = False
         self._live: dict[int, Live] = {}
-        self._sessions = 0
         self._strikes: dict[bytes, int] = {}
         self._began_ns = clock_ns()
         self._tally = Tally()
         self._stale = self._refused = 0
         self._rounds = self._round_tokens = 0
         self._lost_draft = False
-        self._pairs: dict[tuple[bytes, bytes], Pair] = {}
-        """By the addresses of draft and target."""
-        self._alone: dict[bytes, PairCosts] = {}
-        """What rounds of a target alone cost, by its address."""
+        self._gone: deque[tuple[Worker, str]] = deque()
+        """Workers that are no longer registered and whose sessions have not been seen to, each with what became of it."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
+        self._moving = Moving(self, self.registry, self._placement, settings)
+        self._changes = Changes(self, self.registry, self._placement)
 
     # -- what arrives ---------------------------------------------------------------------------------------------------------------------------
 
@@ -127,6 +144,8 @@ class Coordinator:
         while (arrived := self._hub.receive()) is not None:
             peer, frames = arrived
             self._receive(peer, frames, self._now())
+        if self._recorder is not None:
+            self._recorder.settle()
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; whatever goes wrong with it concerns the sessions that it is about, and nobody else."""
@@ -135,7 +154,10 @@ class Coordinator:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
             self._strike(peer, error)
+            self._part()
             return
+        if self._recorder is not None and (known := worker or client) is not None:
+            self._recorder.received(known, message, frames)
         try:
             if worker is not None:
                 self._event(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
@@ -148,6 +170,9 @@ class Coordinator:
         except Exception as error:
             log.exception("a message %r of peer %s could not be handled", message.type, peer.hex()[:12])
             self._contain(message, client, error)
+        if self._changes.under_way:
+            self._changes.step(now_ns)
+        self._part()
 
     def _contain(self, message: Event | ClientRequest, client: ClientPeer | None, error: Exception) -> None:
         """Our own fault: end the sessions that the message is about, so that nobody waits for them."""
@@ -159,17 +184,22 @@ class Coordinator:
                 self._fail(live, RequestError("internal", f"the coordinator failed: {type(error).__name__}: {str(error)[:300]}"))
 
     def _strike(self, peer: bytes, error: ProtocolError) -> None:
-        """Count a message that breaks the protocol; a peer that goes on is no longer listened to."""
+        """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
+
+        Nor is a worker that owes an answer: this may have been it, and its session would wait for it in vain.
+        """
         self._refused += 1
         if len(self._strikes) > MAX_STRUCK_PEERS:
             self._strikes.clear()
+        worker = self.registry.workers.get(peer)
         strikes = self._strikes[peer] = self._strikes.get(peer, 0) + 1
         if strikes == 1:
             log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
-        if strikes == MAX_STRIKES:
-            log.warning("peer %s broke the protocol %d times and is no longer listened to", peer.hex()[:12], strikes)
+        if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
+            log.warning("peer %s broke the protocol and is no longer listened to (%d)", peer.hex()[:12], strikes)
+            self._strikes[peer] = max(strikes, MAX_STRIKES)
             self._send(peer, Failed(epoch=self.epoch, code="protocol", text=f"{strikes} messages broke the protocol: {str(error)[:200]}"))
-            if (worker := self.registry.workers.get(peer)) is not None:
+            if worker is not None:
                 self._worker_lost(worker, "broke the protocol")
             if (client := self.registry.clients.get(peer)) is not None:
                 self._client_lost(client)
@@ -202,9 +232,15 @@ class Coordinator:
                     self._worker_lost(misfit, "does not fit the target")
             for warning in self.registry.warnings(admitted):
                 log.warning("%s", warning)
-            self._lost_draft &= not admitted.plays("draft")
             admitted.turns.cut = partial(self._cut, admitted)
             self._probe(admitted)
+            if admitted.serves:
+                self.joined(admitted)
+
+    def joined(self, worker: Worker) -> None:
+        """A worker is there for sessions from now on."""
+        self._lost_draft &= not worker.plays("draft")
+        self._moving.resettle()
 
     def _refuse(self, peer: bytes, refusal: RequestError) -> None:
         self._refused += 1
@@ -216,6 +252,13 @@ class Coordinator:
     def _event(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event of another incarnation of {worker.name}")
+        worker.traffic.received_bytes += size
+        try:
+            self._take(worker, event, now_ns, size)
+        finally:
+            self._dispatch(worker)
+
+    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         match event:
             case Drafted():
                 self._drafted(worker, event, now_ns, size)
@@ -229,6 +272,8 @@ class Coordinator:
                 self._scored(worker, event, size)
             case Fed():
                 self._fed(worker, event, now_ns, size)
+            case Refed():
+                self._refed(worker, event, size)
             case Probed():
                 self._probed(worker, event, now_ns)
             case Failed():
@@ -237,7 +282,6 @@ class Coordinator:
                 pass
             case Hello():
                 raise StaleError(f"{worker.name} said Hello again")
-        self._dispatch(worker)
 
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
@@ -249,7 +293,13 @@ class Coordinator:
             self._fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
             return
         live.answered(worker, now_ns, size, event.spans)
-        self._believe(live, lambda: live.session.opened(event, now_ns))
+        live.losses = 0
+        if not live.session.round:
+            live.target_read(now_ns)
+        if live.draft is not None and not live.session.complete:
+            self._go_on_alone(live, worker, "fewer features than were asked for")
+        times = live.round_ended() if live.session.round else None
+        self._believe(live, lambda: live.session.opened(event, now_ns, times))
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
         """Features of a part of a prompt; the answer to Open is still owed."""
@@ -286,8 +336,17 @@ class Coordinator:
         live.passed_on(size)
         live.draft_read(now_ns)
 
+    def _refed(self, worker: Worker, event: Refed, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
+        live.keep(worker, event.spans)
+        live.passed_on(size)
+        self._perform(live, self._sensible(live, worker, lambda: live.session.refed(event)))
+
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
+        if not live.session.wants_proposal(event.round):
+            raise StaleError(f"session {event.session} has done without the proposal of round {event.round}")
+        worker.traffic.answered(size, 1)
         live.answered(worker, now_ns, size, event.spans)
         self._perform(live, self._sensible(live, worker, lambda: live.session.drafted(event)))
 
@@ -302,13 +361,13 @@ class Coordinator:
             return []
 
     def _go_on_alone(self, live: Live, worker: Worker, why: object) -> None:
-        log.warning("%s sent what cannot be (%s): session %d goes on without a draft", worker.name, why, live.session.number)
+        log.warning("%s sent what cannot be (%s): session %d goes on without its draft", worker.name, why, live.session.number)
         self._refused += 1
-        self._drop_draft(live)
+        self._moving.drop_draft(live, shun=True)
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle every verdict of a pass; those that are stale are dropped one by one."""
-        self._passed(worker, event)
+        self._passed(worker, event, size)
         for item, features in zip(event.items, _shares(event), strict=True):
             try:
                 live = self._answer(worker, item.session, Owed(Verified, item.round), "target")
@@ -324,11 +383,12 @@ class Coordinator:
                 self._refused += 1
                 self._fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
 
-    def _passed(self, worker: Worker, event: Verified) -> None:
+    def _passed(self, worker: Worker, event: Verified, size: int) -> None:
         """Remember what the pass took that these are the first verdicts of."""
         if worker.passing is not None and any(item.session in worker.turns.owed for item in event.items):
             rows, context = worker.passing
             worker.passing = None
+            worker.traffic.answered(size, len(event.items))
             worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
 
     def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
@@ -342,7 +402,7 @@ class Coordinator:
         """A draft that has not been asked for long would have too much to catch up with."""
         if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
             self._decide(f"session {live.session.number} gives its draft up: {live.session.held_bytes >> 20} MiB of features wait for it")
-            self._drop_draft(live)
+            self._moving.drop_draft(live, shun=True)
 
     def _decide(self, words: str) -> None:
         """Tell and keep a change of how is speculated."""
@@ -355,14 +415,15 @@ class Coordinator:
         meant = [live.target if role == "target" else live.draft for role in roles] if live else []
         if live and worker in (live.target, live.draft) and worker not in meant:
             raise StaleError(f"{worker.name} spoke out of its role")
-        owed = worker.turns.answered(session, answer)
-        worker.stuck &= not owed
-        if not owed or live is None or worker not in meant:
+        worker.stuck &= worker.turns.owed.get(session) != answer
+        wanted = worker.turns.answered(session, answer)
+        if not wanted or live is None or worker not in meant:
             raise StaleError(f"nobody waits for round {answer.round} of session {session} from {worker.name}")
         return live
 
     def _worker_failed(self, worker: Worker, event: Failed) -> None:
-        """A worker could not do what was asked: a draft is done without, a target's word ends the request."""
+        """A worker could not do what was asked: a draft is done without, a target that does not have the session is to read it anew, and any other word of a
+        target's ends the request."""
         if event.session is None:
             log.error("%s: %s", worker.name, event.text)
             return
@@ -370,16 +431,20 @@ class Coordinator:
         owed = worker.turns.owed.get(event.session)
         if owed is None or event.round not in (None, owed.round):
             raise StaleError(f"{worker.name} failed in something that was not asked of it")
-        worker.turns.answered(event.session, owed)
-        if live is None:
+        if not worker.turns.answered(event.session, owed) or live is None:
             return
         log.warning("%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code)
         if owed.type is Opened and self._open_anew(live, worker, event):
             return
-        if worker is live.draft and worker is not live.target:
-            self._drop_draft(live)
+        if self._changes.failed(live, worker, event.text):
+            return
+        if (worker is live.draft and worker is not live.target) or owed.type is Refed:
+            self._moving.drop_draft(live, shun=True)
         elif worker is live.target and event.code == "protocol" and live.session.doubtful:
             self._verify_without_tree(live, event.text)
+        elif worker is live.target and event.code in ("session", "prefix") and owed.type is Verified:
+            self._moving.lose_target(live, "does not have its session any more")
+            self._moving.resettle()
         elif worker is live.target:
             self._fail(live, RequestError(event.code, event.text))
 
@@ -389,7 +454,8 @@ class Coordinator:
         if (base := live.session.base(role)) is None:
             return False
         self._send_to_worker(worker, Close(epoch=self.epoch, session=base.session))
-        if event.code != "prefix" or live.session.state is not State.OPENING or (role == "draft" and live.session.reads is not None):
+        ordered = live.session.state is not State.OPENING and not live.joining
+        if event.code != "prefix" or ordered or (role == "draft" and live.session.brief is not None and live.session.brief.reads is not None):
             return False
         if role == "target":
             live.interrupted(self._now())
@@ -427,6 +493,8 @@ class Coordinator:
                 self._tell(client, self.report())
             case Describe():
                 self._tell(client, self._describe())
+            case Swap() | Dismiss():
+                self._change(client, request, now_ns)
             case Stop() if self._hub.user(client.peer) is None:
                 self.ending = True
             case Stop():
@@ -435,9 +503,21 @@ class Coordinator:
             case Hello():
                 raise StaleError("a client said Hello again")
 
+    def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
+        """Have a worker come or go, if that is possible."""
+        try:
+            if self.ending:
+                raise RequestError("swap", "the coordinator is ending")
+            if isinstance(request, Swap):
+                self._changes.swap(client, request, now_ns)
+            else:
+                self._changes.dismiss(client, request, now_ns)
+        except RequestError as refusal:
+            self._tell(client, _refusal(self.epoch, refusal, request.request))
+
     def _target(self) -> Worker | RequestError:
         """The target that a request would be decoded with."""
-        target = self.registry.pick("target")
+        target = self._placement.target() or self.registry.pick("target")
         if self.ending or target is None:
             text = "the coordinator is ending" if self.ending else "no target worker is registered: start one with `dovetail worker --role target`"
             return RequestError("no_target", text)
@@ -463,6 +543,9 @@ class Coordinator:
         target = self._target()
         if isinstance(target, RequestError):
             self._turn_down(client, submit, target)
+        elif len(client.reading) >= MAX_READING:
+            text = f"the prompts of {MAX_READING} requests of this client are being read, as many as may be: try again when some have been"
+            self._turn_down(client, submit, RequestError("capacity", text))
         elif submit.request in client.sessions or submit.request in client.reading:
             self._turn_down(client, submit, RequestError("protocol", f"request {submit.request} runs already"))
         else:
@@ -474,69 +557,35 @@ class Coordinator:
         if self.registry.clients.get(client.peer) is not client:
             return
         wanted = client.reading.pop(submit.request)
-        if isinstance(request, Request):
-            request = self._room(target, request)
-        if isinstance(request, RequestError):
-            self._turn_down(client, submit, request)
+        settled = request if isinstance(request, RequestError) else self._placement.settle(target, request)
+        if isinstance(request, RequestError) or isinstance(settled, RequestError):
+            assert isinstance(settled, RequestError)
+            self._turn_down(client, submit, settled)
             return
-        live = self._place(client, submit, target, request, now_ns)
-        live.session.plan = partial(self._plan, live)
+        live = self._placement.house(client, submit, settled, request, self._tally, now_ns)
+        live.session.plan, live.session.seek = partial(self._plan, live), partial(self._moving.seek, live)
+        if self._recorder is not None:
+            self._recorder.begin(live)
         self._live[live.session.number] = live
         client.sessions[submit.request] = live.session.number
-        for worker in filter(None, {id(w): w for w in (live.target, live.draft)}.values()):
+        for worker in live.workers:
             worker.sessions += 1
         self._perform(live, live.session.begin())
+        if settled.peer not in self.registry.workers:
+            self._moving.lose_target(live, "has gone")
         if not wanted:
             self._cancel(live)
-
-    def _room(self, target: Worker, request: Request) -> Request | RequestError:
-        if target.peer not in self.registry.workers:
-            return RequestError("worker_lost", f"the target worker {target.name} has gone: start another and ask again")
-        if target.sessions >= target.limits.sessions:
-            text = f"the target worker {target.name} holds {target.sessions} sessions, its limit: try again when one has ended"
-            return RequestError("capacity", text)
-        return request
-
-    def _place(self, client: ClientPeer, submit: Submit, target: Worker, request: Request, now_ns: int) -> Live:
-        """A session for a request, on its target and on the draft worker that has most room."""
-        draft = self.registry.pick("draft") if submit.speculate and submit.tree.gamma and submit.max_tokens else None
-        if draft is not None and draft.sessions >= draft.limits.sessions:
-            draft = None
-        reads = draft.hello.reads if draft is not None else None
-        target_base = draft_base = None
-        if self._reuse and request.may_reuse and draft is not target:
-            target_base, draft_base = bases(request.packed, target.shelf, draft.shelf if draft else None, reads=reads is not None)
-        self._sessions += 1
-        session = Session(
-            number=self._sessions,
-            epoch=self.epoch,
-            request=request,
-            detokenizer=target.text.detokenizer(),
-            speculating=draft is not None,
-            accounts=Accounts(now_ns, self._tally),
-            reads=reads,
-            target_base=target_base,
-            draft_base=draft_base,
-        )
-        pair = self._pair(draft, target) if draft is not None else None
-        costs = pair.costs if pair is not None else self._alone.setdefault(target.peer, PairCosts(target.verifying))
-        greedy = request.sampling.temperature == 0.0
-        pilot = Pilot(self._sessions, tree=request.tree, pair=pair, costs=costs, greedy=greedy, ahead=submit.ahead, say=self._decide)
-        return Live(session, client, submit.request, target, draft, now_ns, submit.trace, pilot)
-
-    def _pair(self, draft: Worker, target: Worker) -> Pair:
-        """What these two have learned together."""
-        key = (draft.peer, target.peer)
-        if key not in self._pairs:
-            costs = PairCosts(target.verifying, draft.drafting)
-            self._pairs[key] = Pair(draft.name, target.name, costs, shared=share_device(draft.hello, target.hello))
-        return self._pairs[key]
+        self._part()
 
     def _plan(self, live: Live) -> Plan | None:
         """How to draft for a session's next round."""
         if live.draft is None:
             return None
-        return live.pilot.plan(live.session.length, ready=not live.draft.turns.busy_with(live.session.number))
+        session, pilot = live.session, live.pilot
+        ready = not live.draft.turns.busy_with(session.number)
+        live.joining &= not ready
+        worth_waiting = session.round == 1 and pilot.awaits_draft(session.length, session.new_tokens)
+        return pilot.plan(session.length, ready=ready or worth_waiting, patient=not live.joining)
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
         self._tally.ended["error"] += 1
@@ -584,7 +633,7 @@ class Coordinator:
         """End a session on a worker, which keeps what it has of it if it can; then others may have to go."""
         idle = not worker.turns.busy_with(live.session.number)
         gone = None
-        if command.keep and self._reuse and worker.limits.kept and live.draft is not live.target:
+        if command.keep and self._reuse and worker.limits.kept and live.draft is not live.target and not live.trial:
             gone = worker.shelf.add(live.session.kept(role, idle=idle))
         for session in gone or ():
             self._send_to_worker(worker, Close(epoch=self.epoch, session=session))
@@ -598,22 +647,26 @@ class Coordinator:
         self._send_to_worker(worker, command)
 
     def _dispatch(self, worker: Worker) -> None:
-        """Send a worker its next command, if it is free and one waits."""
-        turn = worker.turns.next()
+        """Send a worker its next command, if it is there and free and one waits."""
+        turn = worker.turns.next() if worker.peer in self.registry.workers else None
         if turn is None:
             return
         message, sessions = turn
         size = self._send_to_worker(worker, message)
+        if worker.peer not in self.registry.workers:
+            return
         now_ns = self._now()
         if isinstance(message, Open) and message.base is not None:
             worker.shelf.taken(message.base)
+        if isinstance(message, Draft | Verify):
+            worker.traffic.ordered(size)
         if isinstance(message, Verify):
             self._passing(worker, message)
         for number in sessions:
             live = self._live.get(number)
             if live is not None and isinstance(message, Feed):
                 live.passed_on(size)
-            elif live is not None and live.awaited() is worker and _awaits(live.session, message):
+            elif live is not None and live.awaits(worker, message):
                 live.left(now_ns, size // len(sessions))
 
     def _cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
@@ -629,8 +682,8 @@ class Coordinator:
             return counts
         offers = [lives[place].session.scores for place in choosing]
         seconds = worker.verifying.table(len(items) + sum(counts), context).__getitem__
-        fixed = sum(1 + count for place, count in enumerate(counts) if place not in choosing)
-        for place, kept in zip(choosing, cut(offers, rate=rate, seconds=seconds, fixed=fixed), strict=True):
+        fixed, most = sum(1 + count for place, count in enumerate(counts) if place not in choosing), worker.verifying.most_rows
+        for place, kept in zip(choosing, cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=most), strict=True):
             counts[place] = kept
         return counts
 
@@ -645,25 +698,29 @@ class Coordinator:
                 live.pilot.sends(item.prefix, live.session.scores, rows)
 
     def _emit(self, live: Live, emit: Emit) -> None:
+        if live.told_ns is not None and not live.trial:
+            self._changes.paused(live.mark_ns - live.told_ns)
+        live.told_ns = live.mark_ns
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._tell(live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=drafted, text=emit.text, logprobs=emit.logprobs))
 
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
         live.session.accounts.add("coordinator", now_ns - live.mark_ns)
-        result = live.session.result(now_ns, str(live.target.hello.fingerprint), finish.reason)
+        result = live.session.result(now_ns, finish.reason)
         controls = min(live.pilot.controls, result.plain_rounds)  # the last one may have been cut short
         result = result.model_copy(update={"predicted_tokens_per_s": live.pilot.predicted_tokens_per_s, "control_rounds": controls})
-        self._tally.ended[finish.reason] += 1
-        self._rounds += result.rounds
-        self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
+        if not live.trial:
+            self._tally.ended[finish.reason] += 1
+            self._rounds += result.rounds
+            self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
         spans = tuple(live.spans[:MAX_TRACE_SPANS])
         self._tell(live.client, Finished(epoch=self.epoch, request=live.request, result=result, margins=tuple(live.session.margins), spans=spans))
         self._forget(live)
 
     def _fail(self, live: Live, error: RequestError) -> None:
         """End a request with an error; both workers forget it."""
-        self._tally.ended["error"] += 1
+        self._tally.ended["error"] += not live.trial
         self._tell(live.client, _refusal(self.epoch, error, live.request))
         self._forget(live)
         self._ask_all(live, live.session.abandon())
@@ -672,46 +729,46 @@ class Coordinator:
         if self._live.pop(live.session.number, None) is None:
             return
         live.client.sessions.pop(live.request, None)
-        for worker in {id(w): w for w in (live.target, live.draft) if w is not None}.values():
+        for worker in live.workers:
             worker.sessions -= 1
 
     def _cancel(self, live: Live) -> None:
         live.interrupted(self._now())
         self._perform(live, live.session.cancel())
 
-    def _drop_draft(self, live: Live) -> None:
-        """Go on with the target alone."""
-        draft, live.draft = live.draft, None
-        live.pilot.leave()
-        if draft is not None and draft is not live.target:
-            draft.sessions -= 1
-            if draft.peer in self.registry.workers:
-                self._forget_on(draft, Close(epoch=self.epoch, session=live.session.number))
-        if live.session.state is State.DRAFTING and (live.sent or live.queued):
-            live.interrupted(self._now())
-        self._perform(live, live.session.draft_lost())
-
     # -- peers that go --------------------------------------------------------------------------------------------------------------------------
 
     def _worker_lost(self, worker: Worker, why: str = "has gone") -> None:
+        """It is spoken to no more; its sessions are seen to when what is being handled has been."""
         if self.registry.workers.pop(worker.peer, None) is None:
             return
         level = logging.INFO if self.ending else logging.WARNING
-        log.log(level, "%s worker %s (pid %d on %s) %s", "/".join(worker.hello.roles), worker.name, worker.hello.pid, worker.hello.host, why)
+        log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
         self._lost_draft |= worker.plays("draft")
-        self._alone.pop(worker.peer, None)
-        self._pairs = {peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers}
-        for live in list(self._live.values()):
-            if live.target is worker:
-                where = f"(pid {worker.hello.pid} on {worker.hello.host})"
-                text = f"the target worker {worker.name} {where} {why} after {len(live.session.tokens)} tokens: start another and ask again"
-                self._fail(live, RequestError("worker_lost", text))
-            elif live.draft is worker:
-                self._drop_draft(live)
+        self._placement.forget(worker)
+        self._gone.append((worker, why))
+
+    def _part(self) -> None:
+        """Have the sessions of workers that have gone do without them."""
+        while self._gone:
+            worker, why = self._gone.popleft()
+            self._moving.part_with(worker, why)
+            self._changes.lost(worker, why)
+            self._moving.resettle()
+
+    def _let_revoked_go(self) -> None:
+        """What a peer says whose key was revoked, or may no longer play its role, does not arrive any more: nobody is to wait for it."""
+        for worker in list(self.registry.workers.values()):
+            if (key := self._hub.user(worker.peer)) is not None and not set(worker.hello.roles) <= set(key.roles):
+                self._worker_lost(worker, "lost its key")
+        for client in list(self.registry.clients.values()):
+            if (key := self._hub.user(client.peer)) is not None and "client" not in key.roles:
+                self._client_lost(client)
 
     def _client_lost(self, client: ClientPeer) -> None:
         """Nobody reads what this client asked for: free its sessions."""
         self.registry.clients.pop(client.peer, None)
+        self._changes.client_lost(client)
         for number in list(client.sessions.values()):
             if (live := self._live.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
@@ -719,23 +776,19 @@ class Coordinator:
                 self._ask_all(live, live.session.abandon())
 
     def tick(self) -> None:
-        """What is due: probes to workers that have answered the last one, drafts that are too late, replies that clients have not taken."""
+        """What is due: probes to workers that have answered the last one, drafts that are too late, sessions that have waited, replies that clients have not
+        taken."""
+        self._let_revoked_go()
         for worker in list(self.registry.workers.values()):
             if not worker.awaiting_probe:
                 self._probe(worker)
-        now_ns = self._now()
-        for live in list(self._live.values()):
-            if live.session.state is State.DRAFTING and now_ns - live.mark_ns > STUCK_NS:
-                self._draft_stuck(live)
+        self._changes.step(self._now())
+        self._moving.tick()
+        self._part()
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             self._flush(client)
-
-    def _draft_stuck(self, live: Live) -> None:
-        """Nobody has to wait for a draft: go on without it."""
-        if live.draft is not None and live.sent:
-            live.draft.stuck = True
-            log.warning("draft worker %s has not answered for %.0f s: session %d goes on without it", live.draft.name, STUCK_NS / 1e9, live.session.number)
-        self._drop_draft(live)
+        if self._recorder is not None:
+            self._recorder.tick(self._live)
 
     def look_around(self) -> None:
         """Somebody disconnected: find out who, by speaking to everybody."""
@@ -746,10 +799,75 @@ class Coordinator:
         for client in list(self.registry.clients.values()):
             if not self._send(client.peer, Welcome(epoch=self.epoch)):
                 self._client_lost(client)
+        self._part()
 
     def _probe(self, worker: Worker) -> None:
         worker.awaiting_probe = True
         self._send_to_worker(worker, Probe(epoch=self.epoch, sent_ns=self._now()))
+
+    # -- what sessions that move, and changes of workers, ask for -------------------------------------------------------------------------------
+
+    @property
+    def lives(self) -> Collection[Live]:
+        return self._live.values()
+
+    def now_ns(self) -> int:
+        return self._now()
+
+    def perform(self, live: Live, actions: Sequence[Action]) -> None:
+        self._perform(live, actions)
+
+    def close_on(self, worker: Worker, live: Live) -> None:
+        if worker.peer in self.registry.workers:
+            self._forget_on(worker, Close(epoch=self.epoch, session=live.session.number))
+
+    def fail(self, live: Live, error: RequestError) -> None:
+        self._fail(live, error)
+
+    def refuge(self, live: Live) -> Worker | None:
+        return self._moving.refuge(live)
+
+    def move(self, live: Live, target: Worker) -> None:
+        self._moving.move(live, target)
+
+    def change_draft(self, live: Live) -> None:
+        self._moving.change_draft(live)
+
+    def try_out(self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]) -> Live:
+        """Run a request for ourselves, on these workers and no others; `RequestError` if it cannot be read."""
+        request, now_ns = attempt(submit, target), self._now()
+        if isinstance(request, RequestError):
+            raise request
+        ours = ClientPeer(b"", Hello(epoch=self.epoch, roles=("client",), name="trial", host="", pid=os.getpid()), hear=hear)
+        live = self._placement.try_out(ours, submit, target, draft, request, now_ns)
+        live.session.plan = partial(self._plan, live)
+        self._live[live.session.number] = live
+        for worker in live.workers:
+            worker.sessions += 1
+        self._perform(live, live.session.begin())
+        return live
+
+    def abandon(self, live: Live) -> None:
+        """Forget a session that nobody waits for."""
+        self._forget(live)
+        self._ask_all(live, live.session.abandon())
+
+    def send_to(self, worker: Worker, message: Message) -> None:
+        self._send_to_worker(worker, message)
+
+    def let_go(self, worker: Worker) -> None:
+        """Have a worker end; sessions that it still holds go on without it."""
+        self._send_to_worker(worker, Drain(epoch=self.epoch))
+        if self.registry.workers.pop(worker.peer, None) is not None:
+            log.info("%s worker %s is let go", "/".join(worker.hello.roles), worker.whereabouts)
+            self._placement.forget(worker)
+            self._gone.append((worker, "was let go"))
+
+    def tell(self, client: ClientPeer, message: Message) -> None:
+        self._tell(client, message)
+
+    def decide(self, words: str) -> None:
+        self._decide(words)
 
     # -- sending --------------------------------------------------------------------------------------------------------------------------------
 
@@ -762,10 +880,17 @@ class Coordinator:
             log.debug("%s", error)
             self._worker_lost(worker)
             return 0
-        return sum(map(len, frames))
+        if self._recorder is not None:
+            self._recorder.sent(worker, message, frames)
+        size = sum(map(len, frames))
+        worker.traffic.sent_bytes += size
+        return size
 
     def _tell(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client, in order, now or soon."""
+        """Send to a client, in order, now or soon; what we have asked for ourselves is heard at once."""
+        if client.hear is not None:
+            client.hear(message)
+            return
         client.outbox.add(message)
         if len(client.outbox) > MAX_BACKLOG:
             log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
@@ -777,10 +902,16 @@ class Coordinator:
 
     def _flush(self, client: ClientPeer) -> None:
         try:
-            client.outbox.send(lambda message: self._hub.send(client.peer, encode(message)), self._now())
+            client.outbox.send(lambda message: self._send_to_client(client, message), self._now())
         except (LinkError, ProtocolError) as error:
             log.info("client %s (pid %d) cannot be told any more: %s", client.hello.name, client.hello.pid, error)
             self._client_lost(client)
+
+    def _send_to_client(self, client: ClientPeer, message: Message) -> None:
+        frames = encode(message)
+        self._hub.send(client.peer, frames)
+        if self._recorder is not None:
+            self._recorder.sent(client, message, frames)
 
     def _send(self, peer: bytes, message: Message) -> bool:
         try:
@@ -800,9 +931,11 @@ class Coordinator:
         """The answer to Status."""
         now_ns = self._now()
         reasons = [] if self.registry.pick("target") else ["no target worker is registered"]
-        if self._lost_draft:
+        if self._lost_draft and self.registry.pick("draft") is None:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
+        reasons += [words[:MAX_WORDS] for words in self._moving.words()]
         degraded = bool(reasons)
+        reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [off[:MAX_WORDS] for live in self._live.values() if (off := live.pilot.off)]
         return Reported(
             epoch=self.epoch,
@@ -820,16 +953,17 @@ class Coordinator:
             refused=self._refused + self._hub.refused(),
             degraded=degraded,
             reasons=tuple(reasons[:MAX_REASONS]),
-            pairs=tuple(pair.state() for pair in [*self._pairs.values()][:MAX_PAIRS]),
+            pairs=tuple(self._placement.states()[:MAX_PAIRS]),
             decisions=tuple(self._decisions),
             totals=self._totals(),
         )
 
     def _totals(self) -> Totals:
-        targets = [worker for worker in self.registry.workers.values() if worker.plays("target")]
+        targets = [worker for worker in self.registry.workers.values() if worker.plays("target") and not worker.standby]
         room = sum(target.limits.sessions for target in targets)
         return self._tally.totals(
-            opening=sum(live.session.state is State.OPENING for live in self._live.values()),
+            opening=sum(live.session.state is State.OPENING and not live.session.tokens for live in self._live.values()),
+            waiting=sum(live.loss is not None for live in self._live.values()),
             kept=sum(len(target.shelf) for target in targets),
             occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
         )
@@ -841,15 +975,11 @@ class Coordinator:
             self._cancel(live)
         for worker in list(self.registry.workers.values()):
             self._send_to_worker(worker, Drain(epoch=self.epoch))
+        self._part()
 
 
 def _refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
     return Failed.model_validate({"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]})
-
-
-def _awaits(session: Session, message: Message) -> bool:
-    """Whether this is the command that the session waits for, and not the draft worker's Open beside it."""
-    return not isinstance(message, Open) or session.state is State.OPENING
 
 
 def _shares(event: Verified) -> list[Array | None]:

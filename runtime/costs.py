@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import log
 
+from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 
 KEPT = 16
@@ -23,6 +25,8 @@ HOPE = 0.5
 """How much of a rise between two numbers of rows that were seen is put down to those between them, where no profile tells: so that they are tried too."""
 ROW_SHARE = 0.01
 """What a further row adds to a pass, as a share of a pass over one, where nothing is known: little, so that larger passes are tried, and then known."""
+FIRST_ROWS = 16
+"""Of the first passes over more than one row, at most, where no profile tells what they cost."""
 OUTLIER = 4.0
 """A pass counts for the slope over the context with so many times the usual seconds of its number of rows at most."""
 FORGETTING = 0.995
@@ -63,6 +67,25 @@ class Average:
     def add(self, value: float) -> None:
         self._count += 1
         self._mean += (value - self._mean) / min(self._count, self._recent)
+
+
+class Lags:
+    """How long something took beside how much of it there was, from the last times."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=KEPT)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """So many tokens took so long; none are left out."""
+        if tokens > 0:
+            self._last.append((tokens, seconds))
+
+    def expect(self, tokens: int) -> float | None:
+        """Seconds for so many: as the last time that was nearest in length, in proportion if it was shorter. None: nothing is known."""
+        if not self._last:
+            return None
+        length, seconds = min(reversed(self._last), key=lambda last: abs(log(last[0] / max(1, tokens))))
+        return seconds * max(1.0, tokens / length)
 
 
 @dataclass
@@ -122,6 +145,11 @@ class RowCosts:
     def profiled(self) -> bool:
         """Whether it began with curves, which hold for all rows but for a factor."""
         return bool(self._curves)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a pass should have at most, so that what is dear is known before it is paid often: twice as many as any has had. No bound with curves."""
+        return MAX_NODES * MAX_SESSIONS if self._curves else max(FIRST_ROWS, 2 * max(self._passes, default=0))
 
     def seen(self, rows: int) -> int:
         """How many of the last passes had so many rows, or nearly."""
@@ -261,6 +289,8 @@ class PairCosts:
     target: RowCosts = field(default_factory=RowCosts)
     """Shared by all pairs of this target."""
     draft: RowCosts = field(default_factory=RowCosts)
+    reading: Lags = field(default_factory=Lags)
+    """By how much later than its target the draft has read a prompt."""
     exposed_s: Average = field(default_factory=Average)
     """Drafting that a round with a draft waited for."""
     draft_hop_s: Average = field(default_factory=Average)

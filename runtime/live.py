@@ -6,6 +6,7 @@ Every nanosecond from the request's arrival on is put down to one account; `mark
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dovetail.protocol.messages import Draft, Message, Open, Verify
 from dovetail.protocol.spans import Span
 from dovetail.runtime.metrics import Account, RoundTimes
 from dovetail.runtime.pilot import Pilot
@@ -13,7 +14,25 @@ from dovetail.runtime.registry import ClientPeer, Worker
 from dovetail.runtime.session import Session, State
 
 MAX_TRACE_SPANS = 1 << 16
-ACCOUNT_OF: dict[State, Account] = {State.OPENING: "prefill", State.DRAFTING: "draft_exposed", State.VERIFYING: "verify"}
+ACCOUNT_OF: dict[State, Account] = {
+    State.WAITING: "queue",
+    State.OPENING: "prefill",
+    State.DRAFTING: "draft_exposed",
+    State.VERIFYING: "verify",
+}
+
+
+MOST_LOSSES = 3
+"""Targets that may be lost under one session, while they work on it, without a token in between."""
+AWAITED: dict[State, type[Message]] = {State.OPENING: Open, State.DRAFTING: Draft, State.VERIFYING: Verify}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A target was lost: when, and in words."""
+
+    since_ns: int
+    words: str
 
 
 @dataclass
@@ -24,6 +43,7 @@ class Live:
     client: ClientPeer
     request: int
     target: Worker
+    """While it waits for another, the one that was lost."""
     draft: Worker | None
     mark_ns: int
     trace: bool
@@ -33,12 +53,48 @@ class Live:
     spans: list[tuple[str, Span]] = field(default_factory=list)
     times: RoundTimes = field(default_factory=RoundTimes)
     """Of the round that runs."""
+    opened_ns: int | None = None
+    """When the target had read the prompt, as long as the draft has not."""
     other_rows: int = 1
     """Rows of the pass that the session waits for, without its own nodes: what it would have without a draft."""
+    drafts: bool = False
+    """Whether the request is to be drafted for."""
+    joining: bool = False
+    """Whether its draft has not been ready since it was taken in the midst of the session."""
+    shunned: set[bytes] = field(default_factory=set)
+    """Drafts that the session has parted with for what they did or could not do."""
+    loss: Loss | None = None
+    """Of its target, while it waits for another."""
+    losses: int = 0
+    """Of targets, since the last token."""
+    told_ns: int | None = None
+    """When its client was last told a token."""
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Those that hold the session."""
+        held = [self.target] if self.loss is None else []
+        return held if self.draft is None or self.draft in held else [*held, self.draft]
+
+    @property
+    def trial(self) -> bool:
+        """Whether it is run for the sake of its workers: nobody else hears of it, and it goes on on no others."""
+        return self.client.hear is not None
+
+    @property
+    def doomed(self) -> bool:
+        """Whether one target after the other was lost while it worked on the session, so that the next one is not given to it; nor is it to a trial."""
+        return self.trial or self.losses >= MOST_LOSSES
 
     def awaited(self) -> Worker | None:
         """The worker whose answer the session waits for."""
+        if self.session.state is State.WAITING:
+            return None
         return self.draft if self.session.state is State.DRAFTING else self.target
+
+    def awaits(self, worker: Worker, command: Message) -> bool:
+        """Whether this is the command that the session waits for, and not something beside it such as the draft worker's Open."""
+        return self.awaited() is worker and isinstance(command, AWAITED.get(self.session.state, ()))
 
     def left(self, now_ns: int, size: int) -> None:
         """The command that the session waits for has been sent."""
@@ -58,7 +114,7 @@ class Live:
         if self.session.state is State.DRAFTING:
             self.times.draft_ns += worked
             self.times.draft_hop_ns += waited - worked
-        elif self.session.state is State.VERIFYING:
+        elif self.session.state is State.VERIFYING or self.session.round:
             self.times.verify_ns += worked
             self.times.target_hop_ns += waited - worked
         self.session.accounts.bytes += size
@@ -74,10 +130,19 @@ class Live:
         """Features have come from the target, or gone to the draft."""
         self.session.accounts.bytes += size
 
+    def target_read(self, now_ns: int) -> None:
+        """The target has read the prompt."""
+        self.opened_ns = now_ns
+        self.draft_read(now_ns)
+
     def draft_read(self, now_ns: int) -> None:
-        """What a session waits until its draft has read the prompt belongs to the prefill."""
+        """The draft has read a part of the prompt. What a session waits until it has read all of it belongs to the prefill."""
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)
+        if self.draft is None or self.opened_ns is None or self.draft.turns.reads(self.session.number):
+            return
+        self.pilot.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
+        self.opened_ns = None
 
     def round_ended(self) -> RoundTimes:
         """Where the time of the round went; that of the next begins."""

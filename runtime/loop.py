@@ -10,16 +10,19 @@ from collections.abc import Callable
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.links import Hub
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.coordinator import DEFAULTS, Coordinator
+from dovetail.runtime.recording import Recorder
 from dovetail.runtime.session import Request
 
 PROBE_EVERY_S = 0.25
 STOP_GRACE_S = 5.0
+FAREWELL_S = 0.5
 DRAIN_EVERY_S = 0.02
 
 
-async def coordinate(hub: Hub, *, reuse: bool = True, ready: Callable[[], None] | None = None) -> None:
-    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened. `reuse`: as with `Coordinator`."""
+async def coordinate(hub: Hub, *, settings: CoordinatorSettings = DEFAULTS, recorder: Recorder | None = None, ready: Callable[[], None] | None = None) -> None:
+    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened. `recorder`: notes its sessions."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def elsewhere(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
@@ -36,7 +39,7 @@ async def coordinate(hub: Hub, *, reuse: bool = True, ready: Callable[[], None] 
 
         loop.call_later(seconds, act)
 
-    coordinator = Coordinator(hub, defer=elsewhere, later=later, reuse=reuse)
+    coordinator = Coordinator(hub, defer=elsewhere, later=later, settings=settings, recorder=recorder)
 
     def arrived() -> None:
         coordinator.pump()
@@ -65,6 +68,8 @@ async def coordinate(hub: Hub, *, reuse: bool = True, ready: Callable[[], None] 
             await _wait(ended, PROBE_EVERY_S)
         coordinator.ending = True
         await _finish_what_runs(coordinator, hurried)
+        coordinator.end()
+        await _see_off(coordinator)
     finally:
         loop.remove_reader(hub.fileno())
         loop.remove_reader(hub.monitor_fileno())
@@ -82,6 +87,16 @@ async def _finish_what_runs(coordinator: Coordinator, hurried: asyncio.Event) ->
         coordinator.pump()
         await asyncio.sleep(DRAIN_EVERY_S)
         left_s -= DRAIN_EVERY_S * hurried.is_set()
+
+
+async def _see_off(coordinator: Coordinator) -> None:
+    """Wait for the workers, which were told to leave: what one of them has not read when its connection ends never reaches it."""
+    left_s = FAREWELL_S
+    while coordinator.registry.workers and left_s > 0:
+        coordinator.look_around()
+        coordinator.pump()
+        await asyncio.sleep(DRAIN_EVERY_S)
+        left_s -= DRAIN_EVERY_S
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

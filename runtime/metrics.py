@@ -70,6 +70,7 @@ class Tally:
     accepted_tokens: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     ended: Counter[FinishReason] = field(default_factory=Counter)
+    moves: int = 0
 
     def verdict(self, drafted: int, accepted: int) -> None:
         self.drafts += drafted > 0
@@ -77,7 +78,7 @@ class Tally:
         self.accepted_tokens += accepted
         count_depths(self.accepted_at_depth, accepted)
 
-    def totals(self, *, opening: int, kept: int, occupied: float) -> Totals:
+    def totals(self, *, opening: int, waiting: int, kept: int, occupied: float) -> Totals:
         """With these gauges."""
         return Totals(
             prompt_tokens=self.prompt_tokens,
@@ -89,6 +90,8 @@ class Tally:
             accepted_per_depth=tuple(self.accepted_at_depth),
             reasons=tuple(sorted(self.ended.items())),
             opening=opening,
+            waiting=waiting,
+            moves=self.moves,
             kept=kept,
             occupied=occupied,
         )
@@ -144,6 +147,10 @@ class Accounts:
         """The target has read the prompt, some of it in an earlier session."""
         self.tally.prompt_tokens += prompt_tokens
         self.tally.reused_tokens += reused_tokens
+
+    def moved(self) -> None:
+        """Another target has read its log."""
+        self.tally.moves += 1
 
     def committed(self, tokens: int) -> None:
         self.tally.completion_tokens += tokens

@@ -7,6 +7,7 @@ other policy the whole offer is verified. Pure: knows scores, rows and seconds; 
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from math import exp
 
 STEPS = (4, 8, 16, 32)
@@ -14,18 +15,20 @@ STEPS = (4, 8, 16, 32)
 MOST_FLOOR = 0.95
 
 
-def cut(offers: Sequence[Sequence[float]], *, rate: float, seconds: Callable[[int], float], fixed: int = 0) -> tuple[int, ...]:
+def cut(offers: Sequence[Sequence[float]], *, rate: float, seconds: Callable[[int], float], fixed: int = 0, most: int | None = None) -> tuple[int, ...]:
     """How many nodes of each offer are verified.
 
     offers: path log-probabilities, best first, so that every beginning is a tree; `rate`: the tokens that a second of the pass is worth; `seconds(M)`: of a
-    pass over M rows; `fixed`: rows of the pass that are not up for choice, roots of other sessions included. Ties go to fewer rows.
+    pass over M rows; `fixed`: rows of the pass that are not up for choice, roots of other sessions included; `most`: rows that it may have, where these are
+    fewer. Ties go to fewer rows.
     """
     base = fixed + len(offers)
+    room = None if most is None else max(0, most - base)
     if not offers:
         return ()
     if len(offers) == 1:
-        return (_best(map(exp, offers[0]), base, rate, seconds),)
-    order = [*_merged(offers)]
+        return (_best(map(exp, offers[0][:room]), base, rate, seconds),)
+    order = [*islice(_merged(offers), room)]
     kept = order[: _best((exp(offers[session][node]) for session, node in order), base, rate, seconds)]
     counts = [0] * len(offers)
     for session, _ in kept:

@@ -4,15 +4,15 @@ Checks what only the coordinator can: protocol versions, that a key may play the
 draft which reads hidden states of its target finds them there. Knows no sockets; a refusal is a `RequestError` whose code and text go back to the peer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import VERSION, Hello, Limits, Probed, Role, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import VERSION, Hello, Limits, Message, Probed, Role, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
-from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.costs import Average, RowCosts
 from dovetail.runtime.kept import Shelf
 from dovetail.runtime.outbox import Outbox
 from dovetail.runtime.scheduler import Turns
@@ -32,6 +32,25 @@ class Language:
 
 
 @dataclass
+class Traffic:
+    """What goes over the link of one worker."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    round_bytes: Average = field(default_factory=Average)
+    """Of a session's order and its answer."""
+    _order_bytes: int = 0
+
+    def ordered(self, size: int) -> None:
+        """A message of this size asks for what a round needs."""
+        self._order_bytes = size
+
+    def answered(self, size: int, rounds: int) -> None:
+        """And the answer, which is about so many rounds, has this one."""
+        self.round_bytes.add((self._order_bytes + size) / rounds)
+
+
+@dataclass
 class Worker:
     """A registered draft or target worker."""
 
@@ -47,7 +66,11 @@ class Worker:
     round_trip_ns: int | None = None
     awaiting_probe: bool = False
     stuck: bool = False
-    """It owes an answer for too long; it gets no new sessions until it has given it."""
+    """It owes an answer for too long; it gets no sessions until it has given it."""
+    standby: bool = False
+    """It gets no sessions until it is put in place."""
+    leaving: bool = False
+    """It gets no more sessions, and is let go when those that it has are over or elsewhere."""
     sessions: int = 0
     shelf: Shelf = field(default_factory=lambda: Shelf(0))
     """The ended sessions that it keeps."""
@@ -56,6 +79,7 @@ class Worker:
     drafting: RowCosts = field(default_factory=RowCosts)
     passing: tuple[int, float] | None = None
     """Rows, and mean committed length of the sessions, of the pass that it computes as a target."""
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def name(self) -> str:
@@ -81,6 +105,30 @@ class Worker:
     def plays(self, role: str) -> bool:
         return role in self.hello.roles
 
+    @property
+    def available(self) -> bool:
+        """Whether it may be given sessions."""
+        return self.serves and not self.stuck
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is one of those that sessions are for."""
+        return not (self.standby or self.leaving)
+
+    @property
+    def hop_s(self) -> float:
+        """What a message there and its answer take, as far as is known."""
+        return (self.round_trip_ns or 0) / 1e9
+
+    @property
+    def whereabouts(self) -> str:
+        """In words."""
+        return f"{self.name} (pid {self.hello.pid} on {self.hello.host})"
+
+    def reads_as(self, other: "Worker") -> bool:
+        """Whether two targets have the same vocabulary: a token of one is the same token to the other."""
+        return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
+
     def state(self, now_ns: int) -> WorkerState:
         hello, probed = self.hello, self.probed
         return WorkerState(
@@ -102,6 +150,13 @@ class Worker:
             rss_mb=probed.rss_bytes / 1e6 if probed else 0.0,
             stale=probed.stale if probed else 0,
             inflation=hello.inflation,
+            standby=self.standby,
+            leaving=self.leaving,
+            stuck=self.stuck,
+            sent_bytes=self.traffic.sent_bytes,
+            received_bytes=self.traffic.received_bytes,
+            bytes_per_round=self.traffic.round_bytes.value if self.traffic.round_bytes.known else None,
+            feature_bytes=hello.reads.row_bytes if hello.reads is not None else 0,
         )
 
 
@@ -115,6 +170,8 @@ class ClientPeer:
     reading: dict[int, bool] = field(default_factory=dict)
     """Requests whose prompts are being read, and whether they are still wanted."""
     outbox: Outbox = field(default_factory=Outbox)
+    hear: Callable[[Message], None] | None = None
+    """Of a client that is no peer, but ourselves: what it is told goes there."""
 
 
 class Registry:
@@ -142,8 +199,21 @@ class Registry:
         worker = self._worker(peer, hello, now_ns)
         for target in self._others(worker, "target"):
             _check_fit(worker, target)
+        if worker.standby:
+            self.check_place(worker)
         self.workers[peer] = worker
         return worker
+
+    def of_epoch(self, epoch: int) -> Worker | None:
+        """The worker of this incarnation."""
+        return next((worker for worker in self.workers.values() if worker.hello.epoch == epoch), None)
+
+    def check_place(self, newcomer: Worker) -> None:
+        """Passes a worker on standby that can be put in place beside all that are; else `RequestError` names what differs."""
+        for target in self._others(newcomer, "target"):
+            _check_fit(newcomer, target)
+        for draft in self._others(newcomer, "draft"):
+            _check_fit(draft, newcomer)
 
     def misfits(self, target: Worker) -> list[tuple[Worker, RequestError]]:
         """The draft workers that came before this target and do not fit it."""
@@ -161,8 +231,8 @@ class Registry:
         return [_other_checkpoint(draft, target) for draft, target in pairs if _is_stranger(draft, target)]
 
     def pick(self, role: str) -> Worker | None:
-        """The worker of a role that holds the fewest sessions and is not stuck."""
-        return min((w for w in self.workers.values() if w.plays(role) and not w.stuck), key=lambda w: w.sessions, default=None)
+        """The available worker of a role that holds the fewest sessions."""
+        return min((w for w in self.workers.values() if w.plays(role) and w.available), key=lambda w: w.sessions, default=None)
 
     def _worker(self, peer: bytes, hello: Hello, now_ns: int) -> Worker:
         if "client" in hello.roles:
@@ -171,7 +241,7 @@ class Registry:
             raise RequestError("protocol", f"the worker {hello.name} introduced itself without limits")
         if "target" in hello.roles and hello.fingerprint is None:
             raise RequestError("protocol", f"the target worker {hello.name} introduced itself without a fingerprint")
-        worker = Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns, shelf=Shelf(hello.limits.kept))
+        worker = Worker(peer, hello, hello.limits, _language(hello), Turns(self._epoch), now_ns, standby=hello.standby, shelf=Shelf(hello.limits.kept))
         if "target" in hello.roles:
             worker.verifying = RowCosts(hello.curves)
         else:
@@ -179,9 +249,9 @@ class Registry:
         return worker
 
     def _others(self, worker: Worker, role: Role) -> list[Worker]:
-        """The workers of a role whose partner this one is."""
+        """The workers of a role that serve and whose partner this one is."""
         partner = "draft" if role == "target" else "target"
-        return [other for other in self.workers.values() if other.plays(role) and worker.plays(partner)]
+        return [other for other in self.workers.values() if other.plays(role) and other.serves and worker.plays(partner)]
 
 
 def _check_fit(draft: Worker, target: Worker) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.arrays import stack
-from dovetail.protocol.messages import MAX_SESSIONS, Draft, Drafted, Fed, Feed, Open, Opened, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import MAX_SESSIONS, Draft, Drafted, Fed, Feed, Open, Opened, Refed, Refeed, Verified, Verify, VerifyItem
 
-Command = Open | Feed | Draft | Verify
+Command = Open | Feed | Refeed | Draft | Verify
 """A Verify of one item each: they are put together here."""
 
 
@@ -20,7 +20,7 @@ Command = Open | Feed | Draft | Verify
 class Owed:
     """The answer that a worker owes to a command."""
 
-    type: type[Opened | Fed | Drafted | Verified]
+    type: type[Opened | Fed | Refed | Drafted | Verified]
     round: int
     start: int = 0
     """Of a Feed, of which there are several in a round."""
@@ -45,6 +45,8 @@ class Turns:
     waiting: deque[tuple[int, Command]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
+    void: set[int] = field(default_factory=set)
+    """Sessions that had ended here when it was under way: nobody waits for it, though another of the same number may have begun."""
 
     def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
@@ -53,18 +55,31 @@ class Turns:
         """Whether the session has asked for something that has not been answered."""
         return session in self.owed or any(number == session for number, _ in self.waiting)
 
+    def reads(self, session: int) -> bool:
+        """Whether a prompt of the session, or what the target says of it, is still to be read."""
+        owed = self.owed.get(session)
+        return (owed is not None and owed.type in (Opened, Fed)) or any(n == session and isinstance(command, Open | Feed) for n, command in self.waiting)
+
     def answered(self, session: int, answer: Owed) -> bool:
-        """Whether the worker owed this session this answer; it does no more."""
+        """Whether the worker owed this session this answer, and it is wanted; it does no more."""
         if self.owed.get(session) != answer:
             return False
         del self.owed[session]
-        return True
+        wanted = session not in self.void
+        self.void.discard(session)
+        return wanted
 
     def forget(self, session: int) -> Sequence[Command]:
         """The session ended: drop what waits for it, which is returned. What is under way comes back and is dropped as stale."""
-        dropped = [command for number, command in self.waiting if number == session]
+        if session in self.owed:
+            self.void.add(session)
+        return self.withdraw(session)
+
+    def withdraw(self, session: int, *types: type[Command]) -> Sequence[Command]:
+        """Drop what waits for a session, or that of some types; it is returned."""
+        dropped = [command for number, command in self.waiting if number == session and isinstance(command, types or Command)]
         if dropped:
-            self.waiting = deque(entry for entry in self.waiting if entry[0] != session)
+            self.waiting = deque(entry for entry in self.waiting if not any(entry[1] is command for command in dropped))
         return dropped
 
     def next(self) -> tuple[Command, Sequence[int]] | None:
@@ -76,7 +91,10 @@ class Turns:
             self.waiting.popleft()
             self.owed[session] = _answer(command)
             return command, (session,)
-        ready = {s: c for s, c in self.waiting if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
+        first: dict[int, Command] = {}
+        for s, c in self.waiting:
+            first.setdefault(s, c)  # what a session asked for before is done before
+        ready = {s: c for s, c in first.items() if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
         ready = dict([*ready.items()][:MAX_SESSIONS])
         together = self._together([*ready.values()])  # nothing is owed and nothing is dropped for a message that cannot be built
         self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], Verify) and entry[0] in ready))
@@ -100,10 +118,16 @@ class Turns:
         )
 
 
-def _answer(command: Open | Feed | Draft) -> Owed:
-    if isinstance(command, Feed):
-        return Owed(Fed, command.round, command.start)
-    return Owed(Opened if isinstance(command, Open) else Drafted, command.round)
+def _answer(command: Open | Feed | Refeed | Draft) -> Owed:
+    match command:
+        case Open():
+            return Owed(Opened, command.round)
+        case Feed():
+            return Owed(Fed, command.round, command.start)
+        case Refeed():
+            return Owed(Refed, command.round)
+        case Draft():
+            return Owed(Drafted, command.round)
 
 
 def _beginning(item: VerifyItem, nodes: int) -> VerifyItem:

@@ -3,8 +3,11 @@
 The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt from it. A round asks the draft worker for a tree,
 the target worker for its verdict, commits the accepted tokens and the bonus one by one - an end token, a stop string or the length limit cuts inside an
 accepted path, so the output does not depend on how many tokens a round brought - and begins the next round. What a draft reads of its target is handed
-on as it comes, the prompt's features by Feed and those of verdicts with the next Draft; nothing looks into it. Rounds may go by in which nothing is
-drafted: what they commit is kept for the next Draft.
+on as it comes, the prompt's features by Feed and those of verdicts with the next Draft; nothing looks into it.
+
+A session outlives its workers. Without its draft it goes on with the target alone, and takes another draft at the beginning of a round: that one reads the
+log, and its features if it reads the target, which computes them anew. Without its target it waits; another one reads the log, and the token that it
+chooses behind it is the verdict of the round that was lost: none of its proposal is accepted. Then the token is the one that would have come anyway.
 
 Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for which role it is, the scheduler decides when it leaves.
 """
@@ -13,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dovetail.protocol.arrays import Array, stack
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
+    MAX_MOVES,
     Close,
     Draft,
     Drafted,
@@ -25,7 +29,8 @@ from dovetail.protocol.messages import (
     Open,
     Opened,
     Prefilled,
-    Reads,
+    Refed,
+    Refeed,
     Result,
     RoundRecord,
     Scored,
@@ -36,6 +41,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
+from dovetail.runtime.briefing import Briefing, Joining
 from dovetail.runtime.kept import Base, Kept, pack
 from dovetail.runtime.metrics import Accounts, RoundTimes
 from dovetail.runtime.pilot import Plan
@@ -53,7 +59,7 @@ class Ask:
     """Something for the draft or the target worker of this session to do."""
 
     role: str
-    command: Open | Feed | Draft | Verify | Close
+    command: Open | Feed | Refeed | Draft | Verify | Close
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,10 @@ class Request:
 
 
 class State(Enum):
+    WAITING = "waiting"
+    """For a target."""
     OPENING = "opening"
+    """The target reads the prompt, or another one the log."""
     DRAFTING = "drafting"
     VERIFYING = "verifying"
     DONE = "done"
@@ -139,15 +148,17 @@ class Session:
     epoch: int
     request: Request
     detokenizer: Detokenizer
-    speculating: bool
     accounts: Accounts
-    reads: Reads | None = None
-    """What the draft reads of its target."""
+    fingerprint: str = ""
+    """Of its target."""
+    brief: Briefing | None = None
+    """What its draft has of the log; None: there is no draft."""
     target_base: Base | None = None
-    """What the target goes on from; `draft_base`: the draft. The same number of tokens where the draft reads its target."""
-    draft_base: Base | None = None
+    """What the target goes on from; the same number of tokens as the draft where that reads its target."""
     plan: Callable[[], Plan | None] = Plan
     """How to draft for the next round; None: not at all."""
+    seek: Callable[[], Joining | None] = lambda: None
+    """Asked before a round: a draft that the session gets now, in place of the one that it has or in the midst; None: everything stays."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -155,115 +166,191 @@ class Session:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens, where they were asked for."""
     text: str = ""
-    _tree: TokenTree = NO_TREE
-    """What is being verified."""
+    moves: int = 0
+    """Times that it went on on another target."""
     proposal: Drafted | None = None
     """What was offered in this round; None where nothing was asked for."""
-    _accepted: tuple[int, ...] = ()
-    """The last verdict on a proposal, and the token behind it; then what was committed in rounds without one."""
-    _bonus: int = 0
-    _more: list[int] = field(default_factory=list)
+    _tree: TokenTree = NO_TREE
+    """What is being verified."""
+    _ordered: bool = False
+    """Whether the draft was asked in this round."""
     _prompt_read: bool = False
-    """Whether the target has read the prompt."""
+    """Whether a target has read the prompt."""
+    _reused: int = 0
+    """Tokens of it that it had read in an earlier session."""
     _scored: int = 1
     """Position of the next token of the prompt that the target says what it thinks of."""
-    _fed: int = 0
-    _draft_rows: int = 0
-    """What the draft had of the log when it made its last proposal."""
-    _features: list[Array] = field(default_factory=list)
-    """Of the verdicts since the last Draft; the next one takes them."""
+    _told: int = 1
+    """Position of the first one of which the client has not been told."""
+    _next_row: int = 0
+    """Position of the next row that the target shows of what it reads; what lies behind the draft's part of the log belongs to the verdict."""
+    _root_rows: list[Array] = field(default_factory=list)
+    """What it has shown of that."""
+    _refeeding: bool = False
+    """Whether the target computes features anew."""
+    _moved: bool = False
+    """Whether another target reads the log."""
+    _served: list[str] = field(default_factory=list)
+    """Fingerprints of the targets that have served it, each that differs from the one before it."""
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
-        self._fed = self.draft_base.tokens if self.draft_base is not None and self.reads is not None else 0
+
+    @property
+    def speculating(self) -> bool:
+        """Whether it has a draft."""
+        return self.brief is not None
 
     @property
     def length(self) -> int:
         """Length of the token log."""
         return len(self.request.prompt) + len(self.tokens)
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the prompt that the target has to read, since it does not have them from an ended session."""
+        return len(self.request.prompt) - (self.target_base.tokens if self.target_base is not None else 0)
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the client has been told nothing yet."""
+        return not self.tokens and self._told == 1
+
     def begin(self) -> list[Action]:
         """Open the session on its workers."""
-        command = self._open()
-        target = self._opening("target", command)
-        return [target, self._opening("draft", command)] if self.speculating else [target]
+        command = self._open(self.length, self.round)
+        return [self._for_target(command), *([self._for_draft(command)] if self.speculating else [])]
 
     def base_refused(self, role: str) -> list[Action]:
-        """A worker does not have what its session should have gone on from: have it read the whole prompt.
+        """A worker does not have what its session should have gone on from: have it read everything. What a draft that reads its target has of its base it
+        keeps, so that features of the same positions are asked for as before."""
+        if role == "target":
+            self.target_base = None
+            return [self._open_target()]
+        assert self.brief is not None
+        self.brief.base = None
+        return [self._for_draft(self._open(self.brief.tokens, self.brief.round))]
 
-        A draft that reads its target then reads features of the whole prompt as well. If it is the draft that refuses, they are not sent any more.
-        """
-        together = self.reads is not None and self.speculating
-        if role == "draft":
-            self.draft_base = None
-            return [self._opening("draft", self._open())]
-        self.target_base = None
-        target = self._opening("target", self._open())
-        if not together:
-            return [target]
-        self.draft_base, self._fed = None, 0
-        return [target, Ask("draft", Close(epoch=self.epoch, session=self.number)), self._opening("draft", self._open())]
-
-    def _open(self) -> Open:
+    def _open(self, tokens: int, round: int) -> Open:
+        """For a worker that reads so many tokens of the log; `round`: the one that the token behind them ends."""
+        prompt = self.request.prompt
         return Open(
             epoch=self.epoch,
             session=self.number,
+            round=round,
             key=self.request.key,
-            prompt=self.request.prompt,
+            prompt=prompt if tokens == len(prompt) else (*prompt, *self.tokens[: tokens - len(prompt)]),
             capacity=self.request.capacity,
             vocabulary_size=self.request.vocabulary_size,
             end=self.request.end,
             sampling=_sampling(self.request.sampling),
             tree=self.request.tree,
-            features=self.reads if self.speculating else None,
+            features=self.brief.reads if self.brief is not None else None,
+            replied=tokens - len(prompt),
         )
 
-    def _opening(self, role: str, command: Open) -> Ask:
-        """The command as one of the workers gets it."""
-        target = role == "target"
-        base = self.base(role)
-        own: dict[str, object] = {"base": base.session, "kept": base.tokens} if base is not None else {}
-        if target:
-            own |= {"logprobs": self.request.logprobs, "scored": self.request.scored}
-        return Ask(role, command.model_copy(update=own) if own else command)
+    def _open_target(self) -> Ask:
+        return self._for_target(self._open(self.length, self.round))
+
+    def _for_target(self, command: Open) -> Ask:
+        """The command as the target gets it. It shows no features of what the draft has; behind that, those of the root, which come with a verdict else."""
+        base, brief = self.target_base, self.brief
+        self._root_rows = []
+        kept = base.tokens if base is not None else 0
+        own: dict[str, object] = {"base": base.session, "kept": kept} if base is not None else {}
+        if brief is not None and brief.reads is not None:
+            self._next_row = self.shown_from
+            own |= {"features_from": self._next_row} if self._next_row != kept else {}
+        return Ask("target", command.model_copy(update={**own, "logprobs": self.request.logprobs, "scored": self.request.scored and not self.tokens}))
+
+    def _for_draft(self, command: Open) -> Ask:
+        """The command as the draft gets it."""
+        base = self.brief.base if self.brief is not None else None
+        return Ask("draft", command.model_copy(update={"base": base.session, "kept": base.tokens}) if base is not None else command)
 
     def prefilled(self, event: Prefilled) -> list[Action]:
-        """The target has read a part of the prompt: its features go on to the draft."""
-        if self.state is not State.OPENING or event.start < self._fed:
-            raise StaleError(f"session {self.number} did not wait for features of position {event.start}")
-        if not self.speculating:
+        """The target has read a part of the log: features of what the draft has of it go on to the draft."""
+        if event.round != self.round or not (self.state is State.OPENING or self._refeeding):
+            raise StaleError(f"session {self.number} did not wait for features in round {event.round}")
+        if self.brief is None:
             return []
-        rows = (*event.features.shape, 0)[0]
-        if event.start != self._fed or not self._fits(event.features, rows) or self._fed + rows > len(self.request.prompt):
+        if event.start < self._next_row:
+            raise StaleError(f"session {self.number} did not wait for features of position {event.start}")
+        rows, until = (*event.features.shape, 0)[0], self.brief.tokens if self._refeeding else self.length
+        read = self.brief.reads is not None and event.start == self._next_row and self._next_row + rows <= until
+        if not read or not self.brief.fits(event.features, rows):
             raise ProtocolError(f"features {event.features.dtype} {event.features.shape} from position {event.start} on are not those that the draft reads")
-        self._fed += rows
-        return [Ask("draft", Feed(epoch=self.epoch, session=self.number, start=event.start, features=event.features))]
+        return self._show(self.brief, event.features, rows)
+
+    def _show(self, brief: Briefing, features: Array, rows: int) -> list[Action]:
+        """Rows from the next one on: those of what the draft was opened with are fed to it, those behind are the verdict's."""
+        start, self._next_row = self._next_row, self._next_row + rows
+        to_feed = min(rows, max(0, brief.tokens - start))
+        if to_feed < rows:
+            self._root_rows.append(features.rows(to_feed, rows))
+        if not to_feed:
+            return []
+        brief.fed += to_feed
+        part = features if to_feed == rows else features.rows(0, to_feed)
+        return [Ask("draft", Feed(epoch=self.epoch, session=self.number, round=brief.round, start=start, features=part))]
+
+    def refed(self, event: Refed) -> list[Action]:
+        """The target has computed the features of what the draft was opened with."""
+        if not self._refeeding or event.round != self.round:
+            raise StaleError(f"session {self.number} did not wait for features in round {event.round}")
+        self._refeeding = False
+        if self.brief is not None and not self.brief.complete:
+            raise ProtocolError(f"features of {self.brief.fed} tokens where {self.brief.tokens} were asked for")
+        return []
 
     def scored(self, event: Scored) -> list[Action]:
-        """The target says what it thinks of a part of the prompt."""
-        if self.state is not State.OPENING or event.start < self._scored:
+        """The target says what it thinks of a part of the prompt; of another target only what the first had not said is passed on."""
+        if self.state is not State.OPENING or event.round != self.round or event.start < self._scored:
             raise StaleError(f"session {self.number} did not wait for what its target thinks of position {event.start}")
         stop = event.start + len(event.logprobs)
-        if not self.request.scored or event.start != self._scored or not event.start < stop <= len(self.request.prompt) or not self._says(event.logprobs):
+        asked = self.request.scored and not self.tokens
+        if not asked or event.start != self._scored or not event.start < stop <= len(self.request.prompt) or not self._says(event.logprobs):
             raise ProtocolError(f"log-probabilities of positions {event.start} to {stop - 1} are not those that were asked for")
         self._scored = stop
-        return [Score(event.start, event.logprobs)]
+        if stop <= self._told:
+            return []
+        start, self._told = max(event.start, self._told), stop
+        return [Score(start, event.logprobs[start - event.start :])]
 
-    def opened(self, event: Opened, now_ns: int) -> list[Action]:
-        """The target has read the prompt and chosen the first token."""
-        if self.state is not State.OPENING or event.bonus is None:
+    @property
+    def complete(self) -> bool:
+        """Whether the target has shown all that the draft reads of an opening."""
+        return self.brief is None or self.brief.reads is None or self._next_row == self.length
+
+    def opened(self, event: Opened, now_ns: int, times: RoundTimes | None = None) -> list[Action]:
+        """The target has read the prompt and chosen the first token; or another target the log, and its token is the verdict of a round."""
+        if self.state is not State.OPENING or event.bonus is None or event.round != self.round:
             raise StaleError(f"session {self.number} did not wait for the first token of its target")
         logprobs = () if event.logprobs is None else (event.logprobs,)
         self._check_logprobs(logprobs, 1)
-        if self.request.scored and self._scored != len(self.request.prompt):
+        if self.request.scored and not self.tokens and self._scored != len(self.request.prompt):
             raise ProtocolError(f"log-probabilities of {self._scored - 1} tokens of a prompt of {len(self.request.prompt)}")
+        self._take_over()
+        margins = (event.margin or 0.0,)
+        if self._prompt_read:
+            return self._decided((), (event.bonus,), margins, logprobs, self._root_rows[0] if self._root_rows else None, times)
         self.accounts.first_token_ns = now_ns
-        self.accounts.read(len(self.request.prompt), self.target_base.tokens if self.target_base else 0)
+        self._reused = self.target_base.tokens if self.target_base else 0
+        self.accounts.read(len(self.request.prompt), self._reused)
         self._prompt_read = True
         if not self.request.max_tokens:
             return self._finish("length")
-        self._bonus = event.bonus
-        return self._commit([event.bonus], [event.margin or 0.0], logprobs, drafted=0)
+        if self.brief is not None:
+            self.brief.bonus = event.bonus
+        return self._commit([event.bonus], margins, logprobs, drafted=0)
+
+    def _take_over(self) -> None:
+        """The target serves the session from now on."""
+        if self._moved:
+            self.moves, self._moved = self.moves + 1, False
+            self.accounts.moved()
+        if self._served[-1:] != [self.fingerprint]:
+            self._served.append(self.fingerprint)
 
     def _says(self, logprobs: Sequence[TokenLogprobs]) -> bool:
         """Whether each of these has as many alternatives as were asked for, all of them tokens."""
@@ -277,9 +364,13 @@ class Session:
         if len(logprobs) != expected or not self._says(logprobs):
             raise ProtocolError(f"{len(logprobs)} log-probabilities of {tokens} tokens, {self.request.logprobs} alternatives of each were asked for")
 
+    def wants_proposal(self, round: int) -> bool:
+        """Whether a proposal of this round is waited for."""
+        return self.state is State.DRAFTING and round == self.round
+
     def drafted(self, event: Drafted) -> list[Action]:
         """The draft worker proposes a tree: have it verified."""
-        if self.state is not State.DRAFTING or event.round != self.round:
+        if not self.wants_proposal(event.round):
             raise StaleError(f"session {self.number} did not wait for a proposal of round {event.round}")
         tree = event.tree
         if len(tree) > self.request.tree.most_nodes:
@@ -293,7 +384,9 @@ class Session:
         if drawn is not None:
             _check_drawn(drawn)
         self.accounts.proposal(event)
-        self.proposal, self._draft_rows = event, self.length - 1
+        self.proposal = event
+        if self.brief is not None:
+            self.brief.rows = self.length - 1
         return self._verify(tree, drawn)
 
     def sent(self, nodes: int) -> None:
@@ -303,7 +396,7 @@ class Session:
 
     def readable(self, features: Array | None, accepted: int) -> bool:
         """Whether features that came with a verdict, or that none came, are what the draft needs to go on."""
-        return not self.speculating or self._fits(features, 1 + accepted)
+        return self.brief is None or self.brief.fits(features, 1 + accepted)
 
     def verified(self, item: VerifiedItem, features: Array | None = None, times: RoundTimes | None = None) -> list[Action]:
         """The target's verdict: commit the accepted path and the bonus. `features`: `readable` ones; `times`: of the round, for its record."""
@@ -313,23 +406,25 @@ class Session:
         if not tokens or len(item.margins) != len(tokens) or item.bonus >= self.request.vocabulary_size:
             raise ProtocolError(f"the verdict of round {item.round} fits no path of the tree that was sent")
         self._check_logprobs(item.logprobs, len(tokens))
-        record = self._record(item, times or RoundTimes()) if self.request.record else None
-        self._remember(item, features)
-        before, drafted = len(self.tokens), len(self._tree)
-        actions = self._commit(tokens, item.margins, item.logprobs, drafted=len(item.accepted))
-        self.accounts.verdict(drafted, min(len(item.accepted), len(self.tokens) - before))
-        return actions if record is None else [actions[0], Note(record), *actions[1:]]
+        return self._decided(item.accepted, tokens, item.margins, item.logprobs, features, times)
 
-    def _remember(self, item: VerifiedItem, features: Array | None) -> None:
-        """Keep for the draft what was committed."""
-        if not self.speculating:
-            return
-        if features is not None:
-            self._features.append(features)
-        if self.proposal is None:
-            self._more.append(item.bonus)
-        else:
-            self._accepted, self._bonus = item.accepted, item.bonus
+    def _decided(
+        self,
+        accepted: tuple[int, ...],
+        tokens: Sequence[int],
+        margins: Sequence[float],
+        logprobs: Sequence[TokenLogprobs],
+        features: Array | None,
+        times: RoundTimes | None,
+    ) -> list[Action]:
+        """A round is over: these nodes were accepted; `tokens` are theirs and the bonus."""
+        record = self._record(accepted, tokens[-1], times or RoundTimes()) if self.request.record else None
+        if self.brief is not None:
+            self.brief.committed(accepted, tokens[-1], features, ordered=self._ordered)
+        before, drafted = len(self.tokens), len(self._tree)
+        actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
+        self.accounts.verdict(drafted, min(len(accepted), len(self.tokens) - before))
+        return actions if record is None else [actions[0], Note(record), *actions[1:]]
 
     @property
     def verifying(self) -> int:
@@ -344,16 +439,16 @@ class Session:
     @property
     def held_bytes(self) -> int:
         """Features that wait for the draft."""
-        return sum(len(features.data) for features in self._features)
+        return self.brief.held_bytes if self.brief is not None else 0
 
-    def _record(self, item: VerifiedItem, times: RoundTimes) -> RoundRecord:
+    def _record(self, accepted: tuple[int, ...], bonus: int, times: RoundTimes) -> RoundRecord:
         offered = {name: getattr(self.proposal, name) for name in OFFERED} if self.proposal is not None else dict.fromkeys(OFFERED[:3], ())
         return RoundRecord(
             round=self.round,
             prefix=self.length,
             verified=len(self._tree),
-            accepted=item.accepted,
-            bonus=item.bonus,
+            accepted=accepted,
+            bonus=bonus,
             draft_ns=times.draft_ns,
             verify_ns=times.verify_ns,
             transport_ns=times.transport_ns,
@@ -364,8 +459,26 @@ class Session:
 
     def draft_lost(self) -> list[Action]:
         """Go on with the target alone; the round in which the draft worker was lost is verified without a tree."""
-        self._give_up()
+        self.brief, self._refeeding = None, False
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
+
+    def target_lost(self) -> list[Action]:
+        """Wait for another target. What the draft was asked for in this round it may do; nobody waits for it, and none of it will be accepted."""
+        self.state, self._tree, self._refeeding, self._root_rows = State.WAITING, NO_TREE, False, []
+        return []
+
+    def recovered(self, fingerprint: str, base: Base | None = None) -> list[Action]:
+        """Another target is there: it reads the log. `base`: what it goes on from."""
+        self.state, self._moved, self._scored = State.OPENING, True, 1
+        self.fingerprint, self.target_base = fingerprint, base
+        return [self._open_target()]
+
+    @property
+    def shown_from(self) -> int:
+        """Up to here another target may go on from what it has: features of what lies behind are to be shown."""
+        if self.brief is None or self.brief.reads is None:
+            return self.length
+        return self.length - 1 if self.brief.complete and self.tokens else self.brief.fed
 
     @property
     def doubtful(self) -> bool:
@@ -374,11 +487,8 @@ class Session:
 
     def tree_refused(self) -> list[Action]:
         """The target can make nothing of the proposal: the same round without it, and from now on the target alone."""
-        self._give_up()
+        self.brief = None
         return self._verify(NO_TREE)
-
-    def _give_up(self) -> None:
-        self.speculating, self._features, self._more = False, [], []
 
     def cancel(self) -> list[Action]:
         """End now, with what has been committed."""
@@ -398,17 +508,24 @@ class Session:
 
         The root has no row in the target. A draft has what the last order brought that it answered; without one it has read the prompt.
         """
-        prompt, tree = len(self.request.prompt), self.request.tree
-        rows = prompt + max(0, len(self.tokens) - 1)
+        rows = len(self.request.prompt) + max(0, len(self.tokens) - 1)
         if role == "draft":
-            rows = self._draft_rows or (prompt - 1 if idle else 0)
-        return Kept(self.number, self.request.packed + pack(self.tokens), rows, self.length + 1 + tree.most_levels)
+            brief = self.brief
+            rows = 0 if brief is None else brief.rows or (brief.tokens - 1 if idle else 0)
+        return Kept(self.number, self.packed(), rows, self.length + 1 + self.request.tree.most_levels)
+
+    def packed(self, tokens: int | None = None) -> bytes:
+        """So many tokens of the log, or all, as ended sessions are compared with."""
+        kept = self.tokens if tokens is None else self.tokens[: tokens - len(self.request.prompt)]
+        return self.request.packed + pack(kept)
 
     def base(self, role: str) -> Base | None:
         """What a worker goes on from."""
-        return self.target_base if role == "target" else self.draft_base
+        if role == "target":
+            return self.target_base
+        return self.brief.base if self.brief is not None else None
 
-    def result(self, now_ns: int, fingerprint: str, reason: FinishReason) -> Result:
+    def result(self, now_ns: int, reason: FinishReason) -> Result:
         return Result(
             text=self.text,
             token_ids=tuple(self.tokens),
@@ -416,15 +533,12 @@ class Session:
             completion_tokens=len(self.tokens),
             finish_reason=reason,
             seed=self.request.seed,
-            fingerprint=fingerprint,
-            reused_tokens=self.target_base.tokens if self._prompt_read and self.target_base is not None else 0,
+            fingerprint=self._served[-1] if self._served else self.fingerprint,
+            fingerprints=tuple(self._served[-MAX_MOVES:]) if len(self._served) > 1 else (),
+            moves=self.moves,
+            reused_tokens=self._reused,
             **self.accounts.figures(now_ns, len(self.tokens)),
         )
-
-    def _fits(self, features: Array | None, rows: int) -> bool:
-        if self.reads is None:
-            return features is None
-        return features is not None and (features.dtype, features.shape) == (self.reads.dtype, (rows, self.reads.row))
 
     # -- within a round ------------------------------------------------------------------------------------------------------------------------
 
@@ -456,36 +570,56 @@ class Session:
 
     def _next_round(self) -> list[Action]:
         self.round += 1
-        room = self.request.max_tokens - len(self.tokens)
         self.proposal = None
-        plan = self.plan() if self.speculating and self.request.tree.gamma and room > 1 else None
-        if plan is None:
+        joining = self.seek()
+        if joining is not None:
+            return [*self._join(joining), *self._verify(NO_TREE)]
+        plan = self.plan() if self.brief is not None and self.request.tree.gamma and self.room > 1 else None
+        self._ordered = plan is not None
+        if self.brief is None or plan is None:
             return self._verify(NO_TREE)
         self.state = State.DRAFTING
-        return [Ask("draft", self._order(plan, room))]
+        return [Ask("draft", self._order(self.brief, plan))]
 
-    def _order(self, plan: Plan, room: int) -> Draft:
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self.request.max_tokens - len(self.tokens)
+
+    def _join(self, joining: Joining) -> list[Action]:
+        """A draft is there: it reads the log up to the root, which is the first bonus that it hears of. This round goes by without it."""
+        reads, base = joining.reads, joining.base
+        self._ordered = False
+        self.brief = Briefing(self.length - 1, self.round - 1, reads, base, bonus=self.tokens[-1])
+        actions: list[Action] = [self._for_draft(self._open(self.brief.tokens, self.brief.round))]
+        if reads is not None:
+            self._refeeding, self._next_row = True, self.brief.fed
+            command = Refeed(epoch=self.epoch, session=self.number, round=self.round, start=self.brief.fed, prefix=self.length, features=reads)
+            actions.append(Ask("target", command))
+        return actions
+
+    def _order(self, brief: Briefing, plan: Plan) -> Draft:
         """The Draft of this round, with everything that was committed since the last one."""
         tree, rejects = self.request.tree, self.request.sampling.rejects
-        order = Draft(
+        accepted, bonus = brief.accepted, brief.bonus
+        more, features = brief.take_more()
+        return Draft(
             epoch=self.epoch,
             session=self.number,
             round=self.round,
             prefix=self.length,
-            accepted=self._accepted,
-            bonus=self._bonus,
-            more=tuple(self._more),
+            accepted=accepted,
+            bonus=bonus,
+            more=more,
             max_nodes=tree.most_nodes,
-            max_depth=min(tree.most_levels, room - 1, plan.most_depth or tree.most_levels),
+            max_depth=min(tree.most_levels, self.room - 1, plan.most_depth or tree.most_levels),
             max_width=tree.width,
             deadline_ms=plan.deadline_ms,
             rate=plan.rate,
             floor=plan.floor,
             ahead=plan.ahead and not rejects,
-            features=stack(self._features) if self._features else None,
+            features=features,
         )
-        self._more, self._features = [], []
-        return order
 
     def _verify(self, tree: TokenTree, drawn: Drafted | None = None) -> list[Action]:
         """`drawn`: the proposal, where the target needs to know what its nodes were drawn from."""
@@ -505,7 +639,7 @@ class Session:
         self.text += shown
         new = tuple(self.tokens[begin:])
         emitted = [Emit(new, min(drafted, len(new)), shown, tuple(self.logprobs[begin:]))] if new or shown else []
-        return [*emitted, Finish(reason), *self._close(keep=self._prompt_read)]
+        return [*emitted, Finish(reason), *self._close(keep=self._prompt_read and not self._moved and self.state is not State.WAITING)]
 
 
 def _check_drawn(event: Drafted) -> None:

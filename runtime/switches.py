@@ -204,4 +204,4 @@ class AheadTrial:
         self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
         changed, self._told = self.ahead != self._told, self.ahead
         verb = "pays" if self.ahead else "does not pay"
-        return f"drafting ahead on the shared device {verb}: {with_:.1f} tokens/s with it, {without:.1f} without" if changed else None
+        return f"drafting ahead {verb}: {with_:.1f} tokens/s with it, {without:.1f} without" if changed else None

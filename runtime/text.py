@@ -5,28 +5,21 @@ files. Knows nothing of sessions. Special tokens written out in a prompt are rea
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.runtime.templates import ChatTemplate
 
-MAX_PRODUCT = 1 << 20
-"""Items that a product in a chat template may have."""
-
+MAX_GROWTH = 64
+"""Letters that tokenizing and its inverse may make of one; those of today's models make one or two."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,7 +30,7 @@ class TextCodec:
         self.facts = facts
         self._tokenizer = _tokenizer(tokenizer)
         self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        self._template = _compile(facts.template) if facts.template else None
+        self._template = _template(facts.template) if facts.template else None
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer).get("decoder"))
         self._pieces: dict[int, bytes] = {}
 
@@ -131,6 +124,11 @@ class Detokenizer:
         return self._tokenizer.decode(rest, skip_special_tokens=True) if rest else ""
 
 
+def open_detokenizer(tokenizer: bytes) -> Detokenizer:
+    """One for the bytes of a tokenizer.json."""
+    return Detokenizer(_tokenizer(tokenizer))
+
+
 class StopStrings:
     """Cuts a text before the first stop string, and holds back what may turn out to be the beginning of one."""
 
@@ -180,43 +178,29 @@ def _valid(text: str) -> str:
 
 def _tokenizer(content: bytes) -> Tokenizer:
     try:
+        parts = json.loads(content)
+        growing = [name for name in ("normalizer", "decoder") if _growth(parts.get(name)) > MAX_GROWTH]
+        if growing:
+            raise ValueError(f"its {growing[0]} may make more than {MAX_GROWTH} letters of one")
         return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise RequestError("vocabulary", f"tokenizer.json cannot be read: {str(error)[:300]}") from None
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Where a chat template runs: it reaches nothing outside, and no product makes a text of a hundred million characters."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if isinstance(side, str | list | tuple) else side for side in (left, right)]
-        if operator == "**" or (sizes != [left, right] and sizes[0] * sizes[1] > MAX_PRODUCT):
-            raise SecurityError(f"a chat template may not compute {operator} of this size")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _growth(part: Any) -> float:
+    """How many times longer a normalizer or a decoder may make a text, by what it replaces; a chain of them multiplies."""
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Sequence":
+        return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
+    if part.get("type") != "Replace":
+        return 1.0
+    replaced = len(str(part["pattern"].get("String", "")))  # an expression may fit between any two letters
+    return max(1.0, len(part["content"]) / replaced if replaced else 1 + len(part["content"]))
 
 
-def _compile(template: str) -> Template:
-    """The chat template in the dialect of transformers: sandboxed, blocks trimmed, `raise_exception` and `strftime_now` at hand."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
+def _template(text: str) -> ChatTemplate:
     try:
-        return environment.from_string(template)
-    except TemplateError as error:
-        raise RequestError("settings", f"the chat template cannot be read: {str(error)[:300]}") from None
+        return ChatTemplate(text)
+    except ValueError as error:
+        raise RequestError("settings", f"the chat template cannot be read: {error}") from None

@@ -17,9 +17,9 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links.py", "protocol/keys.py"),
-    "msgpack": ("protocol/codec.py",),
+    "msgpack": ("protocol/codec.py", "runtime/tape.py"),
     "tokenizers": ("runtime/text.py", "workers/training/"),
-    "jinja2": ("runtime/text.py",),
+    "jinja2": ("runtime/templates.py",),
     "safetensors": ("workers/models/checkpoint.py", "workers/training/"),
     "huggingface_hub": ("workers/models/checkpoint.py",),
     "torch": ("workers/",),
@@ -33,7 +33,7 @@ DOORS = {
     "click": ("launch/",),
     "rich": ("launch/",),
 }
-INSIDE_WORKERS = {"speculation": {"speculation"}, "models": {"models", "kernels"}, "devices": {"devices"}}
+INSIDE_WORKERS = {"speculation": {"speculation"}, "models": {"models", "kernels", "progress"}, "devices": {"devices"}}
 OPENS_PICKLED_WEIGHTS = "workers/models/head_checkpoint.py"
 """The one file that may call torch.load, and only with weights_only=True: the public draft heads are pickled, and the user has to ask for it."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -11,7 +11,7 @@ from dovetail.protocol.messages import Emitted, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.losslessness import difference
-from support.stacks import PROMPTS, SILENCE_S, complete_all, started, submit
+from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit
 
 HEAD = {"draft.kind": "dovetail", "draft.device": "cpu", "target.inflate": "64MiB"}
 TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
@@ -19,10 +19,10 @@ TOKENS = 160
 TEMPERATURES = (0.0, 1.0)
 
 
-def ask(client: Client, tree: TreeSettings | None = TREE) -> list[int]:
+def ask(client: Client, tree: TreeSettings | None = TREE, tokens: int = TOKENS) -> list[int]:
     """A greedy request and a sampled one that are long enough for something to happen meanwhile."""
-    samplings = [Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in TEMPERATURES]
-    return [submit(client, PROMPTS[0], sampling=sampling, tokens=TOKENS, seed=3, tree=tree) for sampling in samplings]
+    samplings = [Sampling(temperature=temperature, min_tokens=tokens) for temperature in TEMPERATURES]
+    return [submit(client, PROMPTS[0], sampling=sampling, tokens=tokens, seed=3, tree=tree) for sampling in samplings]
 
 
 def interrupted(client: Client, interrupt: Callable[[], object]) -> list[tuple[Finished, list[bool]]]:
@@ -85,3 +85,31 @@ def test_a_draft_that_falls_silent_is_done_without_until_it_speaks_again() -> No
             again = complete_all(client, ask(client))
             drafted = all(later.result.drafted_tokens for later in again)
             assert [difference(later, reference.result.token_ids) for later, reference in zip(again, alone, strict=True)] == [None, None]
+
+
+MANY = 900
+"""Tokens of replies that go on until another draft is there."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["dovetail", "small"])
+def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there(draft: str) -> None:
+    with growing({**HEAD, "draft.kind": draft, "target.inflate": "256MiB"}) as (stack, client, another):
+        alone = complete_all(client, ask(client, tree=None, tokens=MANY))
+        drafted, ends = {request: list[bool]() for request in ask(client, tokens=MANY)}, dict[int, Finished]()
+        lost_at: list[int] = []
+        while len(ends) < len(drafted):
+            reply = client.receive(SILENCE_S)
+            assert isinstance(reply, Emitted | Finished), reply
+            if isinstance(reply, Finished):
+                ends[reply.request] = reply
+                continue
+            drafted[reply.request] += reply.drafted
+            if not lost_at and all(map(any, drafted.values())):
+                kill(stack.workers[1])
+                another("draft")
+                lost_at = [len(flags) for flags in drafted.values()]
+        for (request, flags), reference, begun in zip(drafted.items(), alone, lost_at, strict=True):
+            assert difference(ends[request], reference.result.token_ids) is None
+            without = next(place for place in range(begun, len(flags)) if not any(flags[place : place + 16]))
+            assert any(flags[without:]), "no token was drafted after the loss"

@@ -69,9 +69,19 @@ class Engine(Protocol[SessionT]):
         """`RequestError` if one of `tokens` cannot be read."""
 
     def open(
-        self, prompt: Sequence[int], /, *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        /,
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int],
+        replied: int,
     ) -> SessionT:
-        """A session with the prompt read; `end`: ids that end the reply."""
+        """A session with the prompt read, the last `replied` tokens of which are the reply's; `end`: ids that end that."""
 
     def draft(
         self,
@@ -130,6 +140,7 @@ class Keeper(Protocol[SessionT]):
         sampling: Sampling,
         tree: TreeSettings,
         end: Sequence[int],
+        replied: int,
         base: Any,
         kept: int,
     ) -> SessionT:
@@ -248,6 +259,11 @@ class DraftWorker(Generic[SessionT]):
         to_learn, self._to_learn = self._to_learn, False
         return (to_learn and self._engine.learn()) or self._grow_ahead() or self._engine.learn()
 
+    def forget(self) -> None:
+        """Free every session, the kept ones too; what was learned stays."""
+        self._held.clear()
+        self._kept.clear()
+
     def _grow_ahead(self) -> bool:
         """A pass for the session whose turn it is; False: none of them has anything to grow."""
         for number in [*self._held]:
@@ -275,6 +291,7 @@ class DraftWorker(Generic[SessionT]):
             sampling=command.sampling,
             tree=command.tree,
             end=command.end,
+            replied=command.replied,
         )
         if not session.readable:
             print(
@@ -282,8 +299,8 @@ class DraftWorker(Generic[SessionT]):
                 "nothing is drafted for it",
                 file=sys.stderr,
             )
-        self._held[number] = _Held(session)
-        return Opened(epoch=self._epoch, session=number, spans=self._spans.take(MAX_SPANS))
+        self._held[number] = _Held(session, command.round)
+        return Opened(epoch=self._epoch, session=number, round=command.round, spans=self._spans.take(MAX_SPANS))
 
     def _close(self, number: int, *, keep: bool) -> None:
         held = self._held.pop(number, None)
@@ -303,7 +320,7 @@ class DraftWorker(Generic[SessionT]):
         except BaseException:  # some of the rows may be there
             del self._held[command.session]
             raise
-        return Fed(epoch=self._epoch, session=command.session, start=command.start, spans=self._spans.take(MAX_SPANS))
+        return Fed(epoch=self._epoch, session=command.session, round=command.round, start=command.start, spans=self._spans.take(MAX_SPANS))
 
     def _draft(self, command: Draft) -> Drafted:
         start = self._clock()

@@ -90,12 +90,14 @@ class Drafter(Grower[DraftSession]):
         sampling: Sampling,
         tree: TreeSettings,
         end: Sequence[int] = (),
+        replied: int = 0,
         base: DraftLeft | None = None,
         kept: int = 0,
     ) -> DraftSession:
         """A session with the prompt read, where the draft's context holds it; no id at or beyond `vocabulary_size`, the target's, will be proposed.
 
-        `end`: ids that end the reply. `base`: what is left of a session that began with the first `kept` tokens; it is used up.
+        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`: what is left of a session that began with the first
+        `kept` tokens; it is used up.
         """
         room = min(capacity, self.model.context)
         ranking = Ranking.begin(
@@ -106,6 +108,7 @@ class Drafter(Grower[DraftSession]):
             sharpening=tree.sharpening,
             sharpness=self.sharpness,
             end=end,
+            replied=replied,
             device=self.model.device,
         )
         rows = self._tree_rows(sampling, tree)

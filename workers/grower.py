@@ -87,14 +87,16 @@ class Ranking:
         sharpening: float | Literal["auto"],
         sharpness: Sharpness,
         end: Sequence[int],
+        replied: int,
         device: torch.device,
     ) -> "Ranking":
-        """That of a session that begins with `prompt`; `end`: ids that end the reply. No id at or beyond `vocabulary_size` has a rank.
+        """That of a session that begins with `prompt`, the last `replied` tokens of which are the reply's; `end`: ids that end it. No id at or beyond
+        `vocabulary_size` has a rank.
 
         A `sharpening` of "auto" is that of `sharpness`, which learns from the session unless its children are drawn.
         """
         noise = NoiseCache(key, vocabulary_size, device) if sampling.temperature > 0 and not sampling.rejects else None
-        back = LookingBack(sampling, prompt, end, vocabulary_size, device) if sampling.looks_back else None
+        back = LookingBack(sampling, prompt, end, vocabulary_size, device, replied=replied) if sampling.looks_back else None
         rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
         processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
         return cls(

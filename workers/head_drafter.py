@@ -192,13 +192,14 @@ class HeadDrafter(Grower[HeadSession]):
         sampling: Sampling,
         tree: TreeSettings,
         end: Sequence[int] = (),
+        replied: int = 0,
         base: HeadLeft | None = None,
         kept: int = 0,
     ) -> HeadSession:
         """A session whose prompt is read with its features; no id at or beyond `vocabulary_size`, the target's, will be proposed.
 
-        `end`: ids that end the reply. `base`: what is left of a session that began with the first `kept` tokens, whose features need not come again; it is
-        used up.
+        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`: what is left of a session that began with the first
+        `kept` tokens, whose features need not come again; it is used up.
         """
         ranking = Ranking.begin(
             prompt,
@@ -208,6 +209,7 @@ class HeadDrafter(Grower[HeadSession]):
             sharpening=tree.sharpening,
             sharpness=self.sharpness,
             end=end,
+            replied=replied,
             device=self.head.device,
         )
         window, rows = max(1, min(capacity, self.head.spec.context - tree.most_levels)), self._tree_rows(sampling, tree)

@@ -55,6 +55,10 @@ class KeptSessions(Generic[LeftT]):
         """Forget a session; unknown ones are forgotten already."""
         self._left.pop(number, None)
 
+    def clear(self) -> None:
+        """Forget all sessions."""
+        self._left.clear()
+
     def take(self, number: int | None, prompt: Sequence[int], kept: int) -> LeftT | None:
         """What is left of a session, no longer held, so that one with this prompt goes on from the first `kept` tokens of it; None where none is named.
 

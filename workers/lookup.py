@@ -111,16 +111,28 @@ class Lookup:
         """Passes whatever a session consists of: there is no vocabulary here."""
 
     def open(
-        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        replied: int = 0,
     ) -> LookupSession:
-        """A session with the prompt indexed; `RequestError` if it has a token at or beyond `vocabulary_size`, which could be proposed. No use for `key`."""
+        """A session with the prompt indexed, whose last `replied` tokens are the reply's; no use for `key`.
+
+        `RequestError` if it has a token at or beyond `vocabulary_size`, which could be proposed.
+        """
         if (text := misfit(sampling, tree, "ngram")) is not None:
             raise RequestError("settings", text)
         if (largest := max(prompt)) >= vocabulary_size:
             raise RequestError("vocabulary", f"the prompt has token {largest}, beyond the target's vocabulary of {vocabulary_size}")
         log = list(prompt)
         sharpening = SHARPENING if tree.sharpening == "auto" else tree.sharpening
-        return LookupSession(log, Index(log), History(sampling, prompt, end), sharpening, capacity)
+        return LookupSession(log, Index(log), History(sampling, log, end, replied), sharpening, capacity)
 
     def draft(
         self,

@@ -1,7 +1,8 @@
-"""A worker's life: introduce yourself, then take a command, do it, answer.
+"""A worker's life: introduce yourself, then take a command, do it, answer; and again from the beginning when the coordinator has gone.
 
 One plain blocking loop for every kind of worker. It counts what is late or broken, answers what fails, and keeps the worker alive through failures of
-single commands. Knows links and messages; what a command means is the worker's business.
+single commands and of coordinators: what it holds of the sessions of one is of no use to another, its model is. Knows links and messages; what a command
+means is the worker's business.
 """
 
 import os
@@ -9,19 +10,47 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
 
 from dovetail.protocol.codec import COMMAND, encode
-from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError
+from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError, printable
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import Close, Command, Draft, Drain, Event, Failed, Feed, Hello, Open, Probe, Probed, Verify, Welcome
+from dovetail.protocol.messages import (
+    MAX_STRIKES,
+    VERSION,
+    Close,
+    Command,
+    Draft,
+    Drain,
+    Engage,
+    Event,
+    Failed,
+    Feed,
+    Hello,
+    Open,
+    Probe,
+    Probed,
+    Refeed,
+    Verify,
+    Welcome,
+)
 from dovetail.workers.failures import as_request_error
+from dovetail.workers.progress import Abandoned, Watchdog, heard
 
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Between two attempts to reach a coordinator that has gone: at first, and at most."""
+MAX_WAITING = 64
+"""Messages that are taken in while something is computed; the others wait in the link."""
+LOOK_EVERY_S = 0.25
+"""So often a worker that computes looks whether there is anybody left to compute for."""
 
 
 class Worker(Protocol):
@@ -43,15 +72,85 @@ class Worker(Protocol):
     def idle(self) -> bool:
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
 
+    def forget(self) -> None:
+        """Free every session, the kept ones too: their coordinator has gone."""
 
-def serve(link: Link, worker: Worker, *, binding: str = "") -> None:
-    """Register with the coordinator and work until Drain or until it has gone; `UserError` if it refuses this worker, `LinkClosed` if it goes before.
 
-    `binding` says to which cores and memory this process is bound; the worker does not know.
+@dataclass(frozen=True)
+class Reconnecting:
+    """How a coordinator that has gone is looked for."""
+
+    connect: Callable[[], Link]
+    """A new link, or `LinkClosed` if nobody answers."""
+    most_s: float
+    say: Callable[[str], None]
+    """Hears of losses and returns."""
+
+
+@dataclass
+class _Standing:
+    """What is said of a worker that it does not know itself."""
+
+    binding: str
+    standby: bool
+
+    def introduce(self, worker: Worker, epoch: int) -> Hello:
+        return worker.hello(epoch).model_copy(update={"binding": self.binding, "standby": self.standby})
+
+
+def serve(
+    link: Link, worker: Worker, *, binding: str = "", standby: bool = False, reconnecting: Reconnecting | None = None, watchdog: Watchdog | None = None
+) -> bool:
+    """Register with the coordinator and work until it lets this worker go (True), or has gone and is not found again; closes the links that it used.
+
+    `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not to be looked for. `binding` says to which cores and
+    memory this process is bound; on `standby` it gets no sessions until the coordinator puts it in place. The worker knows neither.
     """
+    loop: _Loop | None
+    standing = _Standing(binding, standby)
+    try:
+        loop = _register(link, worker, standing, watchdog)
+    except LinkClosed as lost:
+        link.close()
+        if reconnecting is None:
+            raise
+        loop = _register_again(reconnecting, str(lost), worker, standing, watchdog)
+    while loop is not None:
+        try:
+            loop.run()
+            return True
+        except LinkClosed as lost:
+            worker.forget()
+            loop = None if reconnecting is None else _register_again(reconnecting, str(lost), worker, standing, watchdog)
+    return False
+
+
+def _register(link: Link, worker: Worker, standing: _Standing, watchdog: Watchdog | None) -> "_Loop":
+    """Introduce the worker; every time it is another incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
-    link.send(encode(worker.hello(epoch).model_copy(update={"binding": binding})))
-    _Loop(link, worker, epoch, _welcome(link).epoch).run()
+    link.send(encode(standing.introduce(worker, epoch)))
+    return _Loop(link, worker, standing, epoch, _welcome(link).epoch, watchdog)
+
+
+def _register_again(reconnecting: Reconnecting, why: str, worker: Worker, standing: _Standing, watchdog: Watchdog | None) -> "_Loop | None":
+    """Look for the coordinator until it is found; None if that takes too long."""
+    reconnecting.say(f"{why}; looking for it for up to {reconnecting.most_s:g} s")
+    end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
+    while (left := end - time.monotonic()) > 0:
+        try:
+            link = reconnecting.connect()
+            try:
+                loop = _register(link, worker, standing, watchdog)
+            except BaseException:
+                link.close()
+                raise
+        except LinkClosed:
+            time.sleep(min(pause_s, left))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        else:
+            reconnecting.say("registered anew")
+            return loop
+    return None
 
 
 def _welcome(link: Link) -> Welcome:
@@ -66,59 +165,93 @@ def _welcome(link: Link) -> Welcome:
         except DecodeError:
             continue
         if isinstance(answer, Failed):
-            raise UserError(f"the coordinator refused this worker: {answer.text}")
+            raise UserError(f"the coordinator refused this worker: {printable(answer.text)}")
         if isinstance(answer, Welcome):
+            if answer.version != VERSION:
+                raise UserError(f"the coordinator speaks protocol {_dotted(answer.version)}, this worker {_dotted(VERSION)}: run the same release on both")
             return answer
-    raise UserError(f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address is a dovetail coordinator's")
+    raise LinkClosed(f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address is a dovetail coordinator's")
 
 
 class _Loop:
-    """The state of `serve` after registration."""
+    """One incarnation of a worker: the state of `serve` from one registration to the loss of it."""
 
-    def __init__(self, link: Link, worker: Worker, epoch: int, coordinator_epoch: int) -> None:
-        self._link, self._worker = link, worker
+    def __init__(self, link: Link, worker: Worker, standing: _Standing, epoch: int, coordinator_epoch: int, watchdog: Watchdog | None) -> None:
+        self._link, self._worker, self._standing, self._watchdog = link, worker, standing, watchdog
         self._epoch, self._coordinator_epoch = epoch, coordinator_epoch
-        self._stale, self._busy_ns = 0, 0
+        self._stale, self._strikes, self._busy_ns = 0, 0, 0
+        self._look_s = 0.0
+        self._waiting: deque[list[bytes]] = deque()
+        """What arrived while something was computed."""
         self._process = psutil.Process(os.getpid())
 
     def run(self) -> None:
+        """Do commands until Drain; `LinkClosed` when the coordinator has gone, or knows this worker no more."""
         try:
-            while not isinstance(command := self._next(), Drain):
-                if isinstance(command, Failed):
-                    raise UserError(f"the coordinator turned this worker away: {command.text}")
-                for event in self._do(command):
-                    self._link.send(encode(event))
+            with heard(self._beat):
+                while not isinstance(command := self._next(), Drain):
+                    if isinstance(command, Failed):
+                        self._turned_away(command)
+                    for event in self._do(command):
+                        self._link.send(encode(event))
+        except (LinkClosed, Abandoned) as lost:
+            if not self._was_let_go():
+                raise LinkClosed(str(lost)) from None
+        finally:
+            self._link.close()
+
+    def _turned_away(self, failed: Failed) -> None:
+        """A failure that is about no command: either we were taken for lost, and come again, or we are not wanted."""
+        if failed.code == "session":
+            raise LinkClosed(printable(failed.text))
+        raise UserError(f"the coordinator turned this worker away: {printable(failed.text)}")
+
+    def _was_let_go(self) -> bool:
+        """Whether a Drain is among what the coordinator sent before it went."""
+        try:
+            while (frames := self._receive(0.0)) is not None:
+                if isinstance(self._decode(frames), Drain):
+                    return True
         except LinkClosed:
-            return
+            pass
+        return False
 
     def _next(self) -> Command:
         """The next command of this coordinator; background work while there is none."""
         while True:
-            frames = self._link.receive(0.0)
+            frames = self._receive(0.0)
             while frames is None and self._idle():
-                frames = self._link.receive(0.0)
+                frames = self._receive(0.0)
             if frames is None:
-                frames = self._link.receive(None)
+                frames = self._receive(None)
             if frames is not None and (command := self._decode(frames)) is not None:
                 return command
+
+    def _receive(self, timeout_s: float | None) -> list[bytes] | None:
+        return self._waiting.popleft() if self._waiting else self._link.receive(timeout_s)
 
     def _idle(self) -> bool:
         """Background work; it is only ahead of time, so a worker lives without it, and what fails here fails again where a command needs it."""
         start = time.monotonic_ns()
         try:
-            worked = self._worker.idle()
+            with self._at_work():
+                worked = self._worker.idle()
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return False
         if worked:
+            self._beat()
             self._busy_ns += time.monotonic_ns() - start
         return worked
 
     def _decode(self, frames: list[bytes]) -> Command | None:
         try:
             command = COMMAND.decode(frames)
-        except DecodeError:
+        except DecodeError as error:
             self._stale += 1
+            self._strikes += 1
+            if self._strikes >= MAX_STRIKES:
+                raise LinkClosed(f"{self._strikes} messages of the coordinator broke the protocol: {error}") from None
             return None
         if command.epoch != self._coordinator_epoch or isinstance(command, Welcome):  # Welcome answers a Hello, and that is done
             self._stale += 1
@@ -129,13 +262,46 @@ class _Loop:
         if isinstance(command, Probe):
             yield self._probed(command)
             return
-        start = time.monotonic_ns()
+        if isinstance(command, Engage):
+            self._standing.standby = False
+            return
         try:
-            yield from self._worker.handle(command)
+            yield from self._answers(command)
         except Exception as error:  # one command's failure must not end the other sessions
             yield from failures(command, self._epoch, as_request_error(error))
-        finally:
-            self._busy_ns += time.monotonic_ns() - start
+
+    def _answers(self, command: Command) -> Iterator[Event]:
+        """What the worker makes of a command; the time between two answers is ours, not that of sending them."""
+        events: Iterator[Event] | None = None
+        while True:
+            start = time.monotonic_ns()
+            self._beat()
+            try:
+                with self._at_work():
+                    events = iter(self._worker.handle(command)) if events is None else events
+                    event = next(events, None)
+            finally:
+                self._busy_ns += time.monotonic_ns() - start
+            if event is None:
+                return
+            yield event
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._watchdog is None else self._watchdog.work()
+
+    def _beat(self) -> None:
+        """What is being computed gets on; now and then see whether anybody waits for it, and take in what a coordinator that goes takes back."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
+        now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + LOOK_EVERY_S
+            while len(self._waiting) < MAX_WAITING and (frames := self._link.take()) is not None:
+                self._waiting.append(frames)
+            try:
+                self._link.check()
+            except LinkClosed as lost:
+                raise Abandoned(str(lost)) from None
 
     def _probed(self, probe: Probe) -> Probed:
         return Probed(
@@ -155,8 +321,12 @@ def failures(command: Command, epoch: int, error: RequestError) -> list[Event]:
     match command:
         case Verify():
             subjects = [(item.session, item.round) for item in command.items]
-        case Open() | Feed() | Draft():
+        case Open() | Feed() | Refeed() | Draft():
             subjects = [(command.session, command.round)]
         case Close():
             subjects = [(command.session, None)]
     return [Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error)) for s, r in subjects]  # type: ignore[arg-type]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

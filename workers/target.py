@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ from dovetail.protocol.messages import (
     Open,
     Opened,
     Prefilled,
+    Refed,
+    Refeed,
     Scored,
     States,
     Verified,
@@ -109,7 +112,7 @@ def _inflation(text: str) -> int:
 
 
 class TargetWorker:
-    """Open, Verify and Close, answered. A `Worker` of the loop."""
+    """Open, Refeed, Verify and Close, answered. A `Worker` of the loop."""
 
     def __init__(self, model: LanguageModel, identity: Identity) -> None:
         self.stale = 0
@@ -148,6 +151,8 @@ class TargetWorker:
         match command:
             case Open():
                 return self._open(command)
+            case Refeed():
+                return self._refeed(command)
             case Verify():
                 return self._verify(command)
             case Close():
@@ -158,6 +163,9 @@ class TargetWorker:
 
     def idle(self) -> bool:
         return self._verifier.prepare_noise()
+
+    def forget(self) -> None:
+        self._verifier.clear()
 
     def _open(self, command: Open) -> Iterator[Event]:
         """A part of the prompt leaves as soon as it has been read: its features are held by nobody while the next is computed."""
@@ -177,19 +185,28 @@ class TargetWorker:
             kept=command.kept,
             logprobs=command.logprobs,
             scored=command.scored,
+            round=command.round,
+            replied=command.replied,
+            features_from=command.features_from or 0,
         )
         for step in opening:
-            yield self._opening(command.session, step)
+            yield self._opening(command, step)
 
-    def _opening(self, session: int, step: Part | ScoredPart | First) -> Event:
+    def _opening(self, command: Open, step: Part | ScoredPart | First) -> Event:
+        about: dict[str, Any] = {"epoch": self._epoch, "session": command.session, "round": command.round}
         match step:
             case Part():
-                return Prefilled(epoch=self._epoch, session=session, start=step.start, features=to_array(step.features))
+                return Prefilled(**about, start=step.start, features=to_array(step.features))
             case ScoredPart():
-                return Scored(epoch=self._epoch, session=session, start=step.start, logprobs=step.logprobs)
+                return Scored(**about, start=step.start, logprobs=step.logprobs)
             case First():
                 spans = self._spans.take(MAX_SPANS)
-                return Opened(epoch=self._epoch, session=session, bonus=step.token, margin=step.margin, logprobs=step.logprobs, spans=spans)
+                return Opened(**about, bonus=step.token, margin=step.margin, logprobs=step.logprobs, spans=spans)
+
+    def _refeed(self, command: Refeed) -> Iterator[Event]:
+        for part in self._verifier.refeed(command.session, command.features, command.start, command.prefix):
+            yield Prefilled(epoch=self._epoch, session=command.session, round=command.round, start=part.start, features=to_array(part.features))
+        yield Refed(epoch=self._epoch, session=command.session, round=command.round, spans=self._spans.take(MAX_SPANS))
 
     def _verify(self, command: Verify) -> Sequence[Event]:
         """An item that cannot be done is answered for itself and hurts none of the others."""

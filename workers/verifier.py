@@ -6,7 +6,10 @@ committed. The next root, the bonus, has no row yet. Every session is checked be
 nothing; after it, each session is judged and committed for itself, and one whose commit fails half-way is forgotten.
 
 A session whose draft reads its target gets features of every committed row, as they are computed: of the prompt part by part, of a tree those of the root
-and the accepted nodes. In the same way the tokens of a prompt are scored, where that is asked for.
+and the accepted nodes. In the same way the tokens of a prompt are scored, where that is asked for. For a draft that joins later the features of rows that
+have been committed are computed anew, beside the session.
+
+A session that was begun elsewhere is opened with its token log for a prompt, and goes on as it would have there.
 
 What is left of a session that has ended, its log and its rows, can be kept for one that goes on from it. A row is taken over as it is, so that this is for
 models alone that compute the same bytes for it in whatever part of a prompt it stands.
@@ -114,13 +117,7 @@ class _Session:
     @property
     def places(self) -> Sequence[int]:
         """Where the states are that the draft reads."""
-        return () if self.reads is None else self.reads.taps or (LAST,)
-
-    def features(self, states: Mapping[int, Tensor], rows: Sequence[int] | slice) -> Tensor | None:
-        """Those of some rows of a pass."""
-        if self.reads is None:
-            return None
-        return narrowed(torch.cat([states[place][rows] for place in self.places], dim=1), self.reads.dtype).cpu()
+        return _places(self.reads)
 
     def scores(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         """What some rows of logits [M, V] say of the `tokens` that follow them, if that was asked for."""
@@ -183,11 +180,15 @@ class Verifier:
         kept: int = 0,
         logprobs: int | None = None,
         scored: bool = False,
+        round: int = 0,
+        replied: int = 0,
+        features_from: int = 0,
     ) -> Iterator[Part | ScoredPart | First]:
         """Prefill the prompt of a new session that may grow to `capacity` tokens: its parts, if there are `reads`, as they are done, and the first token.
 
         `end`: ids that end the reply. `base`: a kept session whose rows of the first `kept` tokens this one takes over. `logprobs`: tokens come with their
-        log-probabilities and those of so many others; if `scored`, the prompt's too, which then has no base.
+        log-probabilities and those of so many others; if `scored`, the prompt's too, which then has no base. `round`: the last one that was done elsewhere,
+        where the reply was begun and has the last `replied` tokens of the prompt. `features_from`: of rows before this one nobody wants features.
         """
         self._check_room(prompt, capacity)
         self._check_biases(sampling)
@@ -198,15 +199,31 @@ class Verifier:
         with self._spans.measure("prefill"):
             coupled = sampling.temperature > 0.0 and not sampling.rejects
             noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
-            back = LookingBack(sampling, prompt, end, self._model.vocabulary_size, self._model.device) if sampling.looks_back else None
+            size, device = self._model.vocabulary_size, self._model.device
+            back = LookingBack(sampling, prompt, end, size, device, replied=replied) if sampling.looks_back else None
             cache = self._open_cache(capacity + tree.most_nodes, left, kept)
-            session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs)
-            logits = yield from self._prefill(session, scored)
+            session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs, round)
+            logits = yield from self._prefill(session, scored, features_from)
             _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
             said = session.scores(logits, [0], [bonus])
         session.extend([bonus])
         self._sessions[number] = session
         yield First(bonus, margin, said[0] if said else None)
+
+    def refeed(self, number: int, reads: Reads, start: int, prefix: int) -> Iterator[Part]:
+        """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside its cache; from now on verdicts come with theirs."""
+        session = find_session(self._sessions, number)
+        self._check_reads(reads)
+        if prefix > len(session.log):
+            raise RequestError("prefix", f"session {number}: features of {prefix} tokens were asked for, the log here has {len(session.log)}")
+        with self._spans.measure("prefill"):
+            rows = max(0, prefix - 1)
+            cache = self._model.new_cache(rows)
+            for first in range(0, rows, PREFILL_ROWS):
+                _, part = self._read(session.log[first : min(first + PREFILL_ROWS, rows)], cache, reads, features_from=start)
+                if part is not None:
+                    yield part
+        session.reads = reads
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
@@ -245,6 +262,11 @@ class Verifier:
             session.cache.resize(session.cache.length)
             self._kept.add(number, _Left(session.log, session.cache))
 
+    def clear(self) -> None:
+        """Forget all sessions, and what is left of others."""
+        self._sessions.clear()
+        self._kept.clear()
+
     def prepare_noise(self) -> bool:
         """Compute the noise of one position that a coming round may ask for; False if all of it is there."""
         return any(s.noise is not None and s.noise.prepare(len(s.log), s.tree.depth + 1) for s in self._sessions.values())
@@ -279,21 +301,30 @@ class Verifier:
         left.cache.resize(rows)
         return left.cache
 
-    def _prefill(self, session: _Session, scored: bool) -> Generator[Part | ScoredPart, None, Tensor]:
+    def _prefill(self, session: _Session, scored: bool, features_from: int) -> Generator[Part | ScoredPart, None, Tensor]:
         """Compute and commit the rows of the prompt that are missing, some at a time; returns the logits [1, V] after its last token."""
         logits = torch.empty(0)
         for start in range(session.cache.length, len(session.log), PREFILL_ROWS):
-            chunk = torch.tensor(session.log[start : start + PREFILL_ROWS])
-            count = len(chunk)
-            segment = Segment(session.cache, start, count)
-            positions, wanted = torch.arange(start, start + count), None if scored else torch.tensor([count - 1])
-            logits, states = self._model.forward_with_states(chunk, positions, [segment], wanted=session.places, rows=wanted)
-            session.cache.keep(range(start, start + count), count)
-            if (features := session.features(states, slice(None))) is not None:
-                yield Part(start, features)
-            if scored and (tokens := session.log[start + 1 : start + 1 + count]):
+            chunk = session.log[start : start + PREFILL_ROWS]
+            logits, part = self._read(chunk, session.cache, session.reads, features_from=features_from, all_logits=scored)
+            if part is not None:
+                yield part
+            if scored and (tokens := session.log[start + 1 : start + 1 + len(chunk)]):
                 yield ScoredPart(start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0))
         return logits[-1:]
+
+    def _read(self, tokens: Sequence[int], cache: Cache, reads: Reads | None, *, features_from: int, all_logits: bool = False) -> tuple[Tensor, Part | None]:
+        """Compute and commit the rows of `tokens`, which stand behind those of `cache`: logits after the last or all of them, and the features of the rows
+        from `features_from` on, if a draft reads them and there are any."""
+        start, count = cache.length, len(tokens)
+        unwanted = min(max(0, features_from - start), count)
+        places = _places(reads) if unwanted < count else ()
+        rows = None if all_logits else torch.tensor([count - 1])
+        positions, segment = torch.arange(start, start + count), Segment(cache, start, count)
+        logits, states = self._model.forward_with_states(torch.tensor(tokens), positions, [segment], wanted=places, rows=rows)
+        cache.keep(range(start, start + count), count)
+        features = _features(reads, states, slice(unwanted, None)) if places else None
+        return logits, None if features is None else Part(start + unwanted, features)
 
     def _forward(self, items: Sequence[VerifyItem]) -> list[_Rows]:
         """What one pass computes for each item."""
@@ -318,7 +349,7 @@ class Verifier:
         try:
             accepted, bonus, margins = _outcome(session, rows.logits, tree, drawn or Drawn.nothing())
             path = [0, *(node + 1 for node in accepted)]
-            features = session.features(rows.states, path)
+            features = _features(session.reads, rows.states, path)
             logprobs = session.scores(rows.logits, path, [*(tree.tokens[node] for node in accepted), bonus])
         except Exception as error:  # the other sessions of the pass have their verdicts
             return as_request_error(error)
@@ -341,6 +372,18 @@ class Verifier:
         session.round = verdict.round
         if session.noise is not None:
             session.noise.drop_before(len(session.log))
+
+
+def _places(reads: Reads | None) -> Sequence[int]:
+    """Where the states are that a draft reads."""
+    return () if reads is None else reads.taps or (LAST,)
+
+
+def _features(reads: Reads | None, states: Mapping[int, Tensor], rows: Sequence[int] | slice) -> Tensor | None:
+    """What a draft reads of some rows of a pass."""
+    if reads is None:
+        return None
+    return narrowed(torch.cat([states[place][rows] for place in _places(reads)], dim=1), reads.dtype).cpu()
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:

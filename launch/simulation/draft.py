@@ -108,9 +108,18 @@ class RecordedDrafter(Grower[RecalledSession]):
         """Every token was recorded."""
 
     def open(
-        self, prompt: Sequence[int], *, capacity: int, vocabulary_size: int, key: bytes, sampling: Sampling, tree: TreeSettings, end: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        replied: int = 0,
     ) -> RecalledSession:
-        recalled = Recalled(self._replies[tuple(prompt)], self._about.head, self._coverage)
+        recalled = Recalled(self._replies[tuple(prompt[: len(prompt) - replied])], self._about.head, self._coverage)
         ranking, nothing = cast(Ranking, recalled), cast(Cache, None)
         return RecalledSession(
             log=list(prompt),

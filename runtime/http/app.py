@@ -166,7 +166,7 @@ class Service:
         """Whether requests are served, and what is missing; a draft that is missing makes them slower, no worse."""
         if (state := await self.reported()) is None:
             return False, {"ready": False, "degraded": True, "missing": [self.gateway.missing or "the coordinator does not answer"]}
-        there = any("target" in worker.roles for worker in state.workers)
+        there = any("target" in worker.roles and not worker.standby for worker in state.workers)
         return there, {"ready": there, "degraded": state.degraded, "missing": list(state.reasons)}
 
     async def metrics(self) -> bytes:

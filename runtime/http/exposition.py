@@ -124,6 +124,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _gauge("dovetail_uptime_seconds", "Time since the coordinator began.", reported.uptime_s)
     yield _gauge("dovetail_degraded", "Whether something that was there is missing.", float(reported.degraded))
     yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
+    yield _gauge("dovetail_waiting_sessions", "Requests whose target was lost, and that wait for another.", totals.waiting)
     yield _gauge("dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept)
     workers = GaugeMetricFamily("dovetail_workers", "Registered workers.", labels=("role",))
     for role in ("target", "draft"):
@@ -147,6 +148,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _counter("dovetail_completion_tokens", "Tokens of replies.", totals.completion_tokens)
     yield _counter("dovetail_drafted_tokens", "Nodes that were verified.", totals.drafted_tokens)
     yield _counter("dovetail_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens)
+    yield _counter("dovetail_moves", "Times that a request went on on another target.", totals.moves)
     yield _counter("dovetail_stale_messages", "Messages that came too late or twice.", reported.stale)
     yield _counter("dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused)
 

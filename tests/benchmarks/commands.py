@@ -15,6 +15,7 @@ from benchmarks.http import http
 from benchmarks.levels import levels
 from benchmarks.limit import limit
 from benchmarks.loading import loading
+from benchmarks.losses import losses
 from benchmarks.papers import papers
 from benchmarks.reliability import reliability
 from benchmarks.rest import rest
@@ -52,5 +53,6 @@ for command in (
     rounds,
     turns,
     http,
+    losses,
 ):
     main.add_command(command)

@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.measure import Estimate, ratio
 from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, Run, Task, contenders
 from dovetail.launch.bench_turns import prepare, rotated
-from dovetail.launch.comparison import first_difference
 from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.prompts import Prompt
 from dovetail.protocol.errors import UserError
+from dovetail.runtime.comparison import first_difference
 
 STACK = "the pair"
 

@@ -18,7 +18,7 @@ from dovetail.launch import cli
 from dovetail.launch.answers import open_answers
 from dovetail.launch.connection import Connection
 from dovetail.launch.directory import announced
-from dovetail.launch.generate import NOTHING_PAID, STOP_CHARACTERS, summary, without_speculation
+from dovetail.launch.generate import NOTHING_PAID, STOP_CHARACTERS, other_targets, summary, without_speculation
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.records import read_records
 from dovetail.launch.supervise import Stack, Supervisor
@@ -64,6 +64,8 @@ RESULT_FIELDS = [
     "control_rounds",
     "predicted_tokens_per_s",
     "reused_tokens",
+    "moves",
+    "fingerprints",
 ]
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
 STORY = "Tell me a story about a small owl who is afraid of the dark."
@@ -205,6 +207,12 @@ def a_result(**figures: Any) -> Result:
 def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() -> None:
     assert "· prefill 6 % draft 20 % verify 70 % ·" in summary(a_result(), "")
     assert "· draft 20 % verify 70 % ·" in summary(a_result(prefill_s=0.05), "")
+
+
+def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_differ() -> None:
+    assert "move" not in summary(a_result(), "")
+    assert "· 2 moves to another target ·" in summary(a_result(moves=2), "")
+    assert other_targets(a_result(fingerprints=("one", "two"))).endswith("and is none of theirs alone: one, then two")
 
 
 def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:

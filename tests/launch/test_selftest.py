@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.launch.comparison import Difference, first_difference
 from dovetail.launch.configure import configure
 from dovetail.launch.selftest import drafting_tree, refuse_lossy
 from dovetail.launch.supervise import Stack
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result
+from dovetail.runtime.comparison import Difference, first_difference
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

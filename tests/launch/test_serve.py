@@ -111,16 +111,58 @@ def test_every_part_comes_back_and_the_url_stays(start: Start, run: Run, tmp_pat
         os.kill(found["pids"][name], signal.SIGKILL)
         told(process, f"the {name} is ready again")
         assert ask(found["url"], body=QUESTION)[0] == 200
+    process.send_signal(signal.SIGINT)
+    assert process.wait(GONE_S) == 0
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
+
+
+def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to_it(start: Start, run: Run, tmp_path: Path) -> None:
+    """No model is loaded again."""
+    process = start("serve", *PAIR, "--draft", "ngram")
+    found = ready(process)
+    assert ask(found["url"], body=QUESTION)[0] == 200
     os.kill(found["pids"]["coordinator"], signal.SIGKILL)
-    told(process, "and with it http, target worker and draft worker")
-    for _ in range(4):
+    told(process, "the coordinator was killed by SIGKILL; it is started again in 0.5 s")
+    for _ in range(3):
         told(process, "is ready again")
     assert ask(found["url"], body=QUESTION)[0] == 200
     after = json.loads(run("status", "--json").stdout)
-    assert after["address"] != found["address"]
-    process.send_signal(signal.SIGINT)
+    assert after["address"] == found["address"]
+    assert {worker["pid"] for worker in after["workers"]} == {found["pids"]["target worker"], found["pids"]["draft worker"]}
+    process.terminate()
     assert process.wait(GONE_S) == 0
-    assert_nothing_is_left([*found["pids"].values(), *(worker["pid"] for worker in after["workers"])], tmp_path)
+    assert_nothing_is_left([*found["pids"].values(), after["pid"]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft worker", "target worker", "coordinator"])
+def test_a_part_that_is_alive_and_gone_is_replaced(name: str, start: Start, tmp_path: Path) -> None:
+    process = start("serve", *PAIR, "--draft", "ngram", "--coordinator.stuck_s", "3")
+    found = ready(process)
+    os.kill(found["pids"][name], signal.SIGSTOP)
+    told(process, f"the {name} is alive, and nothing was heard of it for 3 s")
+    told(process, f"the {name} was killed by SIGKILL; it is started again")
+    told(process, f"the {name} is ready again")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+    process.terminate()
+    assert process.wait(GONE_S) == 0
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_part_that_is_stopped_for_a_short_time_is_left_alone(start: Start, run: Run, tmp_path: Path) -> None:
+    process = start("serve", *PAIR, "--draft", "ngram")
+    found = ready(process)
+    os.kill(found["pids"]["target worker"], signal.SIGSTOP)
+    told(process, "the coordinator has lost the target worker")
+    os.kill(found["pids"]["target worker"], signal.SIGCONT)
+    told(process, "the target worker is ready again")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+    workers = {worker["name"]: worker["pid"] for worker in json.loads(run("status", "--json").stdout)["workers"]}
+    assert workers["target"] == found["pids"]["target worker"]
+    process.terminate()
+    assert process.wait(GONE_S) == 0
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
 @pytest.mark.slow
@@ -250,3 +292,33 @@ def test_a_process_that_says_much_fills_no_disk() -> None:
             assert heard[-1] == str(number)
         assert os.fstat(child.log.fileno()).st_size <= LOG_BYTES + 8
         ear.close()
+
+
+def streamed(url: str, begun: Callable[[], object] = lambda: None) -> str:
+    """What a reply that is streamed says, and that it ended as it should; `begun` happens when it has begun."""
+    asked = {**QUESTION, "max_tokens": 160, "ignore_eos": True, "temperature": 1.0, "seed": 5, "stream": True}
+    place, said, chunks = urlsplit(url), "", 0
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            if line.strip() == b"data: [DONE]":
+                return said
+            if line.strip():
+                chunk = json.loads(line.removeprefix(b"data: "))
+                said += chunk["choices"][0]["delta"].get("content", "")
+                chunks += 1
+                if chunks == 5:
+                    begun()
+    finally:
+        connection.close()
+    raise AssertionError(f"it ended without a word, behind {said!r}")
+
+
+@pytest.mark.slow
+def test_a_stream_whose_target_is_killed_goes_on_when_that_has_been_started_again(start: Start) -> None:
+    process = start("serve", *PAIR, "--target.inflate", "64MiB")
+    found = ready(process)
+    whole = streamed(found["url"])
+    assert streamed(found["url"], lambda: os.kill(found["pids"]["target worker"], signal.SIGKILL)) == whole
+    told(process, "the target worker is ready again")

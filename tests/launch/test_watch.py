@@ -1,6 +1,7 @@
 """When processes of a service are started again: events and times in, actions out."""
 
 import math
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -11,30 +12,48 @@ from dovetail.launch.watch import (
     HEALTHY_S,
     LONGEST_PAUSE_S,
     MOST_RESTARTS,
+    STANDSTILL_S,
     WITHIN_S,
     Action,
-    End,
     Ending,
     GiveUp,
     Leave,
     Part,
+    Replace,
     Start,
     Tell,
     Watch,
 )
 
-PARTS = (Part("hub"), Part("web", ("hub",)), Part("target", ("hub", "web")), Part("draft", ("hub", "web")))
+PARTS = (Part("hub"), Part("web", ("hub",)), Part("target", ("hub", "web"), known=True), Part("draft", ("hub", "web"), known=True))
+WORKERS = ("target", "draft")
 KILLED = Ending(-9, "was killed by SIGKILL")
+STUCK_S = 10.0
+
+
+def starting() -> Watch:
+    return Watch(PARTS, 0.0, stuck_s=STUCK_S)
 
 
 def serving() -> Watch:
     """Everything is ready, at second 0."""
-    watch = Watch(PARTS, 0.0)
-    for name in ("hub", "web", "target", "draft"):
+    watch = starting()
+    for name in ("hub", "web"):
         watch.due(0.0)
         watch.ready(name, 0.0)
+    watch.due(0.0)
+    watch.answered(WORKERS, 0.0)
     assert watch.serving
     return watch
+
+
+def look(watch: Watch, first_s: float, last_s: float, known: Collection[str] | None = WORKERS) -> list[tuple[float, Action]]:
+    """What is done, and when, as the watch looks once a second; the root answers each time that it knows these, None: it does not answer."""
+    actions = []
+    for second in range(math.ceil(first_s), math.floor(last_s) + 1):
+        answers = [] if known is None else watch.answered(known, second)
+        actions += [(float(second), action) for action in [*answers, *watch.due(second)] if not isinstance(action, Tell)]
+    return actions
 
 
 def without_words(actions: list[Action]) -> list[Action]:
@@ -50,22 +69,22 @@ def wait_s(watch: Watch, name: str, ended_s: float) -> float:
 
 
 def test_a_part_starts_when_those_before_it_are_ready() -> None:
-    watch = Watch(PARTS, 0.0)
+    watch = starting()
     assert watch.due(0.0) == [Start("hub")]
     assert watch.due(1.0) == []
     watch.ready("hub", 1.0)
     assert watch.due(1.0) == [Start("web")]
     watch.ready("web", 2.0)
     assert watch.due(2.0) == [Start("target"), Start("draft")]
-    watch.ready("draft", 3.0)
+    watch.answered(["draft"], 3.0)
     assert not watch.serving
-    watch.ready("target", 4.0)
+    watch.answered(WORKERS, 4.0)
     assert watch.serving
 
 
 @pytest.mark.parametrize("name", ["hub", "web", "target"])
 def test_the_first_loss_before_all_was_ready_ends_the_service(name: str) -> None:
-    watch = Watch(PARTS, 0.0)
+    watch = starting()
     for part in ("hub", "web"):
         watch.due(0.0)
         watch.ready(part, 0.0)
@@ -79,7 +98,8 @@ def test_a_lost_worker_is_started_again_after_half_a_second_and_nothing_else_is_
     assert watch.due(10.49) == []
     assert watch.due(10.5) == [Start("draft")]
     assert watch.due(10.6) == []
-    assert watch.ready("draft", 11.0) == [Tell("the draft is ready again")]
+    assert watch.answered(["target"], 10.8) == []
+    assert watch.answered(WORKERS, 11.0) == [Tell("the draft is ready again")]
 
 
 def test_the_pause_doubles_from_loss_to_loss_and_begins_anew_after_a_minute_of_health() -> None:
@@ -89,7 +109,7 @@ def test_the_pause_doubles_from_loss_to_loss_and_begins_anew_after_a_minute_of_h
         watch.ended("draft", KILLED, now_s)
         pauses.append(wait_s(watch, "draft", now_s))
         now_s += pauses[-1]
-        watch.ready("draft", now_s)
+        watch.answered(WORKERS, now_s)
     assert pauses == [0.5, 1.0, 2.0, 4.0]
     now_s += HEALTHY_S
     watch.ended("draft", KILLED, now_s)
@@ -123,33 +143,79 @@ def test_losses_of_different_parts_are_not_added_up() -> None:
         wait_s(watch, name, 20.0 * now_s)
 
 
-def test_with_the_root_everything_ends_and_starts_in_order() -> None:
+def test_a_root_that_is_lost_starts_again_alone_and_the_workers_come_back_to_it() -> None:
     watch = serving()
-    said, end = watch.ended("hub", KILLED, 10.0)
-    assert said == Tell("the hub was killed by SIGKILL; it is started again in 0.5 s, and with it web, target and draft")
-    assert end == End(("web", "target", "draft"))
-    assert watch.ended("web", KILLED, 10.0) == []
+    assert watch.ended("hub", KILLED, 10.0) == [Tell("the hub was killed by SIGKILL; it is started again in 0.5 s")]
+    assert watch.missing == ("hub", "target", "draft")
     assert watch.due(10.4) == []
     assert watch.due(10.5) == [Start("hub")]
-    watch.ready("hub", 11.0)
-    assert watch.due(11.0) == [Start("web")]
-    watch.ready("web", 11.5)
-    assert watch.due(11.5) == [Start("target"), Start("draft")]
+    assert watch.ready("hub", 11.0) == [Tell("the hub is ready again")]
+    assert watch.due(11.0) == []
+    assert watch.answered([], 11.1) == []
+    assert watch.answered(["draft"], 11.5) == [Tell("the draft is ready again")]
+    assert watch.answered(WORKERS, 12.0) == [Tell("the target is ready again")]
+    assert look(watch, 13.0, 40.0) == []
 
 
-def test_a_part_that_waits_when_the_root_is_lost_keeps_its_pause_and_is_not_ended() -> None:
+def test_a_worker_that_is_lost_with_the_root_waits_for_the_next_one() -> None:
     watch = serving()
-    for now_s in (1.0, 2.0, 5.0):
-        watch.ended("draft", KILLED, now_s)
-        wait_s(watch, "draft", now_s)
-    watch.ended("draft", KILLED, 10.0)  # until 14.0
-    assert watch.ended("hub", KILLED, 10.0)[-1] == End(("web", "target"))
-    watch.due(10.5)
+    watch.ended("draft", KILLED, 10.0)
+    watch.ended("hub", KILLED, 10.0)
+    assert watch.due(10.5) == [Start("hub")]
     watch.ready("hub", 11.0)
-    watch.due(11.0)
-    watch.ready("web", 11.0)
-    assert watch.due(11.0) == [Start("target")]
-    assert watch.due(14.0) == [Start("draft")]
+    assert watch.due(11.0) == [Start("draft")]
+
+
+def test_a_worker_that_the_root_knows_no_more_comes_back_or_is_replaced() -> None:
+    watch = serving()
+    assert look(watch, 1.0, 5.0) == []
+    assert watch.answered(["target"], 6.0) == [Tell("the hub has lost the draft")]
+    assert look(watch, 7.0, 12.0, ["target"]) == []
+    assert watch.answered(WORKERS, 13.0) == [Tell("the draft is ready again")]
+    assert look(watch, 14.0, 30.0, ["target"]) == [(23.0, Replace("draft"))]
+    assert watch.ended("draft", KILLED, 30.0) == [Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")]
+    assert look(watch, 31.0, 90.0, ["target"]) == [(31.0, Start("draft"))]
+
+
+def test_a_worker_that_does_not_come_back_to_a_root_that_was_lost_is_replaced() -> None:
+    watch = serving()
+    watch.ended("hub", KILLED, 50.0)
+    watch.due(51.0)
+    watch.ready("hub", 60.0)
+    assert look(watch, 60.0, 100.0, ["draft"]) == [(60.0 + STUCK_S, Replace("target"))]
+
+
+def test_a_root_that_does_not_answer_is_replaced_and_its_workers_are_not() -> None:
+    watch = serving()
+    assert look(watch, 1.0, 5.0) == []
+    assert look(watch, 6.0, 60.0, None) == [(5.0 + STUCK_S, Replace("hub"))]
+
+
+def test_the_time_in_which_nobody_looked_is_no_silence() -> None:
+    """As when the machine was suspended, or this process was."""
+    watch = serving()
+    assert look(watch, 1.0, 5.0) == []
+    assert look(watch, 1000.0, 1000.0, None) == []
+    assert look(watch, 1001.0, 1100.0, None) == [(1000.0 + STUCK_S, Replace("hub"))]
+    assert STANDSTILL_S < STUCK_S
+
+
+def test_before_all_was_ready_nothing_is_replaced() -> None:
+    watch = starting()
+    for part in ("hub", "web"):
+        watch.due(0.0)
+        watch.ready(part, 0.0)
+    watch.due(0.0)
+    watch.answered(["draft"], 1.0)
+    assert look(watch, 2.0, 60.0, []) == []
+    assert look(watch, 60.0, 99.0, None) == []
+
+
+def test_a_worker_that_was_let_go_stays_away() -> None:
+    watch = serving()
+    assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [Tell("the draft was let go")]
+    assert look(watch, 11.0, 60.0, ["target"]) == []
+    assert watch.missing == ()
 
 
 def test_what_the_user_did_wrong_no_restart_mends() -> None:
@@ -168,23 +234,25 @@ def test_whatever_ends_when_each_part_is_started_once_until_it_ends_and_none_bef
     running, now_s, last_end = {part.name for part in PARTS}, 0.0, dict.fromkeys((part.name for part in PARTS), -math.inf)
     for name, wait_s, becomes_ready in events:
         now_s += wait_s
-        for action in watch.due(now_s):
+        for action in without_words(watch.due(now_s)):
+            if isinstance(action, Replace):
+                assert action.name in running
+                continue
             assert isinstance(action, Start)
             assert action.name not in running
             assert now_s >= last_end[action.name] + FIRST_PAUSE_S
             assert action.name == "hub" or "hub" in running
             running.add(action.name)
         if becomes_ready and name in running:
-            watch.ready(name, now_s)
+            if name in WORKERS:
+                watch.answered([name], now_s)
+            else:
+                watch.ready(name, now_s)
         elif name in running:
-            actions = watch.ended(name, KILLED, now_s)
-            if any(isinstance(action, GiveUp) for action in actions):
+            if any(isinstance(action, GiveUp) for action in watch.ended(name, KILLED, now_s)):
                 return
-            running -= {name, *(ended for action in actions if isinstance(action, End) for ended in action.names)}
+            running.remove(name)
             last_end[name] = now_s
-            assert name != "hub" or not running
-        else:
-            assert watch.ended(name, KILLED, now_s) == []
 
 
 def test_the_numbers_fit_each_other() -> None:

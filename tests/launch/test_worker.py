@@ -1,13 +1,29 @@
-"""Where a worker that is started by hand is bound, and how many threads it takes."""
+"""A worker that is started by hand: where it is bound, how many threads it takes, and what becomes of it when its coordinator goes or it is stuck."""
 
+import contextlib
 import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from dovetail.launch.binding import Place
+from dovetail.launch.child import LET_GO
 from dovetail.launch.worker import place_of, thread_count
+from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import TargetSettings
+from dovetail.protocol.links import open_hub, open_link
+from dovetail.protocol.messages import Draft, Event, Hello, Open, Opened, Welcome, WorkerState
+from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
+from dovetail.runtime.client import Client
+
+Start = Callable[..., "subprocess.Popen[str]"]
+BACK_S = 60.0
 
 ELSEWHERE = TargetSettings(numa=7, threads=999)
 """Settings of a target on another, larger machine."""
@@ -31,3 +47,144 @@ def test_a_target_takes_no_more_threads_than_the_cores_that_it_is_bound_to() -> 
     assert thread_count("target", TargetSettings(), Place((core,))) == 1
     with pytest.raises(UserError, match=rf"target.threads = 2 .* the cores {core} "):
         thread_count("target", TargetSettings(threads=2), Place((core,)))
+
+
+# -- a coordinator that goes, and one that comes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address(temporary: Path) -> str:
+    (temporary / "private").mkdir(mode=0o700)
+    return f"ipc://{temporary / 'private' / 'hub'}"
+
+
+def coordinate(start: Start, address: str) -> "subprocess.Popen[str]":
+    """A coordinator that listens."""
+    coordinator = start("coordinator", "--listen", address)
+    assert coordinator.stdout is not None
+    assert coordinator.stdout.readline().strip() == address
+    return coordinator
+
+
+def registered(address: str) -> WorkerState:
+    """The one worker that a coordinator knows, once there is one."""
+    with Client(open_link(address, role="client")) as client:
+        deadline = time.monotonic() + BACK_S
+        while not (workers := client.status().workers):
+            assert time.monotonic() < deadline, "nobody has registered"
+            time.sleep(0.01)
+    (worker,) = workers
+    return worker
+
+
+def gone(address: str) -> float:
+    """Seconds until the coordinator knows nobody."""
+    began = time.monotonic()
+    with Client(open_link(address, role="client")) as client:
+        while client.status().workers:
+            assert time.monotonic() < began + BACK_S, "it is still there"
+            time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_ends_with_it(start: Start, address: str) -> None:
+    coordinator = coordinate(start, address)
+    worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
+    before = registered(address)
+    coordinator.kill()
+    coordinator.wait()
+    coordinator = coordinate(start, address)
+    after = registered(address)
+    assert (after.pid, after.worker_epoch == before.worker_epoch) == (worker.pid, False)
+    coordinator.terminate()
+    assert (coordinator.wait(BACK_S), worker.wait(BACK_S)) == (0, 0)
+    assert worker.stderr is not None
+    said = worker.stderr.read()
+    assert f"the coordinator at {address} has gone; looking for it for up to 300 s" in said
+    assert "registered anew" in said
+    assert said.endswith("draft worker draft ends: its coordinator let it go\n")
+
+
+def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(start: Start, address: str) -> None:
+    coordinator = coordinate(start, address)
+    arguments = ("worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--parent", str(os.getpid()))
+    told = start(*arguments)
+    registered(address)
+    told.terminate()
+    assert told.wait(BACK_S) == 0
+    gone(address)
+    let_go = start(*arguments)
+    registered(address)
+    coordinator.terminate()
+    assert let_go.wait(BACK_S) == LET_GO
+
+
+def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(start: Start, address: str) -> None:
+    coordinate(start, address)
+    worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
+    before = registered(address)
+    worker.send_signal(signal.SIGSTOP)
+    assert gone(address) < 3.0
+    worker.send_signal(signal.SIGCONT)
+    after = registered(address)
+    assert (after.pid, after.worker_epoch == before.worker_epoch) == (worker.pid, False)
+
+
+def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(start: Start, address: str) -> None:
+    coordinator = coordinate(start, address)
+    worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--reconnect-s", "0")
+    registered(address)
+    coordinator.kill()
+    assert worker.wait(BACK_S) == 0
+    assert worker.stderr is not None
+    assert worker.stderr.read().endswith("draft worker draft ends: its coordinator has gone\n")
+
+
+STUCK = """
+import sys
+from dovetail.launch import cli
+from dovetail.workers.lookup import Lookup
+
+def propose_for_ever(*arguments, **named):
+    while True:
+        pass
+
+Lookup.draft = propose_for_ever
+cli.main()
+"""
+
+
+def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) -> None:
+    with contextlib.closing(open_hub(address)) as hub:
+
+        def next_event() -> tuple[bytes, Event]:
+            while (received := hub.receive()) is None:
+                assert select.select([hub.fileno()], [], [], BACK_S)[0], "nothing came"
+            event: Event = EVENT.decode(received[1])
+            return received[0], event
+
+        arguments = ("worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--coordinator.stuck_s", "0.5")
+        worker = start(*arguments, command=(sys.executable, "-P", "-c", STUCK))
+        peer, hello = next_event()
+        assert isinstance(hello, Hello)
+        opening = Open(epoch=1, session=1, key=bytes(16), prompt=(5, 6, 7), capacity=20, vocabulary_size=9, sampling=Sampling(), tree=TreeSettings())
+        draft = Draft(epoch=1, session=1, round=1, prefix=4, accepted=(), bonus=5, max_nodes=4, max_depth=2, max_width=2)
+        for message in (Welcome(epoch=1), opening, draft):
+            hub.send(peer, encode(message))
+        assert isinstance(next_event()[1], Opened)
+        assert worker.wait(BACK_S) == 1
+    assert worker.stderr is not None
+    said = worker.stderr.read()
+    assert "draft worker draft has made no progress for 0.5 s (coordinator.stuck_s) and ends; it was here:" in said
+    assert "in propose_for_ever" in said
+
+
+def test_a_worker_shows_where_it_is_when_it_is_asked(start: Start, address: str) -> None:
+    coordinate(start, address)
+    worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
+    registered(address)
+    worker.send_signal(signal.SIGUSR1)
+    assert worker.stderr is not None
+    while " in _next\n" not in (line := worker.stderr.readline()):
+        assert line, "it ended"
+    assert registered(address).pid == worker.pid

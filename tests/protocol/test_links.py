@@ -16,16 +16,23 @@ import zmq
 
 from dovetail.protocol import links
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
-from dovetail.protocol.links import MAX_IPC_PATH_BYTES, QUEUE_MESSAGES, open_hub, open_link
-from support.wires import PATIENCE_S, Wire, readable, spawn
+from dovetail.protocol.links import MAX_IPC_PATH_BYTES, QUEUE_MESSAGES, WORKERS_SUFFIX, open_hub, open_link
+from support.wires import PATIENCE_S, Wire, readable, spawn, until
 
 LINK = """
-import sys
+import ctypes, sys, time
 from pathlib import Path
 from dovetail.protocol.links import open_link
-link = open_link(sys.argv[1], keys=Path(sys.argv[2]) if sys.argv[2] else None, role="target")
+address, keys, role, kind = [*sys.argv[1:], *["target", ""][len(sys.argv) - 3 :]]
+link = open_link(address, keys=Path(keys) if keys else None, role=role)
 link.send([b"hello"])
 print("ready", flush=True)
+if kind == "computes":
+    ctypes.PyDLL(None).sleep(3)  # which keeps the lock
+    link.send([b"computed"])
+while kind == "busy":
+    link.send([b"again"])
+    time.sleep(0.01)
 link.send(link.receive(None))
 link.receive(None)
 """
@@ -116,6 +123,16 @@ def test_a_link_learns_that_the_coordinator_has_gone(wire: Wire) -> None:
         link.receive(PATIENCE_S)
     with pytest.raises(LinkClosed):
         link.send([b"x"])
+
+
+def test_a_link_can_be_asked_whether_the_coordinator_is_there_while_messages_wait(wire: Wire) -> None:
+    link = wire.dial()
+    wire.hub.send(wire.greet(link), [b"waits"])
+    link.check()
+    wire.hub.close()
+    with pytest.raises(LinkClosed):
+        until(lambda: link.check() is not None, lambda: time.sleep(0.001))
+    assert link.receive(PATIENCE_S) == [b"waits"]
 
 
 def test_a_waiting_link_is_woken_when_the_coordinator_goes(wire: Wire) -> None:
@@ -290,24 +307,50 @@ def test_a_killed_process_is_noticed_at_once(socket_wire: Wire, stack: contextli
         wire.hub.send(peer, [b"x"])
 
 
-def test_a_stopped_process_is_noticed_over_tcp_by_its_missing_heartbeat(tcp_wire: Wire, stack: contextlib.ExitStack) -> None:
-    child = spawn(stack, LINK, tcp_wire.hub.address, str(tcp_wire.keys))
-    peer, _ = tcp_wire.arrived()
+@pytest.mark.parametrize("busy", ["", "busy"], ids=["idle", "busy"])
+def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(socket_wire: Wire, stack: contextlib.ExitStack, busy: str) -> None:
+    """Also one that was in the middle of saying much."""
+    wire = socket_wire
+    child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""), "target", busy)
+    peer, _ = wire.arrived()
     os.kill(child.pid, signal.SIGSTOP)
-    assert tcp_wire.departed() == 1
+    stopped = time.monotonic()
+    assert wire.departed() == 1
+    assert time.monotonic() - stopped < 3.0
     with pytest.raises(PeerGone):
-        tcp_wire.hub.send(peer, [b"x"])
+        wire.hub.send(peer, [b"x"])
 
 
-def test_a_process_that_was_stopped_goes_on_over_ipc(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
-    child = spawn(stack, LINK, ipc_wire.hub.address, "")
+def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stopped_one(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
+    child = spawn(stack, LINK, ipc_wire.hub.address, "", "target", "computes")
+    assert ipc_wire.arrived()[1] == [b"hello"]
+    peer, frames = ipc_wire.arrived()
+    assert frames == [b"computed"]
+    assert ipc_wire.hub.disconnects() == 0
+    ipc_wire.hub.send(peer, [b"x"])
+    assert child.poll() is None
+
+
+def test_a_client_that_was_stopped_goes_on_over_ipc(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
+    """As one does that its user stopped with Ctrl-Z."""
+    child = spawn(stack, LINK, ipc_wire.hub.address, "", "client")
     peer, _ = ipc_wire.arrived()
     os.kill(child.pid, signal.SIGSTOP)
     ipc_wire.hub.send(peer, [b"while stopped"])
-    assert select.select([ipc_wire.hub.monitor_fileno()], [], [], 2.5)[0] == []  # longer than the heartbeats of tcp allow
+    assert select.select([ipc_wire.hub.monitor_fileno()], [], [], 2.5)[0] == []  # longer than heartbeats allow
     os.kill(child.pid, signal.SIGCONT)
     assert ipc_wire.arrived() == (peer, [b"while stopped"])
     ipc_wire.hub.send(peer, [b"x"])
+
+
+def test_a_worker_notices_a_stopped_coordinator(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    tmp_path.chmod(0o700)
+    address = f"ipc://{tmp_path / 'socket'}"
+    child = spawn(stack, HUB, address)
+    link = stack.enter_context(contextlib.closing(open_link(address, role="target")))
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(LinkClosed, match=f"the coordinator at {address} has gone"):
+        link.receive(PATIENCE_S)
 
 
 def test_a_link_notices_a_killed_coordinator_and_another_may_take_its_place(tmp_path: Path, stack: contextlib.ExitStack) -> None:
@@ -377,7 +420,19 @@ def test_an_ipc_path_leaves_neither_socket_nor_lock_behind(tmp_path: Path) -> No
     hub = open_hub(f"ipc://{folder / 'socket'}")
     assert hub.address == f"ipc://{folder / 'socket'}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert len(list(folder.iterdir())) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["socket", "socket.lock", f"socket{WORKERS_SUFFIX}"]
+    hub.close()
+    assert not folder.exists()
+
+
+def test_a_hub_takes_over_the_folder_that_a_killed_one_left_and_removes_it(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    folder = tmp_path / "made"
+    child = spawn(stack, HUB, f"ipc://{folder / 'socket'}")
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert len(list(folder.iterdir())) == 3
+    hub = open_hub(f"ipc://{folder / 'socket'}", own_folder=True)
+    stack.enter_context(contextlib.closing(open_link(hub.address, role="draft")))
     hub.close()
     assert not folder.exists()
 

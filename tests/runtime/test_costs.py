@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
-from dovetail.runtime.costs import KEPT, Average, PairCosts, RowCosts, bucket
+from dovetail.runtime.costs import FIRST_ROWS, KEPT, Average, Lags, PairCosts, RowCosts, bucket
 
 PROFILE = tuple(
     ContextCurve(context=context, t_v=RowsSeconds(rows=(1, 4, 8, 16, 32), seconds=tuple(0.02 + 0.001 * rows + 1e-5 * context for rows in (1, 4, 8, 16, 32))))
@@ -120,3 +120,25 @@ def test_an_average_starts_with_the_first_value_and_forgets() -> None:
     for _ in range(40):
         average.add(2.0)
     assert average.value == pytest.approx(2.0, abs=1e-3)
+
+
+def test_without_a_profile_a_pass_has_at_most_twice_the_rows_of_the_largest_one_yet() -> None:
+    costs = RowCosts()
+    assert costs.most_rows == FIRST_ROWS
+    for rows in (1, 16, 30):
+        costs.observe(rows, 0.01)
+    assert costs.most_rows == 60
+    assert RowCosts(PROFILE).most_rows > 1024
+
+
+def test_a_lag_is_that_of_what_was_nearest_in_length_and_longer_for_more() -> None:
+    lags = Lags()
+    assert lags.expect(100) is None
+    for tokens, seconds in ((30, 0.002), (4000, 0.1), (0, 7.0)):
+        lags.add(tokens, seconds)
+    assert lags.expect(30) == 0.002
+    assert lags.expect(60) == 0.004
+    assert lags.expect(10) == 0.002
+    assert lags.expect(2000) == 0.1
+    lags.add(30, 0.003)
+    assert lags.expect(30) == 0.003

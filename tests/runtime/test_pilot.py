@@ -1,5 +1,10 @@
 """What a session makes of its rounds, which are made up."""
 
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.costs import PairCosts
@@ -35,3 +40,61 @@ def test_drafting_is_blamed_for_the_pass_that_it_made_a_session_miss_and_not_for
     assert after(40, tokens=2, other_rows=40).off is None
     assert after(40, tokens=2, other_rows=40, queue_ns=43 * ROW_NS).off is not None
     assert after(40, tokens=3, other_rows=40, queue_ns=10**12).off is None
+
+
+def pair_of(*, alone_s: float = 0.01, tokens: int = 0, reads: bool = False) -> Pair:
+    """A pair whose rounds have brought so many tokens in 1.5 times what a round of the target alone takes."""
+    costs = PairCosts()
+    for _ in range(8):
+        costs.target.observe(1, alone_s)
+    pair = Pair("draft", "target", costs, shared=False, reads=reads)
+    if tokens:
+        pair.tokens.add(tokens)
+        pair.seconds.add(1.5 * alone_s)
+    return pair
+
+
+def pilot_of(pair: Pair, *, policy: Literal["goodput", "dynamic"] = "goodput", say: Callable[[str], None] = lambda _: None) -> Pilot:
+    return Pilot(1, tree=TreeSettings(policy=policy), pair=pair, costs=pair.costs, greedy=True, ahead=None, say=say)
+
+
+@pytest.mark.parametrize(("tokens", "lag_s", "waits"), [(4, 0.002, True), (4, 0.008, False), (1, 0.002, False), (0, 0.002, False), (4, None, False)])
+def test_the_first_round_waits_for_a_draft_that_has_nearly_read_the_prompt(tokens: int, lag_s: float | None, waits: bool) -> None:
+    """Where a drafted round brings 4 tokens in 15 ms, the 10 ms of a round without are worth 2.7 and bring 1."""
+    pair = pair_of(tokens=tokens)
+    if lag_s is not None:
+        pilot_of(pair).draft_read(100, lag_s)
+    assert pilot_of(pair).awaits_draft(100, 100) == waits
+
+
+def test_a_session_begins_at_the_rate_of_its_pair_and_goes_over_to_its_own() -> None:
+    assert pilot_of(pair_of()).rate(100) == pytest.approx(100.0)
+    pilot = pilot_of(pair_of(tokens=3))
+    assert pilot.rate(100) == pytest.approx(200.0)
+    rates = []
+    for _ in range(6):
+        pilot.learn(Round(RoundTimes(verify_ns=10_000_000), 100, 1, verified=0, drafted=None))
+        rates.append(pilot.rate(100))
+    assert rates == sorted(rates, reverse=True)
+    assert rates[2] > rates[3] == pytest.approx(rates[5])
+
+
+@pytest.mark.parametrize("faster", [1.02, 1.3])
+def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses_cost(faster: float) -> None:
+    pair, said = pair_of(reads=True), list[str]()
+    pilot = pilot_of(pair, policy="dynamic", say=said.append)
+    for _ in range(12 * 8):
+        plan = pilot.plan(100)
+        assert plan is not None
+        pilot.sends(100, PROPOSAL.scores, 4)
+        pilot.learn(Round(RoundTimes(verify_ns=round(1e7 / (faster if plan.ahead else 1.0))), 100, 3, verified=3, drafted=PROPOSAL))
+    plan = pilot.plan(100)
+    assert plan is not None
+    assert plan.ahead == (faster > 1.1)
+    assert [("drafting ahead pays" in words, "drafting ahead does not pay" in words) for words in said] == [(True, False) if faster > 1.1 else (False, True)]
+
+
+def test_a_draft_of_its_own_device_that_reads_no_states_always_grows_ahead() -> None:
+    plan = pilot_of(pair_of(), policy="dynamic").plan(100)
+    assert plan is not None
+    assert plan.ahead

@@ -21,8 +21,9 @@ def flat(rows: int) -> float:
     rate=st.floats(0.0, 500.0),
     steps=st.lists(st.floats(0.0, 0.01), min_size=24, max_size=24),
     fixed=st.integers(0, 5),
+    most=st.none() | st.integers(0, 24),
 )
-def test_nothing_is_worth_more_than_what_is_cut(offers: list[list[float]], rate: float, steps: list[float], fixed: int) -> None:
+def test_nothing_is_worth_more_than_what_is_cut(offers: list[list[float]], rate: float, steps: list[float], fixed: int, most: int | None) -> None:
     def seconds(rows: int) -> float:
         return 0.01 + sum(steps[:rows])
 
@@ -30,8 +31,11 @@ def test_nothing_is_worth_more_than_what_is_cut(offers: list[list[float]], rate:
         tokens = sum(sum(map(exp, offer[:count])) for offer, count in zip(offers, counts, strict=True))
         return tokens - rate * seconds(fixed + len(offers) + sum(counts))
 
-    chosen = cut(offers, rate=rate, seconds=seconds, fixed=fixed)
-    assert worth(chosen) == pytest.approx(max(map(worth, product(*(range(len(offer) + 1) for offer in offers)))), abs=1e-9)
+    base = fixed + len(offers)
+    chosen = cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=most)
+    allowed = [counts for counts in product(*(range(len(offer) + 1) for offer in offers)) if most is None or base + sum(counts) <= max(most, base)]
+    assert chosen in allowed
+    assert worth(chosen) == pytest.approx(max(map(worth, allowed)), abs=1e-9)
 
 
 def test_ties_go_to_fewer_rows() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.messages import Failed, Feed, Finished, Limits, Open, Reads
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.kept import WORTH
 from support.houses import House
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
@@ -102,7 +102,7 @@ def test_a_prompt_that_was_only_read_is_reused_as_a_whole() -> None:
 
 
 def test_nothing_is_kept_where_the_setting_or_the_workers_say_so() -> None:
-    for house in (House(limits=ROOMY, reuse=False), House()):
+    for house in (House(limits=ROOMY, settings=CoordinatorSettings(reuse=False)), House()):
         turn(house, PROMPT)
         assert held(house) == [0, 0]
         assert turn(house, PROMPT).result.reused_tokens == 0

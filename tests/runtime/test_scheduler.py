@@ -5,7 +5,21 @@ import pytest
 from dovetail.protocol.arrays import ITEM_BYTES, MAX_ARRAY_BYTES, Array
 from dovetail.protocol.codec import MAX_BODY_BYTES
 from dovetail.protocol.links import MAX_MESSAGE_BYTES
-from dovetail.protocol.messages import MAX_CANDIDATES, MAX_NODES, MAX_SESSIONS, Draft, Drafted, Fed, Feed, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    MAX_CANDIDATES,
+    MAX_NODES,
+    MAX_SESSIONS,
+    Draft,
+    Drafted,
+    Fed,
+    Feed,
+    Reads,
+    Refed,
+    Refeed,
+    Verified,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.runtime.scheduler import Owed, Turns
 from dovetail.workers.speculation.rejection import CANDIDATES
@@ -31,6 +45,10 @@ def order(session: int, round_: int = 1) -> Draft:
 
 def feed(session: int, start: int) -> Feed:
     return Feed(epoch=1, session=session, start=start, features=Array(dtype="float16", shape=(1, 1), data=b"ab"))
+
+
+def refeed(session: int) -> Refeed:
+    return Refeed(epoch=1, session=session, round=1, start=0, prefix=3, features=Reads(width=1, dtype="float16", vocabulary_size=9))
 
 
 def test_a_worker_gets_nothing_while_it_owes_an_answer() -> None:
@@ -123,3 +141,37 @@ def test_what_waits_for_a_session_that_ended_is_dropped() -> None:
     turns.ask(2, verify(2))
     turns.forget(1)
     assert turns.next() == (verify(2), (2,))
+
+
+def test_a_verdict_waits_for_what_its_session_asked_for_before_it() -> None:
+    turns = Turns(epoch=1)
+    turns.ask(1, verify(1))
+    turns.ask(2, refeed(2))
+    turns.ask(2, verify(2))
+    assert turns.next() == (verify(1), (1,))
+    assert turns.answered(1, Owed(Verified, 1))
+    assert turns.next() == (refeed(2), (2,))
+    assert turns.answered(2, Owed(Refed, 1))
+    assert turns.next() == (verify(2), (2,))
+
+
+def test_the_answer_to_a_session_that_ended_is_wanted_by_none_that_follows_it() -> None:
+    turns = Turns(epoch=1)
+    turns.ask(1, order(1))
+    assert turns.next() is not None
+    turns.forget(1)
+    turns.ask(1, order(1))
+    assert turns.busy_with(1)
+    assert turns.next() is None, "it still owes the first answer"
+    assert not turns.answered(1, Owed(Drafted, 1))
+    assert turns.next() == (order(1), (1,))
+    assert turns.answered(1, Owed(Drafted, 1))
+
+
+def test_what_a_session_does_not_want_any_more_is_withdrawn_by_its_type() -> None:
+    turns = Turns(epoch=1)
+    for command in (refeed(1), verify(1)):
+        turns.ask(1, command)
+    turns.ask(2, refeed(2))
+    assert turns.withdraw(1, Refeed) == [refeed(1)]
+    assert [command for _, command in turns.waiting] == [verify(1), refeed(2)]

@@ -1,22 +1,49 @@
 """One request's life as values: events in, lists of actions out."""
 
+from collections.abc import Sequence
+
 import pytest
 from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
-from dovetail.protocol.messages import Close, Draft, Drafted, Open, Opened, VerifiedItem, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    Close,
+    Draft,
+    Drafted,
+    Feed,
+    Open,
+    Opened,
+    Prefilled,
+    Refed,
+    Refeed,
+    Scored,
+    TokenLogprobs,
+    VerifiedItem,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
+from dovetail.runtime.briefing import Briefing, Joining
 from dovetail.runtime.metrics import Accounts
-from dovetail.runtime.session import Ask, Emit, Finish, Request, Session, State
+from dovetail.runtime.pilot import Plan
+from dovetail.runtime.session import Ask, Emit, Finish, Request, Score, Session, State
 from dovetail.runtime.text import Detokenizer
-from support.scripted import END, VOCABULARY, tokenizer_bytes
+from support.scripted import END, READS, VOCABULARY, features, tokenizer_bytes
 
 
 def new_session(
-    *, speculating: bool = True, max_tokens: int = 20, stop: tuple[str, ...] = (), tree: TreeSettings | None = None, sampling: Sampling | None = None
+    *,
+    speculating: bool = True,
+    max_tokens: int = 20,
+    stop: tuple[str, ...] = (),
+    tree: TreeSettings | None = None,
+    sampling: Sampling | None = None,
+    prompt: tuple[int, ...] = (9, 8),
+    logprobs: int | None = None,
+    scored: bool = False,
 ) -> Session:
     request = Request(
-        prompt=(9, 8),
+        prompt=prompt,
         key=bytes(16),
         seed=1,
         sampling=sampling or Sampling(),
@@ -25,10 +52,12 @@ def new_session(
         end=(END,),
         vocabulary_size=VOCABULARY,
         stop=stop,
+        logprobs=logprobs,
+        scored=scored,
     )
-    return Session(
-        number=1, epoch=5, request=request, detokenizer=Detokenizer(Tokenizer.from_buffer(tokenizer_bytes())), speculating=speculating, accounts=Accounts(0)
-    )
+    brief = Briefing(len(request.prompt)) if speculating else None
+    detokenizer = Detokenizer(Tokenizer.from_buffer(tokenizer_bytes()))
+    return Session(number=1, epoch=5, request=request, detokenizer=detokenizer, accounts=Accounts(0), brief=brief)
 
 
 def opened(session: Session, bonus: int = 3) -> list[object]:
@@ -197,3 +226,170 @@ def test_cancelling_twice_does_nothing_the_second_time() -> None:
     opened(session)
     assert Finish("cancelled") in session.cancel()
     assert session.cancel() == []
+
+
+# -- workers that are lost and found ------------------------------------------------------------------------------------------------------------
+
+
+def commands(actions: Sequence[object]) -> list[tuple[str, object]]:
+    return [(action.role, action.command) for action in actions if isinstance(action, Ask)]
+
+
+@pytest.mark.parametrize("lost_in", [State.DRAFTING, State.VERIFYING])
+def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_lost(lost_in: State) -> None:
+    session = new_session()
+    session.begin()
+    opened(session)
+    if lost_in is State.VERIFYING:
+        drafted(session, (4, 5), (-1, 0))
+    assert session.state is lost_in
+    assert session.target_lost() == []
+    assert session.state is State.WAITING
+    ((role, command),) = commands(session.recovered("another"))
+    assert role == "target"
+    assert isinstance(command, Open)
+    assert (command.prompt, command.replied, command.round, command.capacity) == ((9, 8, 3), 1, 1, session.request.capacity)
+    with pytest.raises(StaleError):
+        session.opened(Opened(epoch=2, session=1, round=0, bonus=4), 20)
+    emitted, ask = session.opened(Opened(epoch=2, session=1, round=1, bonus=4, margin=0.25), 20)
+    assert isinstance(emitted, Emit)
+    assert (emitted.tokens, emitted.drafted) == ((4,), 0)
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.command, Draft)
+    assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus, ask.command.more) == (2, 4, (), 4, ())
+    assert (session.moves, session.tokens, session.margins) == (1, [3, 4], [0.5, 0.25])
+
+
+def test_what_was_committed_without_an_order_still_reaches_the_draft_behind_a_move() -> None:
+    session = new_session()
+    session.begin()
+    plans: list[Plan | None] = [None, None, Plan()]
+    session.plan = lambda: plans.pop(0)
+    opened(session)
+    verdict(session, (), 4)
+    session.target_lost()
+    session.recovered("another")
+    *_, ask = session.opened(Opened(epoch=2, session=1, round=2, bonus=5), 20)
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.command, Draft)
+    assert (ask.command.round, ask.command.prefix, ask.command.bonus, ask.command.more) == (3, 5, 3, (4, 5))
+
+
+def test_nothing_that_the_lost_target_was_to_say_is_listened_to_any_more() -> None:
+    session = new_session()
+    session.begin()
+    opened(session)
+    drafted(session, (4,), (-1,))
+    session.target_lost()
+    for event in (lambda: verdict(session, (0,), 5), lambda: drafted(session, (4,), (-1,)), lambda: opened(session)):
+        with pytest.raises(StaleError):
+            event()
+    session.recovered("another")
+    for event in (lambda: verdict(session, (0,), 5), lambda: drafted(session, (4,), (-1,)), lambda: opened(session)):
+        with pytest.raises(StaleError):
+            event()
+    assert session.tokens == [3]
+
+
+def test_a_draft_that_is_found_reads_the_log_up_to_the_root_while_a_round_goes_by() -> None:
+    session = new_session(speculating=False)
+    session.begin()
+    session.plan = lambda: None
+    opened(session)
+    session.seek = lambda: Joining()
+    (_, opening), (role, verify) = commands(verdict(session, (), 4))
+    assert isinstance(opening, Open)
+    assert (opening.prompt, opening.replied, opening.round) == ((9, 8, 3), 1, 1)
+    assert role == "target"
+    assert isinstance(verify, Verify)
+    session.seek, session.plan = lambda: None, Plan
+    ((_, order),) = commands(verdict(session, (), 5))
+    assert isinstance(order, Draft)
+    assert (order.round, order.prefix, order.accepted, order.bonus, order.more) == (3, 5, (), 4, (5,))
+
+
+def test_a_draft_that_reads_its_target_is_fed_what_is_computed_anew_and_has_the_verdicts_behind_it() -> None:
+    session = new_session(speculating=False)
+    session.begin()
+    opened(session)
+    session.seek = lambda: Joining(READS)
+    (_, opening), (_, refeed), (_, verify) = commands(verdict(session, (), 4))
+    assert isinstance(opening, Open)
+    assert isinstance(refeed, Refeed)
+    assert isinstance(verify, Verify)
+    assert (refeed.round, refeed.start, refeed.prefix, refeed.features) == (2, 0, 4, READS)
+    log = (9, 8, 3, 4, 5)
+    session.seek = lambda: None
+    ((_, feed),) = commands(session.prefilled(Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 2, READS))))
+    assert isinstance(feed, Feed)
+    assert (feed.round, feed.start) == (1, 0)
+    with pytest.raises(ProtocolError):
+        session.prefilled(Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 4, READS)))
+    session.prefilled(Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 3, READS)))
+    assert session.refed(Refed(epoch=1, session=1, round=2)) == []
+    item = VerifiedItem(session=1, round=2, accepted=(), bonus=5, margins=(0.1,))
+    ((_, order),) = commands(session.verified(item, features(log, 3, 4, READS)))
+    assert isinstance(order, Draft)
+    assert (order.bonus, order.more, order.features) == (4, (5,), features(log, 3, 4, READS))
+
+
+def test_features_that_do_not_cover_the_log_are_not_taken_for_all_of_them() -> None:
+    session = new_session(speculating=False)
+    session.begin()
+    opened(session)
+    session.seek = lambda: Joining(READS)
+    verdict(session, (), 4)
+    session.prefilled(Prefilled(epoch=1, session=1, round=2, start=0, features=features((9, 8, 3), 0, 2, READS)))
+    with pytest.raises(ProtocolError, match="features of 2 tokens where 3 were asked for"):
+        session.refed(Refed(epoch=1, session=1, round=2))
+
+
+def test_another_target_shows_what_the_lost_one_had_not() -> None:
+    log = (9, 8, 3, 4, 5)
+    session = new_session(speculating=False)
+    session.begin()
+    opened(session)
+    session.seek = lambda: Joining(READS)
+    verdict(session, (), 4)
+    session.seek = lambda: None
+    session.prefilled(Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 1, READS)))
+    session.target_lost()
+    ((_, command),) = commands(session.recovered("another"))
+    assert isinstance(command, Open)
+    assert (command.prompt, command.round, command.features, command.features_from) == (log[:4], 2, READS, 1)
+    ((_, feed),) = commands(session.prefilled(Prefilled(epoch=2, session=1, round=2, start=1, features=features(log, 1, 4, READS))))
+    assert isinstance(feed, Feed)
+    assert feed.features == features(log, 1, 3, READS), "the root's row belongs to the verdict"
+    assert session.complete
+    ((_, order),) = commands(session.opened(Opened(epoch=2, session=1, round=2, bonus=5), 20))
+    assert isinstance(order, Draft)
+    assert (order.bonus, order.more, order.features) == (4, (5,), features(log, 3, 4, READS))
+
+
+def test_what_was_told_of_the_prompt_is_not_told_again_by_another_target() -> None:
+    session = new_session(logprobs=0, scored=True, prompt=(9, 8, 7, 6))
+    session.begin()
+    said = [TokenLogprobs(logprob=-float(place)) for place in range(4)]
+    assert session.scored(Scored(epoch=1, session=1, start=1, logprobs=(said[1], said[2]))) == [Score(1, (said[1], said[2]))]
+    assert not session.unheard
+    session.target_lost()
+    ((_, command),) = commands(session.recovered("another"))
+    assert isinstance(command, Open)
+    assert command.scored
+    assert session.scored(Scored(epoch=2, session=1, start=1, logprobs=(said[1],))) == []
+    assert session.scored(Scored(epoch=2, session=1, start=2, logprobs=(said[2], said[3]))) == [Score(3, (said[3],))]
+
+
+def test_a_reply_names_the_targets_that_differ_in_the_order_in_which_they_served() -> None:
+    session = new_session(speculating=False)
+    session.fingerprint = "one"
+    session.begin()
+    opened(session)
+    for served, fingerprint in enumerate(("one", "two", "two", "one")):
+        session.target_lost()
+        session.recovered(fingerprint)
+        session.opened(Opened(epoch=2, session=1, round=1 + served, bonus=4), 20)
+    session.target_lost()
+    session.recovered("three")
+    result = session.result(30, "cancelled")
+    assert (result.fingerprint, result.fingerprints, result.moves) == ("one", ("one", "two", "one"), 4), "the third has not said anything"

@@ -96,20 +96,22 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
             inflation="512MiB",
+            standby=True,
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
         "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
         "probe": m.Probe(epoch=1, sent_ns=123_456_789),
         "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30),
+        "engage": m.Engage(epoch=1),
         "drain": m.Drain(epoch=1),
     }
 
 
 def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
     return {
-        "feed": m.Feed(epoch=1, session=3, start=2, features=facts.features),
-        "fed": m.Fed(epoch=3, session=3, start=2, spans=facts.spans),
+        "feed": m.Feed(epoch=1, session=3, round=1, start=2, features=facts.features),
+        "fed": m.Fed(epoch=3, session=3, round=1, start=2, spans=facts.spans),
         "draft": m.Draft(
             epoch=1,
             session=3,
@@ -154,6 +156,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "open": m.Open(
             epoch=1,
             session=3,
+            round=1,
             key=bytes(range(16)),
             prompt=(151644, 872, 198),
             capacity=515,
@@ -166,10 +169,14 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             kept=1,
             logprobs=2,
             scored=True,
+            replied=1,
+            features_from=2,
         ),
-        "prefilled": m.Prefilled(epoch=2, session=3, start=2, features=facts.features),
-        "scored": m.Scored(epoch=2, session=3, start=1, logprobs=(facts.logprobs, facts.logprobs)),
-        "opened": m.Opened(epoch=2, session=3, bonus=9707, margin=0.25, logprobs=facts.logprobs, spans=facts.spans),
+        "prefilled": m.Prefilled(epoch=2, session=3, round=2, start=2, features=facts.features),
+        "refeed": m.Refeed(epoch=1, session=3, round=2, start=2, prefix=18, features=facts.reads),
+        "refed": m.Refed(epoch=2, session=3, round=2, spans=facts.spans),
+        "scored": m.Scored(epoch=2, session=3, round=1, start=1, logprobs=(facts.logprobs, facts.logprobs)),
+        "opened": m.Opened(epoch=2, session=3, round=1, bonus=9707, margin=0.25, logprobs=facts.logprobs, spans=facts.spans),
         "verify": m.Verify(epoch=1, items=(item,), candidates=facts.candidates, probabilities=facts.probabilities),
         "verified": m.Verified(epoch=2, items=(verdict,), spans=facts.spans, features=facts.array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72)))),
         "close": m.Close(epoch=1, session=3, keep=True),
@@ -203,6 +210,8 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "describe": m.Describe(epoch=5),
+        "swap": m.Swap(epoch=5, request=9, newcomer=78, old=77),
+        "dismiss": m.Dismiss(epoch=5, request=9, worker=77, last=True),
         "stop": m.Stop(epoch=5),
     }
 
@@ -216,6 +225,9 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "described": m.Described(
             epoch=1, model="demo/target", fingerprint=str(facts.fingerprint), limits=facts.limits, vocabulary=facts.vocabulary, tokenizer=facts.tokenizer
         ),
+        "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),
+        "swapped": m.Swapped(epoch=1, request=9, moved=7, stayed=1, longest_pause_s=0.0625),
+        "dismissed": m.Dismissed(epoch=1, request=9, moved=7, stayed=1, longest_pause_s=0.0625),
         "reported": _reported(m, facts),
     }
 
@@ -279,6 +291,8 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         control_rounds=1,
         predicted_tokens_per_s=11.5,
         reused_tokens=4,
+        moves=1,
+        fingerprints=("another", str(facts.fingerprint)),
     )
 
 
@@ -311,6 +325,8 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             accepted_per_depth=(30, 20, 10),
             reasons=(("stop", 1), ("length", 1), ("cancelled", 1)),
             opening=1,
+            waiting=1,
+            moves=2,
             kept=2,
             occupied=0.125,
         ),
@@ -337,6 +353,13 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         rss_mb=812.5,
         stale=0,
         inflation="512MiB",
+        standby=True,
+        leaving=True,
+        stuck=True,
+        sent_bytes=40_000,
+        received_bytes=50_000,
+        bytes_per_round=312.5,
+        feature_bytes=512,
     )
 
 

@@ -5,9 +5,10 @@ import time
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import Finished, Limits, Reads, Reported
-from dovetail.protocol.settings import TreeSettings
+from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.coordinator import DEFAULTS, Coordinator
+from dovetail.runtime.recording import Recorder
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
 
 PROMPT = (5, 6, 7)
@@ -18,12 +19,20 @@ class House:
     """A coordinator with its workers and one client, all in this thread."""
 
     def __init__(
-        self, *, draft: bool = True, target: bool = True, repeat: int = 1, reads: Reads | None = None, limits: Limits | None = None, reuse: bool = True
+        self,
+        *,
+        draft: bool = True,
+        target: bool = True,
+        repeat: int = 1,
+        reads: Reads | None = None,
+        limits: Limits | None = None,
+        settings: CoordinatorSettings = DEFAULTS,
+        recorder: Recorder | None = None,
     ) -> None:
         """`reads`: the draft is a head of the target's, and reads these features. `limits`: of both workers."""
         self.hub: MemoryHub = memory_links()
         self.later_ns = 0
-        self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns, reuse=reuse)
+        self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns, settings=settings, recorder=recorder)
         self.workers: list[ScriptedWorker] = []
         both = {} if limits is None else {"limits": limits}
         self.target = self.add(ScriptedTarget, "target", repeat, **both) if target else None

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dovetail.launch.comparison import NEAR_TIE
 from dovetail.protocol.messages import Finished
+from dovetail.runtime.comparison import NEAR_TIE
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -20,6 +20,7 @@ from dovetail.protocol.messages import (
     Draft,
     Drafted,
     Drain,
+    Engage,
     Event,
     Failed,
     Fed,
@@ -33,6 +34,8 @@ from dovetail.protocol.messages import (
     Probe,
     Probed,
     Reads,
+    Refed,
+    Refeed,
     Scored,
     States,
     TokenLogprobs,
@@ -135,9 +138,11 @@ class ScriptedWorker:
     repeat: int = 1
     """How often each answer is sent: a faulty network is played by 2."""
     drained: bool = False
+    standby: bool = False
 
     def register(self, **changes: object) -> None:
         introduction = hello(self.role, epoch=self.epoch, **changes)  # type: ignore[arg-type]
+        self.standby = introduction.standby
         self.limits = introduction.limits
         self.link.send(encode(introduction))
 
@@ -162,6 +167,8 @@ class ScriptedWorker:
             case Probe():
                 clock_ns = time.monotonic_ns()
                 return [Probed(epoch=self.epoch, sent_ns=command.sent_ns, clock_ns=clock_ns, busy_ns=0, stale=0, sessions=len(self.logs), rss_bytes=0)]
+            case Engage():
+                self.standby = False
             case Drain():
                 self.drained = True
             case Close():
@@ -190,7 +197,7 @@ class ScriptedWorker:
         if base is None:
             assert kept == 0
         elif base not in self.kept:
-            return Failed(epoch=self.epoch, session=command.session, round=0, code="prefix", text=f"session {base} is not kept")
+            return Failed(epoch=self.epoch, session=command.session, round=command.round, code="prefix", text=f"session {base} is not kept")
         else:
             log = self.kept.pop(base)
             assert kept < len(command.prompt)
@@ -209,6 +216,8 @@ class ScriptedTarget(ScriptedWorker):
     def work(self, command: Command) -> list[Event]:
         if isinstance(command, Open):
             return self.open(command)
+        if isinstance(command, Refeed):
+            return self.refeed(command)
         assert isinstance(command, Verify)
         kinds = dict.fromkeys(self.opens[item.session].features for item in command.items)
         return [self.verify([item for item in command.items if self.opens[item.session].features == reads], reads) for reads in kinds]
@@ -217,19 +226,30 @@ class ScriptedTarget(ScriptedWorker):
         if (refusal := self.take_over(command)) is not None:
             return [refusal]
         log = self.logs[command.session]
-        self.rounds[command.session] = 0
+        self.rounds[command.session] = command.round
         self.opens = {**getattr(self, "opens", {}), command.session: command}
-        starts = range(command.kept, len(log), PART) if command.features else ()
-        parts: list[Event] = [
-            Prefilled(epoch=self.epoch, session=command.session, start=start, features=features(log, start, min(start + PART, len(log)), command.features))
-            for start in starts
-            if command.features
-        ]
-        parts += self.score(command)
+        shown_from = command.kept if command.features_from is None else command.features_from
+        assert command.kept <= shown_from <= len(log)
+        parts = [*self.show(command, command.features, shown_from, len(log)), *self.score(command)]
         log.append(choice(log))
         (said,) = self.say(command, log, 1) or (None,)
         spans = (("prefill", time.monotonic_ns(), 1000),)
-        return [*parts, Opened(epoch=self.epoch, session=command.session, bonus=log[-1], margin=1.0, logprobs=said, spans=spans)]
+        opened = Opened(epoch=self.epoch, session=command.session, round=command.round, bonus=log[-1], margin=1.0, logprobs=said, spans=spans)
+        return [*parts, opened]
+
+    def refeed(self, command: Refeed) -> list[Event]:
+        log, opened = self.logs[command.session], self.opens[command.session]
+        assert (command.prefix, command.round) == (len(log), self.rounds[command.session] + 1)
+        self.opens[command.session] = opened.model_copy(update={"features": command.features})
+        parts = self.show(command, command.features, command.start, command.prefix - 1)
+        return [*parts, Refed(epoch=self.epoch, session=command.session, round=command.round, spans=(("prefill", time.monotonic_ns(), 1000),))]
+
+    def show(self, command: Open | Refeed, reads: Reads | None, start: int, stop: int) -> list[Event]:
+        """Features of positions start..stop-1, a part at a time."""
+        if reads is None:
+            return []
+        log, about = self.logs[command.session], {"epoch": self.epoch, "session": command.session, "round": command.round}
+        return [Prefilled(**about, start=at, features=features(log, at, min(at + PART, stop), reads)) for at in range(start, stop, PART)]
 
     def score(self, command: Open) -> list[Event]:
         """Of every token of the prompt but the first, a part at a time."""
@@ -240,7 +260,8 @@ class ScriptedTarget(ScriptedWorker):
         prompt, top = command.prompt, command.logprobs
         starts = range(1, len(prompt), PART)
         parts = [tuple(logprobs(prompt, place, top) for place in range(start, min(start + PART, len(prompt)))) for start in starts]
-        return [Scored(epoch=self.epoch, session=command.session, start=start, logprobs=part) for start, part in zip(starts, parts, strict=True)]
+        about = {"epoch": self.epoch, "session": command.session, "round": command.round}
+        return [Scored(**about, start=start, logprobs=part) for start, part in zip(starts, parts, strict=True)]
 
     def say(self, command: Open, log: Sequence[int], tokens: int) -> tuple[TokenLogprobs, ...]:
         """What it thinks of the last so many tokens, where it is asked."""
@@ -286,14 +307,17 @@ class ScriptedDraft(ScriptedWorker):
                 return [refusal]
             assert (command.logprobs, command.scored) == (None, False)
             self.last.pop(command.session, None)
-            self.fed[command.session] = command.kept
+            self.fed[command.session], self.rounds[command.session] = command.kept, command.round
             assert command.features == self.reads
-            return [Opened(epoch=self.epoch, session=command.session)]
+            return [Opened(epoch=self.epoch, session=command.session, round=command.round)]
         if isinstance(command, Feed):
+            assert command.round == self.rounds[command.session]
             self.read(command.session, command.start, command.features)
-            return [Fed(epoch=self.epoch, session=command.session, start=command.start)]
+            return [Fed(epoch=self.epoch, session=command.session, round=command.round, start=command.start)]
         assert isinstance(command, Draft)
-        log = self.logs[command.session]
+        log, last = self.logs[command.session], self.rounds[command.session]
+        assert last < command.round <= last + 1 + len(command.more)
+        self.rounds[command.session] = command.round
         log += [*(self.last[command.session].tokens[n] for n in command.accepted), command.bonus, *command.more]
         assert command.prefix == len(log)
         if self.reads is None:
@@ -337,6 +361,21 @@ class ScriptedDraft(ScriptedWorker):
             grown=len(tokens),
             hit=False,
         )
+
+
+class DrawingDraft(ScriptedDraft):
+    """Says what its nodes were drawn from, or forgets to."""
+
+    width: int | None = 4
+
+    def propose(self, command: Draft, log: list[int]) -> Drafted:
+        drafted = super().propose(command, log)
+        if self.width is None:
+            return drafted
+        size = (1 + len(drafted.tokens)) * self.width
+        shape = (1 + len(drafted.tokens), self.width)
+        candidates = Array(dtype="int32", shape=shape, data=bytes([command.round]) * 4 * size)
+        return drafted.model_copy(update={"candidates": candidates, "probabilities": Array(dtype="float32", shape=shape, data=bytes(4 * size))})
 
 
 def walk(log: Sequence[int], tree: TokenTree) -> tuple[list[int], int]:

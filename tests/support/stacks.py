@@ -1,13 +1,14 @@
 """A coordinator and its workers as real processes, and requests to them."""
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from dovetail.launch.configure import DEMO_FOLDER, configure
-from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.launch.supervise import POLL_S, Child, Stack, Supervisor, layout_of, start_stack, wait_until_ready, worker_arguments
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Failed, Finished
+from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
@@ -16,14 +17,40 @@ PROMPTS: list[list[str]] = [json.loads(line)["turns"] for line in (DEMO_FOLDER /
 SILENCE_S = 60.0
 
 
+Another = Callable[[Role], Child]
+"""Starts one more worker of a role, with the settings of those that are there."""
+
+
 @contextmanager
-def started(flags: dict[str, str]) -> Iterator[tuple[Stack, Client]]:
-    """Processes with these settings that are ready, and a client of them."""
+def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
+    """Processes with these settings that are ready, a client of them, and how to start more."""
     with Supervisor() as supervisor:
         stack = start_stack(supervisor, configure(flags=flags, environment={}))
         wait_until_ready(supervisor, stack)
+        layout = layout_of(stack.configuration.settings)
+
+        def another(role: Role) -> Child:
+            return supervisor.start(f"another {role} worker", worker_arguments(stack.configuration, role, stack.address, layout))
+
         with stack.connect() as client:
-            yield stack, client
+            yield stack, client, another
+
+
+@contextmanager
+def started(flags: dict[str, str]) -> Iterator[tuple[Stack, Client]]:
+    """Processes with these settings that are ready, and a client of them."""
+    with growing(flags) as (stack, client, _):
+        yield stack, client
+
+
+def wait_for(client: Client, child: Child) -> Child:
+    """Wait until a worker is registered that was started."""
+    deadline = time.monotonic() + SILENCE_S
+    while not any(worker.pid == child.process.pid for worker in client.status().workers):
+        assert time.monotonic() < deadline, "it never registered"
+        assert not child.ended, child.last_words()
+        time.sleep(POLL_S)
+    return child
 
 
 @contextmanager

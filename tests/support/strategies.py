@@ -45,8 +45,10 @@ def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
         return _arrays()
     if model is RowsSeconds:
         return CURVES
-    fields = {name: _field(model, name, field) for name, field in model.model_fields.items()}
-    return st.fixed_dictionaries(fields).map(model.model_validate)
+    fields = st.fixed_dictionaries({name: _field(model, name, field) for name, field in model.model_fields.items()})
+    if model is messages.Open:
+        fields = fields.map(lambda drawn: {**drawn, "replied": drawn["replied"] % len(drawn["prompt"])})
+    return fields.map(model.model_validate)
 
 
 def _field(model: type[Frozen], name: str, field: FieldInfo) -> st.SearchStrategy[Any]:

@@ -15,8 +15,9 @@ import httpx
 
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.loop import PROBE_EVERY_S
 from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, tokenizer_bytes
 
@@ -30,11 +31,11 @@ CHAT = (1, 5, 6, 2)
 class Backend:
     """A coordinator and its workers, in a thread that `still` stops for as long as a test looks."""
 
-    def __init__(self, *, target: bool = True, draft: bool = True, address: str = "ipc") -> None:
+    def __init__(self, *, target: bool = True, draft: bool = True, address: str = "ipc", settings: CoordinatorSettings = DEFAULTS) -> None:
         self.hub = open_hub(address)
         self.address = self.hub.address
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self.coordinator = Coordinator(self.hub, later=lambda seconds, action: self._later.append((time.monotonic() + seconds, action)))
+        self.coordinator = Coordinator(self.hub, later=lambda seconds, action: self._later.append((time.monotonic() + seconds, action)), settings=settings)
         self.workers: list[ScriptedWorker] = []
         self.held = False
         """The workers rest: what they are asked stays undone."""

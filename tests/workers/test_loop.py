@@ -2,6 +2,7 @@
 
 import select
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.links import MemoryHub, memory_links
+from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import (
     Close,
     Closed,
@@ -36,7 +37,8 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.workers.draft import DraftWorker, open_draft_worker
-from dovetail.workers.loop import serve
+from dovetail.workers.loop import Reconnecting, serve
+from dovetail.workers.progress import beat
 from dovetail.workers.target import TargetWorker, open_target_worker
 from support.models import VOCABULARY, reference_tokens
 
@@ -401,6 +403,185 @@ def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(coord
     assert isinstance(failed, Failed)
     assert (failed.session, failed.round, failed.code) == (2, 0, "memory")
     assert coordinator.probe().sessions == 1
+
+
+# -- a coordinator that goes, and one that comes ----------------------------------------------------------------------------------------------
+
+
+class Coordinators:
+    """One coordinator after the other, and a worker that looks for the next one. None answers until it `appears`."""
+
+    def __init__(self, worker: TargetWorker, *, most_s: float = 30.0) -> None:
+        self.worker, self.news = worker, list[str]()
+        self.hub: MemoryHub = memory_links()
+        self.outcome: list[object] = []
+        self.peer = b""
+        link = self.hub.connect()
+        self._thread = threading.Thread(target=self._serve, args=(link, Reconnecting(lambda: self.hub.connect(), most_s, self.news.append)))
+        self._thread.start()
+
+    def _serve(self, link: MemoryLink, reconnecting: Reconnecting) -> None:
+        try:
+            self.outcome.append(serve(link, self.worker, reconnecting=reconnecting))
+        except BaseException as error:
+            self.outcome.append(error)
+
+    def appears(self) -> None:
+        self.hub = memory_links()
+
+    def next(self) -> Event:
+        while (received := self.hub.receive()) is None:
+            assert select.select([self.hub.fileno()], [], [], 30.0)[0], self.outcome
+        self.peer, frames = received
+        event: Event = EVENT.decode(frames)
+        return event
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.hub.send(self.peer, encode(message))
+
+    def ask(self, message: Message) -> Event:
+        self.send(message)
+        return self.next()
+
+    def welcomes(self, epoch: int) -> Hello:
+        """Somebody registers, and is welcome."""
+        hello = self.next()
+        assert isinstance(hello, Hello)
+        self.send(Welcome(epoch=epoch))
+        return hello
+
+    def end(self) -> object:
+        """How the worker has ended."""
+        self._thread.join(30.0)
+        assert not self._thread.is_alive()
+        self.hub.close()
+        (outcome,) = self.outcome
+        return outcome
+
+
+@pytest.fixture
+def coordinators(settings: TargetSettings) -> Coordinators:
+    return Coordinators(open_target_worker(settings, name="target-0", threads=1))
+
+
+def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_incarnation_that_holds_nothing(coordinators: Coordinators) -> None:
+    first = coordinators.welcomes(EPOCH)
+    assert isinstance(coordinators.ask(opening(1)), Opened)
+    assert isinstance(coordinators.ask(opening(2)), Opened)
+    assert isinstance(coordinators.ask(Close(epoch=EPOCH, session=2, keep=True)), Closed)
+    coordinators.hub.close()
+    coordinators.appears()
+    second = coordinators.welcomes(EPOCH + 1)
+    assert second == first.model_copy(update={"epoch": second.epoch})
+    assert second.epoch != first.epoch
+    coordinators.send(verifying((1, 1, 5)), Drain(epoch=EPOCH))  # what one before it has said
+    probed = coordinators.ask(Probe(epoch=EPOCH + 1, sent_ns=5))
+    assert isinstance(probed, Probed)
+    assert (probed.epoch, probed.sessions, probed.stale) == (second.epoch, 0, 2)
+    unknown, gone = coordinators.ask(verifying((1, 1, 5), epoch=EPOCH + 1)), coordinators.ask(opening(3, epoch=EPOCH + 1, base=2, kept=2))
+    assert isinstance(unknown, Failed)
+    assert isinstance(gone, Failed)
+    assert [(failed.session, failed.code) for failed in (unknown, gone)] == [(1, "session"), (3, "prefix")]
+    again = coordinators.ask(opening(1, epoch=EPOCH + 1))
+    assert isinstance(again, Opened)
+    assert again.epoch == second.epoch
+    coordinators.send(Drain(epoch=EPOCH + 1))
+    assert coordinators.end() is True
+    assert coordinators.news == ["the coordinator has gone; looking for it for up to 30 s", "registered anew"]
+
+
+def test_a_worker_that_its_coordinator_does_not_know_any_more_says_hello_again(coordinators: Coordinators) -> None:
+    first = coordinators.welcomes(EPOCH)
+    assert isinstance(coordinators.ask(opening(1)), Opened)
+    before = coordinators.peer
+    coordinators.send(Failed(epoch=EPOCH, code="session", text="this peer is not registered here: say Hello first, or connect anew"))
+    second = coordinators.welcomes(EPOCH)
+    assert (coordinators.peer != before, second.epoch != first.epoch) == (True, True)
+    probed = coordinators.ask(Probe(epoch=EPOCH, sent_ns=5))
+    assert isinstance(probed, Probed)
+    assert probed.sessions == 0
+    coordinators.send(Drain(epoch=EPOCH))
+    assert coordinators.end() is True
+
+
+def test_a_worker_that_computes_for_a_coordinator_that_has_gone_gives_it_up_at_the_next_layer(
+    coordinators: Coordinators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinators.welcomes(EPOCH)
+    computing = threading.Event()
+
+    def compute(*arguments: object, **named: object) -> None:
+        computing.set()
+        while True:
+            beat()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinators.worker._model, "forward_with_states", compute)
+        coordinators.send(opening(1))
+        assert computing.wait(30.0)
+        coordinators.hub.close()
+        coordinators.appears()
+        coordinators.welcomes(EPOCH + 1)
+    assert isinstance(coordinators.ask(opening(1, epoch=EPOCH + 1)), Opened)
+    coordinators.send(Drain(epoch=EPOCH + 1))
+    assert coordinators.end() is True
+
+
+def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(coordinators: Coordinators, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinators.welcomes(EPOCH)
+    computing = threading.Event()
+
+    def compute(*arguments: object, **named: object) -> None:
+        computing.set()
+        while True:
+            beat()
+
+    monkeypatch.setattr(coordinators.worker._model, "forward_with_states", compute)
+    coordinators.send(opening(1))
+    assert computing.wait(30.0)
+    coordinators.send(Drain(epoch=EPOCH))
+    coordinators.hub.close()
+    assert (coordinators.end(), coordinators.news) == (True, [])
+
+
+def test_a_coordinator_that_goes_before_it_has_answered_is_looked_for_too(coordinators: Coordinators) -> None:
+    assert isinstance(coordinators.next(), Hello)
+    coordinators.hub.close()
+    coordinators.appears()
+    coordinators.welcomes(EPOCH)
+    coordinators.send(Drain(epoch=EPOCH))
+    assert coordinators.end() is True
+
+
+def test_a_coordinator_that_does_not_come_back_is_given_up(settings: TargetSettings) -> None:
+    coordinators = Coordinators(open_target_worker(settings, name="target-0", threads=1), most_s=0.4)
+    coordinators.welcomes(EPOCH)
+    gone_s = time.monotonic()
+    coordinators.hub.close()
+    assert coordinators.end() is False
+    assert time.monotonic() - gone_s >= 0.4
+
+
+def test_a_coordinator_that_comes_and_refuses_ends_it_with_the_reason(coordinators: Coordinators) -> None:
+    coordinators.welcomes(EPOCH)
+    coordinators.hub.close()
+    coordinators.appears()
+    assert isinstance(coordinators.next(), Hello)
+    coordinators.send(Failed(epoch=EPOCH + 1, code="version", text="another release"))
+    outcome = coordinators.end()
+    assert isinstance(outcome, UserError)
+    assert "another release" in str(outcome)
+
+
+def test_a_draft_worker_forgets_its_sessions_and_what_it_kept(llama_folder: Path) -> None:
+    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target="")
+    for session in (1, 2):
+        worker.handle(opening(session))
+    worker.handle(Close(epoch=EPOCH, session=2, keep=True))
+    assert (worker.sessions, worker.kept) == (1, 1)
+    worker.forget()
+    assert (worker.sessions, worker.kept, worker.idle()) == (0, 0, False)
 
 
 # -- growth ahead ------------------------------------------------------------------------------------------------------------------------------

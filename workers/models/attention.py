@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.progress import beat
 
 IMPLEMENTATION = "dovetail"
 UNSUPPORTED = ("s_aux", "position_bias")
@@ -154,6 +155,7 @@ def attend(
     for name in UNSUPPORTED:
         if unused.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported")
+    beat()
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if notes is not None:

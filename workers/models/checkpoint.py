@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
@@ -29,7 +30,16 @@ PICKLED_FILES = ("*.bin",)
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
 READ_BYTES = 8 << 20
 """A multiple of the size of every number type, so that no number lies across two blocks."""
+MAX_FILE_BYTES = MAX_ARRAY_BYTES
+"""Of configurations, indices and tokenizers: what may travel to the coordinator, and twice the largest tokenizer that there is."""
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FACTS = {
+    "size": "vocab_size in config.json",
+    "end": "eos_token_id, the ids that end a reply,",
+    "begin": "bos_token_id, the id that begins a text,",
+    "template": "the chat template",
+}
+"""What a folder calls the facts of its vocabulary."""
 COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Of tables of token ids, which some draft heads have."""
 
@@ -101,7 +111,7 @@ class Checkpoint:
 def open_checkpoint(source: str) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked; `CheckpointError` names the file and the tensor."""
     folder = find_folder(source)
-    _refuse_quantised(folder)
+    _refuse_elsewhere(folder)
     weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
     weights = open_weights(folder)
@@ -110,7 +120,7 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 def open_weights(folder: Path) -> Weights:
     """The weights of a folder, without what is said of a vocabulary: a draft head has none of its own."""
-    _refuse_quantised(folder)
+    _refuse_elsewhere(folder)
     files = weight_files(folder)
     configuration = _read(folder / "config.json")
     digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
@@ -120,7 +130,7 @@ def open_weights(folder: Path) -> Weights:
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Where every tensor of a folder stands, by the headers of its weight files alone; what is read of them is to be checked then."""
-    _refuse_quantised(folder)
+    _refuse_elsewhere(folder)
     return {name: stored for file in weight_files(folder) for name, stored in _read_header(file).items()}
 
 
@@ -248,8 +258,12 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     try:
+        digest = vocabulary_digest(read_vocabulary(content))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    try:
         facts = VocabularyFacts(
-            digest=vocabulary_digest(read_vocabulary(content)),
+            digest=digest,
             size=config.get("vocab_size", 0),
             end=_ids(generation, config, "eos_token_id"),
             begin=(_ids(generation, config, "bos_token_id") or (None,))[0],
@@ -257,7 +271,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise CheckpointError(f"{folder}: the vocabulary's {'.'.join(map(str, first['loc']))} is unusable: {first['msg']}") from None
+        raise CheckpointError(f"{folder}: {FACTS[str(first['loc'][0])]} cannot be used: {first['msg']}") from None
     return content, facts
 
 
@@ -296,11 +310,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise CheckpointError(f"{file} has more than {MAX_FILE_BYTES >> 20} MiB; fetch the model again")
+    return content
 
 
 def reason(error: BaseException) -> str:
@@ -308,8 +326,12 @@ def reason(error: BaseException) -> str:
     return " ".join(" ".join(str(error).split("\n")[:3]).split())[:300] or type(error).__name__
 
 
-def _refuse_quantised(folder: Path) -> None:
-    quantisation = read_json(folder / "config.json").get("quantization_config")
-    if quantisation:
+def _refuse_elsewhere(folder: Path) -> None:
+    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised, or in a file that config.json names."""
+    config = read_json(folder / "config.json")
+    if named := config.get("transformers_weights"):
+        key = f"transformers_weights is {str(named)[:100]!r}"
+        raise CheckpointError(f"{folder / 'config.json'} names weights of its own ({key}), which are not read; remove the key")
+    if quantisation := config.get("quantization_config"):
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
         raise CheckpointError(f"{folder} is quantised ({method}); take the original weights of that model")

@@ -40,6 +40,7 @@ from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.library import transformers_pass
 from dovetail.workers.models.segment import Segment, check_truncation, has_to_move, slots_in_place
 from dovetail.workers.models.states import LAST, Kept, keeping
+from dovetail.workers.progress import beat
 
 VERSION = "dovetail-1"
 """Of the functions that the kernels compute, down to the last bit; part of the fingerprint."""
@@ -154,8 +155,10 @@ class FusedLayers(nn.Module):
         kept.keep(0, states)
         self._layers[0].run(rows, states)
         for index, layer in enumerate(self._layers[1:], start=1):
+            beat()
             kept.keep(index, states)
             layer.run_next(rows)
+        beat()
         return states
 
 

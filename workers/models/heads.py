@@ -23,6 +23,7 @@ from dovetail.workers.models.head_checkpoint import HeadCheckpoint, classify, op
 from dovetail.workers.models.head_spec import HeadSpec
 from dovetail.workers.models.quantised import against_int4
 from dovetail.workers.models.segment import Cache, Segment
+from dovetail.workers.progress import beat
 
 __all__ = ["FixedRows", "Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
@@ -130,6 +131,7 @@ class Head:
         return self._predict(tokens, features, seen, true=False, rows=None, contrast=contrast)
 
     def _predict(self, tokens: Tensor, features: Tensor, seen: Any, *, true: bool, rows: Tensor | None, contrast: bool) -> Predicted:
+        beat()
         device, dtype = self.device, self._arithmetic.dtype
         embedded = embedding(tokens.to(device), self._table).to(dtype)
         rows = None if rows is None else rows.to(device)

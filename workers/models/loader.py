@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
-from dovetail.workers.models.checkpoint import Checkpoint, read_json, reason
+from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json, reason
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -252,7 +252,7 @@ def refuse_unsupported(config: Any, file: Path) -> None:
 
 
 def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
-    """`CheckpointError` naming a tensor that has another shape than the model calls for.
+    """`CheckpointError` naming a tensor that has another shape than the model calls for, or other numbers than fractions where these are due.
 
     Names that stand on one side only are left to transformers, which renames some as it loads.
     """
@@ -263,6 +263,8 @@ def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.folder}: tensor {name} has the shape {list(stored.shape)}, "
                 f"where config.json calls for {list(tensor.shape)}; fetch the model again"
             )
+        if stored is not None and tensor.is_floating_point() and stored.kind not in FLOAT_TYPES:
+            raise CheckpointError(f"{stored.file}: tensor {name} has numbers of type {stored.kind}; take weights of type {', '.join(FLOAT_TYPES)}")
 
 
 @contextlib.contextmanager

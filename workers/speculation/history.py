@@ -17,16 +17,19 @@ from dovetail.protocol.settings import Sampling
 class History:
     """Which tokens a session's log holds, and how often its reply does. Grows with the log; a path is only looked at."""
 
-    def __init__(self, sampling: Sampling, prompt: Iterable[int], end: Iterable[int]) -> None:
+    def __init__(self, sampling: Sampling, log: Sequence[int], end: Iterable[int], replied: int = 0) -> None:
+        """`log` is a prompt, its last `replied` tokens those of the reply."""
+        prompt = len(log) - replied
         self.sampling = sampling
         self.end = frozenset(end)
-        self.seen = set(prompt)
+        self.seen = set(log[:prompt])
         """Of prompt and reply."""
         self.counts: dict[int, int] = {}
         """Of the reply."""
         self.said = 0
         """Tokens of the reply."""
         self._bias = dict(sampling.logit_bias)
+        self.extend(log[prompt:])
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The log has grown by `tokens`, all of the reply."""

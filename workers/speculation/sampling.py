@@ -26,9 +26,9 @@ class LookingBack:
     touched; what is on a row's path is put right in that row alone, by the same operations: a token has the same bytes committed or only drafted.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], end: Sequence[int], size: int, device: torch.device | None = None) -> None:
-        """`size` is V: biased and ending ids at and beyond it are of no concern here."""
-        self._history = History(sampling, prompt, end)
+    def __init__(self, sampling: Sampling, log: Sequence[int], end: Sequence[int], size: int, device: torch.device | None = None, *, replied: int = 0) -> None:
+        """`log` is a prompt, its last `replied` tokens those of the reply. `size` is V: biased and ending ids at and beyond it are of no concern here."""
+        self._history = History(sampling, log, end, replied)
         self._repetition = sampling.repetition_penalty
         biases = [(token, bias) for token, bias in sampling.logit_bias if token < size]
         self._biased = torch.tensor([token for token, _ in biases], dtype=torch.long, device=device)
@@ -38,8 +38,8 @@ class LookingBack:
         """Token -> where its id and its penalty stand in the two tensors."""
         self._tokens = torch.empty(size, dtype=torch.long, device=device)
         self._penalties = torch.empty(size, device=device)
-        if self._repetition != 1.0:
-            self._note(self._history.seen)
+        if known := self._history.seen if self._repetition != 1.0 else self._history.counts:
+            self._note(known)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The log has grown by `tokens`, all of the reply."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from dovetail.protocol.settings import CoordinatorSettings
 from support.scripted import ScriptedTarget, continuation
 from support.web import CHAT, PATIENCE_S, Api, Backend, api, backend, events
 
@@ -92,8 +93,8 @@ def test_without_a_target_nothing_is_served_and_with_one_it_is() -> None:
         assert server.chat(max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
-def test_a_target_that_is_lost_ends_a_stream_with_an_error() -> None:
-    with backend() as house, api(house.address) as server:
+def test_a_target_that_is_lost_and_not_made_good_ends_a_stream_with_an_error() -> None:
+    with backend(settings=CoordinatorSettings(recovery_s=0.0)) as house, api(house.address) as server:
         house.token_s = 0.02
         with server.client.stream("POST", CHATS, json={**BODY, "stream": True}) as reply:
             said = events(reply)

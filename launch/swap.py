@@ -1,0 +1,179 @@
+"""`dovetail swap`: starts a worker, or waits for one on another machine, and has the coordinator put it in the place of another while requests run.
+
+The worker is started on standby and is a process of its own: once it is in place it goes on when this command ends, and ends when the coordinator lets it
+go. Until then it is ours, and ends with us. What it says goes to a file in the runtime directory.
+"""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.connection import find_coordinator
+from dovetail.launch.directory import only_announcement, runtime_directory
+from dovetail.launch.drain import figures, named, told, wait_for
+from dovetail.launch.preflight import check_draft, check_target
+from dovetail.launch.supervise import GRACE_S, POLL_S, Child, layout_of, worker_arguments
+from dovetail.launch.terminal import note, spinner
+from dovetail.launch.travels import leaves_the_machine
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Role, WorkerState
+from dovetail.runtime.client import Client
+
+EVERYWHERE = ("//0.0.0.0:", "//[::]:")
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--role", type=click.Choice(["draft", "target"]), required=True, help="What the worker does.")
+@click.option("--replace", "replaced", metavar="WORKER", help="The worker that leaves, by name or pid.  [default: the only one of the role, if there is one]")
+@click.option("--beside", is_flag=True, help="Let nobody go: the worker comes beside those that are there.")
+@click.option("--name", help="Name of the new worker in `dovetail status`.  [default: one that is free]")
+@click.option("--print", "elsewhere", is_flag=True, help="Start nothing: print what to type on another machine, and wait for that worker.")
+@click.option("--connect", metavar="ADDRESS", help="The coordinator.  [default: the only one of this user]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@settings_flags("target", "draft", "coordinator")
+def command(
+    configuration: Configuration,
+    role: Role,
+    replaced: str | None,
+    beside: bool,
+    name: str | None,
+    elsewhere: bool,
+    connect: str | None,
+    as_json: bool,
+) -> None:
+    """Put a worker with these settings in the place of another one, while requests run.
+
+    The new worker is tried with short sessions, then gets the new ones and takes over those that run: from a draft all of them, from a target one after the
+    other if it computes the same bytes (coordinator.move = any: if it has the same vocabulary); the others end where they are. Then the old worker ends. If
+    the new one fails it is let go and the old one stays, with exit code 1. No request fails of it.
+    """
+    if beside and replaced is not None:
+        raise UserError(f"--beside lets nobody go, and --replace {replaced} names who should: leave one of them out")
+    check = check_target if role == "target" else check_draft
+    check(configuration.settings)
+    if role == "draft" and configuration.settings.draft.kind == "none":
+        raise UserError("--draft none is no worker: let the one that is there go with `dovetail drain WORKER`")
+    with find_coordinator(configuration, connect) as client:
+        state = client.status()
+        old = None if beside else _leaver(state.workers, role, replaced)
+        name = name or free_name(state.workers, role)
+        keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
+        if elsewhere:
+            line = _command_for_another_machine(configuration, role, name, state.address)
+            click.echo(line, err=as_json)
+            note(f"waiting for {name}; Ctrl-C to leave it")
+            newcomer = _wait_until_here(client, name, None)
+            done = wait_for(client, client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
+        else:
+            flags = [*worker_arguments(configuration, role, state.address, layout_of(configuration.settings)), *([f"--keys={keys}"] if keys else [])]
+            with Newcomer([flag for flag in flags if not flag.startswith("--name=")] + [f"--name={name}", "--standby"], name) as process:
+                newcomer = _wait_until_here(client, name, process.child)
+                done = wait_for(client, client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
+                process.stays()
+    if as_json:
+        click.echo(json.dumps({"worker": newcomer.name, "pid": newcomer.pid, "replaced": old.name if old else None, **figures(done)}))
+    else:
+        place = f"in the place of {old.name} (pid {old.pid} on {old.host})" if old is not None else "beside the others"
+        note(f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}: {told(done)}")
+
+
+def free_name(workers: Sequence[WorkerState], role: Role) -> str:
+    """The role, or the role with the first number that nobody has."""
+    taken = {worker.name for worker in workers}
+    return next(name for name in (role, *(f"{role}-{number}" for number in range(2, len(taken) + 3))) if name not in taken)
+
+
+def _leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
+    """Who leaves: the worker that was named, or the only one of the role; None: there is none."""
+    serving = [worker for worker in workers if role in worker.roles and not (worker.standby or worker.leaving)]
+    if replaced is not None:
+        return named(serving, replaced)
+    if len(serving) > 1:
+        choices = ", ".join(f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in serving)
+        raise UserError(f"there are {len(serving)} {role} workers, {choices}: say with --replace WORKER which one leaves, or --beside for none")
+    return serving[0] if serving else None
+
+
+def _announced_keys(address: str) -> str:
+    """The folder of keys that the coordinator at this address was announced with."""
+    found = only_announcement()
+    return found.keys if found is not None and found.address == address else ""
+
+
+def _command_for_another_machine(configuration: Configuration, role: Role, name: str, address: str) -> str:
+    """What to type there; `UserError` for a coordinator that no other machine reaches."""
+    if not leaves_the_machine(address):
+        raise UserError(f"no other machine reaches the coordinator at {address}: start it with --coordinator.listen tcp://HOST:PORT and keys")
+    for anywhere in EVERYWHERE:
+        address = address.replace(anywhere, f"//{socket.gethostname()}:")
+    settings = [flag for flag in configuration.arguments(*(("target",) if role == "target" else ("target", "draft"))) if _was_typed(configuration, flag)]
+    return shlex.join(["dovetail", "worker", f"--role={role}", f"--name={name}", "--standby", f"--connect={address}", "--keys=FOLDER", *settings])
+
+
+def _was_typed(configuration: Configuration, flag: str) -> bool:
+    return configuration.given(flag.removeprefix("--").partition("=")[0])
+
+
+def _wait_until_here(client: Client, name: str, child: Child | None) -> WorkerState:
+    """The worker on standby, once it is registered; what its process has to say if that ends before is raised."""
+    with spinner() as say:
+        say(f"loading {name}")
+        while True:
+            pid, host = (child.process.pid, socket.gethostname()) if child is not None else (None, None)
+            for worker in client.status().workers:
+                if worker.standby and worker.name == name and (pid is None or (worker.pid, worker.host) == (pid, host)):
+                    return worker
+            if child is not None and child.ended:
+                raise child.failure()
+            time.sleep(POLL_S)
+
+
+class Newcomer:
+    """A worker's process that ends with this block, unless it `stays`."""
+
+    def __init__(self, arguments: Sequence[str], name: str) -> None:
+        self._arguments, self._name, self._stays = arguments, name, False
+
+    def __enter__(self) -> "Newcomer":
+        """It is a session of its own: neither Ctrl-C nor the end of the terminal reaches it."""
+        self._path = runtime_directory() / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"
+        log = self._path.open("a+b")
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dovetail.launch.cli", *self._arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+        self.child = Child(f"{self._name} worker", process, log)
+        self._former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        return self
+
+    def stays(self) -> None:
+        self._stays = True
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._former)
+        self.child.log.close()
+        if self._stays:
+            note(f"what {self._name} says goes to {self._path}")
+            self.child.process.returncode = 0  # it is nobody's child from here on: not waited for, and not complained of
+            return
+        self.child.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.child.process.wait(GRACE_S)
+        if not self.child.ended:
+            self.child.process.kill()
+            self.child.process.wait()
+        Path(self._path).unlink(missing_ok=True)

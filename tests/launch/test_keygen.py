@@ -1,0 +1,93 @@
+"""`dovetail keygen` as its users have it: keys are made, added, replaced and withdrawn while a coordinator runs."""
+
+import json
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dovetail.protocol import keys
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def folder(run: Run, tmp_path: Path) -> Path:
+    assert run("keygen", "--out", str(tmp_path / "keys")).returncode == 0
+    return tmp_path / "keys"
+
+
+def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    said = [run("keygen", "--out", str(folder)), run("keygen", "--out", str(folder), "--name", "box", "--role", "draft")]
+    said += [run("keygen", "--out", str(folder), option, "box") for option in ("--rotate", "--revoke")]
+    assert [done.returncode for done in said] == [0] * 4
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    secrets = [keys.load_own_key(folder, name).secret for name in ("coordinator", *keys.ROLES)]
+    assert not any(secret in done.stdout + done.stderr for secret in secrets for done in said)
+
+
+def test_a_key_is_rotated_under_a_running_coordinator(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+    address = listening(start, folder)
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    assert status(run, address, old) == 0
+    done = run("keygen", "--out", str(folder), "--rotate", "client")
+    assert "need not be restarted" in done.stdout
+    assert status(run, address, old) == 1
+    assert status(run, address, folder) == 0
+
+
+def test_a_key_is_revoked_under_a_running_coordinator(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+    address = listening(start, folder)
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    assert run("keygen", "--out", str(folder), "--revoke", "client").stdout == "client is refused from now on\n"
+    assert status(run, address, old) == 1
+
+
+def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(run: Run, folder: Path) -> None:
+    assert "coordinator.pub to the machine of every peer" in run("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "holds keys already"),
+        (("--rotate", "nobody"), "has no key named 'nobody'"),
+        (("--revoke", "coordinator"), "cannot be revoked"),
+        (("--name", "../evil", "--role", "draft"), "cannot name a key"),
+        (("--name", "box"), "a key needs roles"),
+        (("--role", "draft"), "--name"),
+    ],
+)
+def test_a_mistake_is_one_line_and_changes_nothing(run: Run, folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = run("keygen", "--out", str(folder), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_no_secret_stands_in_a_command_line_or_an_environment(start: Start, folder: Path) -> None:
+    process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(folder))
+    assert process.stdout is not None
+    process.stdout.readline()
+    told = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+    for name in ("coordinator", *keys.ROLES):
+        assert json.loads((folder / f"{name}.key").read_text())["secret"].encode() not in told
+
+
+def listening(start: Start, folder: Path) -> str:
+    """The address of a coordinator with these keys."""
+    process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(folder))
+    assert process.stdout is not None
+    return str(process.stdout.readline().strip())
+
+
+def status(run: Run, address: str, folder: Path) -> int:
+    return run("status", "--connect", address, "--keys", str(folder)).returncode

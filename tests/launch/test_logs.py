@@ -1,0 +1,42 @@
+"""What peers call themselves reaches logs and terminals as words, never as lines or commands."""
+
+import contextlib
+import logging
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from dovetail.launch.logs import OneLine
+from dovetail.protocol.codec import encode
+from dovetail.protocol.links import open_link
+from support.scripted import hello
+
+NAME = "gpu\n2026-01-01 00:00:00,000 INFO forged\r\x1b[2J\x1b]0;owned\x07\u202egnorw"
+Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize("words", ["a\nb", "a\rb", "\x1b[31mred", "\x00", "\u2028", "\u202e"])
+def test_a_record_is_one_printable_line(words: str) -> None:
+    line = OneLine("%(levelname)s %(message)s").format(logging.LogRecord("x", logging.INFO, "", 0, "worker %s", (words,), None))
+    assert line.isprintable()
+    assert line.startswith("INFO worker ")
+
+
+def test_a_name_forges_no_line_in_the_log_and_clears_no_screen(start: Start, run: Run) -> None:
+    process = start("coordinator")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    address = process.stdout.readline().strip()
+    with contextlib.closing(open_link(address, role="draft")) as link:
+        link.send(encode(hello("draft", epoch=7, name=NAME, host=NAME, model=NAME, device=NAME, binding=NAME)))
+        assert link.receive(20.0) is not None
+        shown = run("status", "--connect", address)
+    process.terminate()
+    _, log = process.communicate()
+    assert shown.returncode == 0, shown.stderr
+    for text in (shown.stdout, log):
+        assert "forged" in text
+        assert all(line.isprintable() for line in text.splitlines())
+        assert not any(line.startswith("2026-01-01") for line in text.splitlines())

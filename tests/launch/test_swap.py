@@ -1,0 +1,198 @@
+"""`dovetail swap` and `dovetail drain` on real processes, while eight streams run: no request fails, and every text is the undisturbed one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dovetail.launch.drain import named
+from dovetail.launch.supervise import Stack
+from dovetail.launch.swap import free_name
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Emitted, Failed, Finished, WorkerState
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from support.losslessness import difference
+from support.stacks import PROMPTS, SILENCE_S, complete_all, started, submit
+
+INFLATE = {"target.inflate": "64MiB", "draft.device": "cpu"}
+TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
+STREAMS, TOKENS = 8, 160
+GONE_S = 30.0
+
+
+def dovetail(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+class Streams:
+    """Eight requests, greedy and sampled, that are asked for again as they end, until something else is over."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        alone = complete_all(client, [self._ask(number, None) for number in range(STREAMS)])
+        self._expected = [finished.result.token_ids for finished in alone]
+        self.kinds: set[tuple[int, tuple[str, ...]]] = set()
+        """Moves and fingerprints of the replies."""
+
+    def _ask(self, number: int, tree: TreeSettings | None) -> int:
+        sampling = Sampling(temperature=float(number % 2), min_tokens=TOKENS)
+        return submit(self._client, PROMPTS[number % len(PROMPTS)], sampling=sampling, tokens=TOKENS, seed=number, tree=tree)
+
+    def run_beside(self, arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        """Run a command once every stream has begun, and the streams until it has ended."""
+        flying = {self._ask(number, TREE): number for number in range(STREAMS)}
+        begun: set[int] = set()
+        process: subprocess.Popen[str] | None = None
+        while flying:
+            reply = self._client.receive(SILENCE_S)
+            assert isinstance(reply, Emitted | Finished), reply.text if isinstance(reply, Failed) else reply
+            if process is None and len(begun := begun | {reply.request}) >= STREAMS:
+                process = dovetail(*arguments)
+            if isinstance(reply, Finished):
+                number = flying.pop(reply.request)
+                self._check(reply, number)
+                if process is None or process.poll() is None:
+                    flying[self._ask(number, TREE)] = number
+        assert process is not None
+        said, complained = process.communicate()
+        return subprocess.CompletedProcess(arguments, process.returncode, said, complained)
+
+    def _check(self, finished: Finished, number: int) -> None:
+        self.kinds.add((finished.result.moves, finished.result.fingerprints))
+        if "/int8/" not in finished.result.fingerprint:
+            assert difference(finished, self._expected[number]) is None
+
+
+@contextmanager
+def under_streams(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Streams]]:
+    with started({**INFLATE, **flags}) as (stack, client):
+        yield stack, client, Streams(client)
+
+
+def swap(stack: Stack, role: str, *flags: str) -> list[str]:
+    return ["swap", f"--role={role}", "--json", f"--connect={stack.address}", *flags]
+
+
+def check_swapped(done: "subprocess.CompletedProcess[str]", case: str) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    print(f"{case}: {result['moved']} moved, {result['stayed']} stayed, longest pause {1e3 * result['longest_pause_s']:.0f} ms")
+    assert result["moved"] + result["stayed"] > 0
+    assert result["longest_pause_s"] < 20.0
+    return result
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + GONE_S
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+DRAFTS = [
+    ("small", ["--draft=dovetail"]),
+    ("dovetail", ["--draft=small"]),
+    ("small", ["--draft=small"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "flags"), DRAFTS, ids=["small-to-head", "head-to-small", "small-to-small"])
+def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> None:
+    with under_streams({"draft.kind": kind}) as (stack, client, streams):
+        result = check_swapped(streams.run_beside(swap(stack, "draft", *flags)), f"draft {kind} -> {flags[0]}")
+        assert (result["worker"], result["replaced"], result["stayed"]) == ("draft-2", "draft", 0)
+        assert stack.workers[1].process.wait(GONE_S) is not None
+        assert [worker.name for worker in client.status().workers] == ["target", "draft-2"]
+        client.stop()
+        wait_until_gone(result["pid"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_a_target_is_swapped_under_eight_streams(weights: str) -> None:
+    with under_streams({"draft.kind": "small"}) as (stack, client, streams):
+        flags = ["--target.inflate=64MiB", f"--weights={weights}"]
+        result = check_swapped(streams.run_beside(swap(stack, "target", *flags)), f"target fp32 -> {weights}")
+        if weights == "fp32":
+            assert {kind for kind in streams.kinds if kind[0]} == {(1, ())}
+        else:
+            assert result["moved"] == 0
+            assert {moves for moves, _ in streams.kinds} == {0}
+        (target,) = (worker for worker in client.status().workers if "target" in worker.roles)
+        assert (target.name, target.fingerprint.split("/")[1]) == ("target-2", weights)
+        client.stop()
+        wait_until_gone(result["pid"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_worker_is_drained_under_eight_streams(role: str) -> None:
+    with under_streams({"draft.kind": "small"}) as (stack, client, streams):
+        leaver = ["drain", role, f"--connect={stack.address}"]
+        if role == "target":
+            refused = streams.run_beside(leaver)
+            assert refused.returncode == 1
+            assert "target is the only target" in refused.stderr
+            joined = streams.run_beside(swap(stack, "target", "--beside", "--target.inflate=64MiB"))
+            assert joined.returncode == 0, joined.stderr
+        result = check_swapped(streams.run_beside([*leaver, "--json"]), f"drain of the {role}")
+        assert result["worker"] == role
+        assert role not in [worker.name for worker in client.status().workers]
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_cannot_be_used_or_dies_leaves_everything_as_it_was() -> None:
+    with under_streams({"draft.kind": "small"}) as (stack, client, streams):
+        missing = streams.run_beside(swap(stack, "draft", "--draft=/nowhere"))
+        assert missing.returncode == 2
+        assert "/nowhere is not there" in missing.stderr
+        killed = streams.run_beside([*swap(stack, "draft", "--draft=dovetail", "--target=/nowhere")])
+        assert killed.returncode == 2
+        assert len(killed.stderr.splitlines()) == 1
+        assert [worker.name for worker in client.status().workers] == ["target", "draft"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_swap_takes_its_worker_along() -> None:
+    with started({**INFLATE, "draft.kind": "small"}) as (stack, client):
+        process = dovetail(*swap(stack, "draft", "--draft=dovetail"))
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(GONE_S) == 130
+        assert [worker.name for worker in client.status().workers] == ["target", "draft"]
+
+
+def state(name: str, pid: int) -> WorkerState:
+    nothing = {"threads": 1, "worker_epoch": pid, "sessions": 0, "busy_share": 0.0, "rss_mb": 0.0, "stale": 0}
+    unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
+    return WorkerState.model_validate(
+        {"name": name, "roles": ("draft",), "model": "", "device": "cpu", "fingerprint": "", "host": "here", "pid": pid, **nothing, **unknown}
+    )
+
+
+def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
+    workers = [state("draft", 11), state("draft", 12), state("draft-2", 13)]
+    assert named(workers, "draft-2").pid == 13
+    assert named(workers, "12").pid == 12
+    with pytest.raises(UserError, match=r"2 workers are called 'draft', draft \(pid 11 on here\), draft \(pid 12 on here\): name the one"):
+        named(workers, "draft")
+    with pytest.raises(UserError, match=r"there is no worker 'target': choose one of draft \(pid 11"):
+        named(workers, "target")
+
+
+def test_a_newcomer_gets_a_name_that_is_free() -> None:
+    assert free_name([], "draft") == "draft"
+    assert free_name([state("draft", 1), state("draft-2", 2)], "draft") == "draft-3"

@@ -1,0 +1,128 @@
+"""Coordinator and workers in virtual time, and everything that may happen to them: no schedule of requests and faults breaks a promise (`support/schedules.py`).
+
+`FAULT_SCHEDULES` says how many are drawn in the long run, `FAULT_SEED` which. What fails is printed in its shortest form, and `play` plays it again.
+"""
+
+import os
+
+import pytest
+from hypothesis import Phase, given, seed, settings
+
+from dovetail.protocol.messages import Close, Closed, Command, Event, Open
+from support.faulty import CarefulTarget
+from support.schedules import CAREFUL, Fault, Schedule, Wish, World, play, schedules
+from support.scripted import VOCABULARY, continuation
+
+EVERYDAY = 1500
+MANY, SEED = int(os.environ.get("FAULT_SCHEDULES", "10000")), int(os.environ.get("FAULT_SEED", "0"))
+PHASES = (Phase.generate, Phase.shrink)
+LONG = Wish(tokens=40)
+FOUND = {
+    "the target goes while the prompt is read, and the draft reads features": Schedule(reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))),
+}
+"""Schedules that broke a promise once."""
+
+
+@given(schedule=schedules())
+@settings(max_examples=EVERYDAY, derandomize=True, database=None, deadline=None, phases=PHASES)
+def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_something_behind(schedule: Schedule) -> None:
+    play(schedule)
+
+
+@pytest.mark.slow
+@seed(SEED)
+@given(schedule=schedules(most=24))
+@settings(max_examples=MANY, database=None, deadline=None, phases=PHASES)
+def test_none_of_many_more_does(schedule: Schedule) -> None:
+    play(schedule)
+
+
+@pytest.mark.parametrize("schedule", FOUND.values(), ids=FOUND)
+def test_what_was_found_stays_mended(schedule: Schedule) -> None:
+    play(schedule)
+
+
+# -- what a fault costs ------------------------------------------------------------------------------------------------------------------------
+
+
+def pause_ms(world: World) -> float:
+    """The longest silence in the first reply."""
+    return world.reader.told[1].longest_pause_ms
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_stream_whose_target_dies_pauses_while_another_one_reads_its_log(reads: bool) -> None:
+    undisturbed = pause_ms(play(Schedule(targets=2, reads=reads, steps=((0, LONG),))))
+    world = play(Schedule(targets=2, reads=reads, steps=((0, LONG), (40, Fault("kill", who=0)))))
+    costs = world.processes[1].costs
+    prefill_ms = costs.open_ms + costs.token_ms * (len(LONG.prompt) + LONG.tokens)
+    assert moves(world) == 1
+    assert pause_ms(world) <= undisturbed + prefill_ms + costs.pass_ms + 2.0  # until the death is seen, and three hops
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_stream_whose_draft_dies_pauses_for_no_longer_than_a_round(reads: bool) -> None:
+    undisturbed = pause_ms(play(Schedule(reads=reads, steps=((0, LONG),))))
+    world = play(Schedule(reads=reads, steps=((0, LONG), (40, Fault("kill", who=1)))))
+    assert pause_ms(world) <= undisturbed + world.processes[0].costs.pass_ms + 2.0
+
+
+def test_a_stream_whose_only_target_dies_goes_on_when_it_is_back() -> None:
+    world = play(Schedule(steps=((0, LONG), (40, Fault("kill", who=0, for_ms=4000)))))
+    assert moves(world) == 1
+    assert 4000 < pause_ms(world) < 4700
+
+
+def moves(world: World) -> int:
+    """Of the first request."""
+    end = world.reader.told[1].end
+    assert end is not None
+    assert end.type == "finished"
+    return end.result.moves
+
+
+# -- that a broken promise is seen -------------------------------------------------------------------------------------------------------------
+
+
+class Wandering(CarefulTarget):
+    """Goes on with something else where a session was begun elsewhere."""
+
+    def open(self, command: Open) -> list[Event]:
+        *parts, opened = super().open(command)
+        if not command.replied or opened.type != "opened":
+            return [*parts, opened]
+        log = self.logs[command.session]
+        log[-1] = 1 + log[-1] % (VOCABULARY - 1)
+        return [*parts, opened.model_copy(update={"bonus": log[-1]})]
+
+
+class Hoarding(CarefulTarget):
+    """Never lets go of a session."""
+
+    def handle(self, command: Command) -> list[Event]:
+        if isinstance(command, Close):
+            return [Closed(epoch=self.epoch, session=command.session)]
+        return super().handle(command)
+
+
+class Silent(CarefulTarget):
+    """Reads prompts and says nothing more, and nobody looks after it."""
+
+    def work(self, command: Command) -> list[Event]:
+        return super().work(command) if isinstance(command, Open) else []
+
+
+KILLED = Schedule(targets=2, drafts=0, steps=((0, LONG), (40, Fault("kill", who=0))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "did not end")], ids=["wandering", "hoarding", "silent"]
+)
+def test_a_broken_promise_is_told(kind: type[CarefulTarget], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        play(KILLED, {**CAREFUL, "target": kind})
+
+
+def test_the_oracle_is_the_scripted_language() -> None:
+    told = play(Schedule(steps=((0, LONG),))).reader.told[1]
+    assert told.tokens == continuation(LONG.prompt, LONG.tokens)

@@ -1,0 +1,263 @@
+"""Recordings in the session logic of today. Those in `tests/recorded` have to go as they went; where one goes another way, the first difference is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from dovetail.protocol.codec import COMMAND, EVENT, encode
+from dovetail.protocol.messages import Emitted, Finished
+from dovetail.runtime.playback import Difference, Playback
+from dovetail.runtime.recording import Recorder
+from dovetail.runtime.session import Session
+from dovetail.runtime.tape import Recording, Said, Step, read_recording
+from support import schedules
+from support.houses import DYNAMIC, House
+from support.recorded import correct, recordings
+from support.schedules import Fault, Schedule, Wish
+from support.scripted import READS, ROOMY, ScriptedTarget
+
+SKY = next(path for path in recordings() if path.name == "sky.messages")
+
+
+def play(path: Path) -> Playback:
+    playback = Playback(read_recording(path))
+    playback.play()
+    return playback
+
+
+def altered(recording: Recording, out: Path, change: Callable[[Any], Any]) -> Difference | None:
+    """What a recording comes to in which each entry is what `change` makes of it; None of it: left out."""
+    entries = tuple(new for entry in recording.entries if (new := change(entry)) is not None)
+    return Playback(Recording(out, recording.begin, entries)).play()
+
+
+@pytest.mark.parametrize("path", recordings(), ids=lambda path: path.stem)
+def test_what_was_recorded_goes_as_it_went(path: Path) -> None:
+    playback = play(path)
+    assert playback.difference is None
+    assert playback.taken
+
+
+@pytest.mark.parametrize("reads", [None, READS])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"record": True},
+        {"logprobs": 2, "scored": True},
+        {"stop": (" w",)},
+        {"speculate": False},
+        {"max_tokens": 0},
+        {"max_tokens": 1},
+        {"tree": DYNAMIC.model_copy(update={"policy": "goodput"})},
+    ],
+    ids=str,
+)
+def test_any_request_goes_as_it_went(tmp_path: Path, asked: dict[str, Any], reads: Any) -> None:
+    recorder = Recorder(tmp_path)
+    house = House(reads=reads, limits=ROOMY, recorder=recorder)
+    tokens = [house.complete(**asked).result.token_ids for _ in range(2)]  # the second goes on from the first
+    recorder.close()
+    played = [play(path) for path in sorted(tmp_path.iterdir())]
+    assert [playback.difference for playback in played] == [None, None]
+    assert [tuple(playback.session.tokens) for playback in played] == tokens
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_sessions_in_passes_together_go_as_they_went(tmp_path: Path, speculate: bool) -> None:
+    recorder = Recorder(tmp_path)
+    house = House(reads=READS, recorder=recorder)
+    for prompt in ((5, 6, 7), (9, 8), (3, 4, 5, 6)):
+        house.submit(prompt, speculate=speculate)
+    house.replies()
+    recorder.close()
+    assert [play(path).difference for path in tmp_path.iterdir()] == [None] * 3
+
+
+def test_a_session_that_moved_goes_as_it_went(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    house = House(recorder=recorder)
+    assert house.target is not None
+    house.submit()
+    for _ in range(6):
+        house.coordinator.pump()
+        for worker in house.workers:
+            worker.step()
+    house.lose(house.target)
+    house.add(ScriptedTarget, "target", name="another")
+    (finished,) = [reply for reply in house.replies() if isinstance(reply, Finished)]
+    recorder.close()
+    assert finished.result.moves == 1
+    (path,) = tmp_path.iterdir()
+    playback = play(path)
+    assert playback.difference is None
+    assert {taken.step.name for taken in playback.taken} >= {"target_lost", "recovered"}
+
+
+def play_schedule(schedule: Schedule, folder: Path, patch: pytest.MonkeyPatch) -> int:
+    """Have a schedule of faults recorded and every session played; how many there were."""
+    recorders: list[Recorder] = []
+    bare = schedules.open_coordinator
+
+    def recorded(hub: Any, time: Any) -> Any:
+        coordinator = bare(hub, time)
+        recorders.append(Recorder(folder, clock_ns=time.clock))
+        coordinator._recorder = recorders[-1]
+        return coordinator
+
+    with patch.context() as inner:
+        inner.setattr(schedules, "open_coordinator", recorded)
+        schedules.play(schedule)
+    for recorder in recorders:
+        recorder.close()
+    found = sorted(folder.iterdir())
+    for path in found:
+        assert play(path).difference is None
+    return len(found)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_sessions_under_faults_go_as_they_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    long = Wish(tokens=40)
+    faults = [(40, Fault("kill", who=0)), (30, Fault("cut", who=2)), (20, Fault("stop", who=1, for_ms=4000)), (9, Fault("babble", who=2)), (9, Fault("cancel"))]
+    schedule = Schedule(targets=2, drafts=1, reads=reads, steps=((0, long), (3, Wish(prompt=(9, 9), tokens=24)), *faults))
+    assert play_schedule(schedule, tmp_path, monkeypatch) >= 2
+
+
+@pytest.mark.slow
+@given(schedule=schedules.schedules())
+@settings(max_examples=500, database=None, deadline=None, phases=(Phase.generate, Phase.shrink))
+def test_sessions_under_any_faults_go_as_they_went(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        play_schedule(schedule, tmp_path_factory.mktemp("schedule"), patch)
+
+
+# -- differences -------------------------------------------------------------------------------------------------------------------------------
+
+
+def is_said(entry: object, direction: str, kind: bytes) -> bool:
+    return isinstance(entry, Said) and entry.type == direction and kind in entry.frames[0][:80]
+
+
+def test_another_verdict_brings_other_tokens_and_that_is_named(tmp_path: Path) -> None:
+    recording = read_recording(SKY)
+    place = next(at for at, entry in enumerate(recording.entries, start=1) if is_said(entry, "in", b"verified"))
+
+    def change(entry: Any) -> Any:
+        if entry is not recording.entries[place - 1]:
+            return entry
+        event: Any = EVENT.decode(entry.frames)
+        (item,) = event.items
+        other = event.model_copy(update={"items": (item.model_copy(update={"bonus": item.bonus + 1}),)})
+        return entry.model_copy(update={"frames": tuple(encode(other))})
+
+    difference = altered(recording, tmp_path / "x", change)
+    assert difference is not None
+    assert difference.entry > place
+    assert difference.where == "step verified of round 1" or difference.where.startswith("step verified")
+    assert "emit" in difference.recorded
+    assert "emit" in difference.now
+
+
+def test_another_command_is_named_with_the_field_that_differs(tmp_path: Path) -> None:
+    recording = read_recording(SKY)
+
+    def change(entry: Any) -> Any:
+        if not is_said(entry, "out", b"\xa5draft"):
+            return entry
+        command: Any = COMMAND.decode(entry.frames)
+        if command.round != 2:
+            return entry
+        return entry.model_copy(update={"frames": tuple(encode(command.model_copy(update={"max_width": 3})))})
+
+    difference = altered(recording, tmp_path / "x", change)
+    assert difference is not None
+    assert "max_width" in difference.where
+    assert difference.recorded == "3"
+
+
+def test_a_command_that_nothing_asks_for_is_named(tmp_path: Path) -> None:
+    recording = read_recording(SKY)
+    first = next(entry for entry in recording.entries if is_said(entry, "out", b"verify"))
+    twice = [new for entry in recording.entries for new in ((entry, entry) if entry is first else (entry,))]
+    difference = Playback(Recording(tmp_path / "x", recording.begin, tuple(twice))).play()
+    assert difference is not None
+    assert (difference.recorded, difference.now) == ("a command", "none")
+
+
+def test_other_words_to_the_client_are_named(tmp_path: Path) -> None:
+    recording = read_recording(SKY)
+
+    def change(entry: Any) -> Any:
+        if not is_said(entry, "out", b"emitted"):
+            return entry
+        told = Emitted.model_validate(schedules.REPLY.decode(entry.frames))
+        return entry.model_copy(update={"frames": tuple(encode(told.model_copy(update={"text": told.text.upper() + "!"})))})
+
+    difference = altered(recording, tmp_path / "x", change)
+    assert difference is not None
+    assert difference.where == "text that the client is told"
+
+
+def test_a_step_that_is_left_out_is_noticed(tmp_path: Path) -> None:
+    recording = read_recording(SKY)
+    second = [entry for entry in recording.entries if isinstance(entry, Step) and entry.name == "verified"][1]
+    assert altered(recording, tmp_path / "x", lambda entry: None if entry is second else entry) is not None
+
+
+# -- a failing schedule becomes a test ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_of_a_fault_of_ours_is_kept_as_a_test_of_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session logic goes wrong in a round, is recorded, and mended: what is kept passes with the mended logic alone."""
+    right = Session._order
+
+    def wrong(self: Session, brief: Any, plan: Any) -> Any:
+        order = right(self, brief, plan)
+        return order.model_copy(update={"max_depth": 1}) if self.round == 3 else order
+
+    recorder = Recorder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_order", wrong)
+        House(recorder=recorder).complete()
+        recorder.close()
+        (path,) = tmp_path.iterdir()
+        assert play(path).difference is None, "the same logic goes the same way"
+    difference = play(path).difference
+    assert difference is not None
+    assert "draft" in difference.where
+    assert "max_depth" in difference.where
+    correct(path, tmp_path / "kept.messages")
+    assert play(tmp_path / "kept.messages").difference is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_order", wrong)
+        again = play(tmp_path / "kept.messages").difference
+    assert again is not None
+    assert "max_depth" in again.where
+    assert again.recorded == difference.now
+
+
+def test_a_recording_of_an_exception_of_ours_is_kept_as_a_test_of_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Session._commit
+
+    def wrong(self: Session, *arguments: Any, **named: Any) -> Any:
+        if self.round == 2:
+            raise ZeroDivisionError("a bug")
+        return right(self, *arguments, **named)
+
+    recorder = Recorder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_commit", wrong)
+        house = House(recorder=recorder)
+        house.submit()
+        house.replies()
+        recorder.close()
+    (path,) = tmp_path.iterdir()
+    difference = play(path).difference
+    assert difference is not None
+    assert "ZeroDivisionError" in difference.recorded
+    correct(path, tmp_path / "kept.messages")
+    assert play(tmp_path / "kept.messages").difference is None

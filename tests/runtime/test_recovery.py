@@ -1,0 +1,528 @@
+"""Workers that are lost under running sessions, and others that take over. The oracle is the same session without a loss: what its client is told is the same,
+token by token and text by text.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.protocol.messages import Close, Draft, Emitted, Failed, Fingerprint, Finished, Limits, Open, PromptScored, Reads, Recorded, Refeed, Verify
+from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
+from dovetail.runtime.live import MOST_LOSSES
+from support.houses import PROMPT, House
+from support.scripted import READS, ROOMY, DrawingDraft, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
+
+LONG = 200
+"""Tokens, so that a draft is still worth its while when it comes in the midst. The scripted language ends sooner than that with some prompts."""
+ENDLESS = next((i, j, 4) for i in range(1, 97) for j in range(1, 97) if len(continuation((i, j, 4), LONG)) == LONG)
+OTHER = Fingerprint(checkpoint="1" * 64, weights="fp32", kernels="scripted")
+
+
+def small_steps(house: House, count: int) -> None:
+    """Let the coordinator and the workers handle what has arrived, in turns, so often."""
+    for turn in range(count):
+        if turn % 2 == 0:
+            house.coordinator.pump()
+        else:
+            house.workers[turn // 2 % len(house.workers)].step()
+
+
+def told(house: House, request: int) -> tuple[list[int], str, list[object], list[tuple[int, object]], Finished]:
+    """What a client is told of a request: tokens, text, their log-probabilities, those of the prompt, and the end."""
+    tokens: list[int] = []
+    text, said, scored = "", list[object](), list[tuple[int, object]]()
+    while True:
+        reply = house.client.receive(0)
+        assert reply is not None, "nothing more is said"
+        assert not isinstance(reply, Failed), reply.text
+        if isinstance(reply, Emitted) and reply.request == request:
+            tokens += reply.tokens
+            text += reply.text
+            said += reply.logprobs
+        if isinstance(reply, PromptScored):
+            scored += enumerate(reply.logprobs, reply.start)
+        if isinstance(reply, Finished) and reply.request == request:
+            return tokens, text, said, scored, reply
+
+
+def another_target(house: House, **changes: object) -> ScriptedWorker:
+    return house.add(ScriptedTarget, "target", name=f"target-{len(house.workers)}", **changes)
+
+
+def another_draft(house: House, reads: Reads | None = None) -> ScriptedWorker:
+    head = {} if reads is None else {"reads": reads, "vocabulary": None}
+    return house.add(ScriptedDraft, "draft", name=f"draft-{len(house.workers)}", **head)
+
+
+def check_all_is_over(house: House) -> None:
+    """Nobody holds anything any more."""
+    house.run()
+    assert all(not worker.logs for worker in house.workers)
+    report = house.report()
+    assert (report.sessions, report.failed, [worker.sessions for worker in report.workers]) == (0, 0, [0] * len(report.workers))
+
+
+# -- the target ---------------------------------------------------------------------------------------------------------------------------------
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2, "record": True},
+    {"logprobs": 1, "scored": True, "prompt": (5, 6, 7, 8, 9, 10)},
+    {"tree": TreeSettings()},
+    {"stop": (" w",), "max_tokens": 9},
+    {"speculate": False},
+]
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["spare", "restarted"])
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+@pytest.mark.parametrize("asked", ASKED, ids=["plain", "logprobs", "scored", "goodput", "stop", "without-draft"])
+def test_a_target_that_is_lost_at_any_moment_is_followed_by_another_and_nobody_notices(asked: dict[str, Any], reads: Reads | None, warm: bool) -> None:
+    whole = House(reads=reads)
+    undisturbed = told(whole, whole.submit(**asked))
+    for steps in range(1, 60):
+        house = House(reads=reads)
+        assert house.target is not None
+        if warm:
+            another_target(house)
+        request = house.submit(**asked)
+        small_steps(house, steps)
+        house.lose(house.target)
+        if not warm:
+            house.run()
+            another_target(house)
+        *said, finished = told(house, request)
+        assert tuple(said) == undisturbed[:4]
+        assert (finished.result.text, finished.result.finish_reason) == (undisturbed[4].result.text, undisturbed[4].result.finish_reason)
+        assert finished.margins == undisturbed[4].margins
+        assert finished.result.moves <= 1
+        assert not finished.result.fingerprints
+        check_all_is_over(house)
+
+
+def test_the_draft_of_a_session_whose_target_is_lost_drafts_for_the_next_one() -> None:
+    for reads in (None, READS):
+        house = House(reads=reads)
+        assert house.target is not None
+        another_target(house)
+        request = house.submit()
+        small_steps(house, 24)
+        house.lose(house.target)
+        result = told(house, request)[4].result
+        assert result.moves == 1
+        assert result.plain_rounds == 1, "only the round that was lost went by without what was drafted"
+        assert sum(isinstance(command, Open) for command in house.workers[0].seen) == 1, "the draft read the prompt once more"
+
+
+def test_another_target_reads_the_log_under_its_round_and_says_nothing_of_the_prompt_again() -> None:
+    house = House(reads=READS)
+    assert house.target is not None
+    spare = another_target(house)
+    request = house.submit(logprobs=1, scored=True)
+    small_steps(house, 30)
+    house.lose(house.target)
+    tokens = told(house, request)[0]
+    (opened,) = (command for command in spare.seen if isinstance(command, Open))
+    count = len(opened.prompt) - len(PROMPT)
+    assert opened.prompt == (*PROMPT, *tokens[:count])
+    assert (opened.replied, opened.scored, opened.logprobs) == (count, False, 1)
+    assert opened.features_from == len(opened.prompt) - 1
+    verified = next(command for command in spare.seen if isinstance(command, Verify))
+    assert verified.items[0].round == opened.round + 1 > 2
+    assert verified.items[0].prefix == len(opened.prompt) + 1
+
+
+def test_every_nanosecond_of_a_session_that_moved_is_accounted_for() -> None:
+    house = House()
+    assert house.target is not None
+    request = house.submit(record=True)
+    small_steps(house, 20)
+    house.lose(house.target)
+    house.run()
+    another_target(house)
+    result = told(house, request)[4].result
+    parts = result.prefill_s + result.draft_exposed_s + result.verify_s + result.transport_s + result.queue_s + result.coordinator_s
+    assert parts + result.unaccounted_s == pytest.approx(result.wall_s, abs=1e-9)
+    assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
+    assert result.tau == (result.completion_tokens - 1) / result.rounds
+
+
+def test_a_round_that_was_lost_is_recorded_with_what_it_committed() -> None:
+    house = House()
+    assert house.target is not None
+    another_target(house)
+    house.submit(record=True)
+    small_steps(house, 23)
+    house.lose(house.target)
+    records = [reply.record for reply in house.replies() if isinstance(reply, Recorded)]
+    assert [record.round for record in records] == [*range(1, len(records) + 1)]
+    tokens = [token for record in records for token in (*(record.tokens[node] for node in record.accepted), record.bonus)]
+    expected = continuation(PROMPT, 60)[1:]
+    assert tokens[: len(expected)] == expected
+
+
+def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited_long_enough() -> None:
+    house = House(settings=CoordinatorSettings(recovery_s=20.0))
+    assert house.target is not None
+    request = house.submit()
+    small_steps(house, 20)
+    house.lose(house.target)
+    house.run()
+    report = house.report()
+    assert report.degraded
+    assert report.sessions == 1
+    waits = next(reason for reason in report.reasons if reason.startswith("session 1 waits for a target, for "))
+    assert "the target worker target (pid 1 on here) has gone after" in waits
+    house.submit()
+    house.later_ns = 19 * 10**9
+    house.coordinator.tick()
+    failed = [reply for reply in house.replies() if isinstance(reply, Failed)]
+    assert [reply.code for reply in failed] == ["no_target"], "a new request is not kept waiting"
+    house.later_ns = 21 * 10**9
+    house.coordinator.tick()
+    (failed_reply,) = (reply for reply in house.replies() if isinstance(reply, Failed))
+    assert (failed_reply.session, failed_reply.code) == (request, "worker_lost")
+    assert "within 20 s no other was free: start another and ask again" in failed_reply.text
+    report = house.report()
+    assert (report.sessions, report.failed) == (0, 2)
+    assert not any("waits" in reason for reason in report.reasons)
+
+
+def test_a_session_that_waits_can_be_cancelled_and_goes_with_its_client() -> None:
+    house = House()
+    assert house.target is not None
+    other = house.connect()
+    request = house.submit()
+    other.submit(tokens=PROMPT, max_tokens=60)
+    small_steps(house, 20)
+    house.lose(house.target)
+    house.run()
+    house.client.cancel(request)
+    result = told(house, request)[4].result
+    assert result.finish_reason == "cancelled"
+    assert list(result.token_ids) == continuation(PROMPT, 60)[: result.completion_tokens]
+    other.close()
+    house.run()
+    another_target(house)
+    check_all_is_over(house)
+
+
+def test_a_target_of_another_fingerprint_takes_over_only_where_that_is_allowed_and_the_reply_says_so() -> None:
+    for move in ("same", "any"):
+        house = House(settings=CoordinatorSettings(recovery_s=5.0, move=move))
+        assert house.target is not None
+        another_target(house, fingerprint=OTHER)
+        request = house.submit()
+        small_steps(house, 20)
+        house.lose(house.target)
+        house.run()
+        if move == "any":
+            result = told(house, request)[4].result
+            assert result.fingerprint == str(OTHER)
+            assert [fingerprint[:1] for fingerprint in result.fingerprints] == ["0", "1"]
+            assert result.moves == 1
+            continue
+        house.later_ns = 6 * 10**9
+        house.coordinator.tick()
+        (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
+        assert "none of its fingerprint was free: start one, or let requests go on on another with coordinator.move = 'any'" in failed.text
+
+
+def test_a_session_that_has_said_nothing_yet_goes_on_wherever_its_tokens_are_tokens() -> None:
+    house = House()
+    assert house.target is not None
+    another_target(house, fingerprint=OTHER)
+    another_target(house, fingerprint=OTHER, limits=Limits(context=32))
+    request = house.submit()
+    house.coordinator.pump()
+    house.lose(house.target)
+    result = told(house, request)[4].result
+    assert list(result.token_ids) == continuation(PROMPT, 60)
+    assert (result.fingerprint, result.fingerprints, result.moves) == (str(OTHER), (), 1)
+
+
+def test_what_ends_every_target_that_reads_it_is_not_given_to_the_next_one() -> None:
+    house = House()
+    spares = [house.target, *(another_target(house) for _ in range(MOST_LOSSES))]
+    request = house.submit()
+    for _ in range(MOST_LOSSES):
+        house.coordinator.pump()
+        reader = next(worker for worker in spares if worker is not None and worker in house.workers and has_been_asked(house, worker))
+        house.lose(reader)
+        house.coordinator.look_around()
+    (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
+    assert (failed.session, failed.code) == (request, "worker_lost")
+    assert f"{MOST_LOSSES} in a row were lost without a token in between" in failed.text
+    assert len(house.workers) == 2, "one target is left, and the draft"
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+def test_targets_that_went_unnoticed_are_no_reason_to_give_a_session_up() -> None:
+    house = House()
+    spares = [house.target, *(another_target(house) for _ in range(MOST_LOSSES + 1))]
+    request = house.submit()
+    small_steps(house, 12)
+    for target in spares:
+        assert target is not None
+        target.link.close()
+        house.workers.remove(target)
+    small_steps(house, 10)
+    assert house.coordinator.report().totals.waiting == 1
+    another_target(house)
+    assert told(house, request)[0] == continuation(PROMPT, 60)
+
+
+def has_been_asked(house: House, worker: ScriptedWorker) -> bool:
+    """Whether a worker owes an answer."""
+    return any(known.turns.owed for known in house.coordinator.registry.workers.values() if known.hello.epoch == worker.epoch)
+
+
+def test_a_target_that_goes_while_a_prompt_is_read_is_replaced_or_waited_for() -> None:
+    for warm in (True, False):
+        house = House()
+        assert house.target is not None
+        reading: list[Callable[[], None]] = []
+        house.coordinator._defer = lambda work, done, reading=reading: reading.append(lambda: done(work()))  # type: ignore[misc]
+        request = house.submit()
+        house.run()
+        house.lose(house.target)
+        if warm:
+            another_target(house)
+        house.run()
+        reading[0]()
+        house.run()
+        if not warm:
+            assert house.report().sessions == 1
+            another_target(house)
+        assert told(house, request)[0] == continuation(PROMPT, 60)
+        check_all_is_over(house)
+
+
+def test_a_target_that_has_forgotten_a_session_reads_it_anew() -> None:
+    house = House()
+    assert house.target is not None
+    request = house.submit()
+    small_steps(house, 22)
+    house.target.logs.clear()
+    forgot = house.target.verify  # type: ignore[attr-defined]
+
+    def refuse(asked: Sequence[Any], reads: Reads | None) -> object:
+        if asked[0].session in house.target.logs:  # type: ignore[union-attr]
+            return forgot(asked, reads)
+        return Failed(epoch=house.target.epoch, session=asked[0].session, round=asked[0].round, code="session", text="not open here")  # type: ignore[union-attr]
+
+    house.target.verify = refuse  # type: ignore[attr-defined]
+    tokens, *_, finished = told(house, request)
+    assert tokens == continuation(PROMPT, 60)
+    assert finished.result.moves == 1
+    check_all_is_over(house)
+
+
+def test_a_session_goes_on_from_what_the_other_target_has_of_its_conversation() -> None:
+    house = House(limits=ROOMY)
+    assert house.target is not None
+    spare = another_target(house, limits=ROOMY)
+    turns = [house.submit(prompt=ENDLESS, max_tokens=40), house.submit(prompt=ENDLESS, max_tokens=40)]
+    house.run()
+    assert len([1 for reply in house.replies() if isinstance(reply, Finished)]) == len(turns)
+    both = [worker for worker in (house.target, spare) if worker.kept]
+    assert len(both) == 2, "each target had one of them"
+    request = house.submit(prompt=ENDLESS, max_tokens=80)
+    small_steps(house, 60)
+    for worker in both:
+        if worker.logs:
+            house.lose(worker)
+    assert told(house, request)[0] == continuation(ENDLESS, 80)
+    last = [command for worker in house.workers for command in worker.seen if isinstance(command, Open) and command.replied]
+    assert [command.kept > 0 for command in last] == [True]
+
+
+def test_a_session_that_draws_at_random_goes_on_with_its_draft_too() -> None:
+    house = House(draft=False)
+    assert house.target is not None
+    house.add(DrawingDraft, "draft")
+    another_target(house)
+    tree = TreeSettings(policy="static", gamma=6, depth=3, width=2)
+    request = house.submit(prompt=ENDLESS, max_tokens=60, sampling=Sampling(temperature=1.0, acceptance="rejection"), tree=tree)
+    small_steps(house, 30)
+    house.lose(house.target)
+    tokens, *_, finished = told(house, request)
+    assert tokens == continuation(ENDLESS, 60)
+    assert (finished.result.moves, finished.result.plain_rounds) == (1, 1)
+
+
+# -- the draft ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{}, {"tree": TreeSettings()}, {"logprobs": 1, "record": True}], ids=["plain", "goodput", "logprobs"])
+@pytest.mark.parametrize("later", [None, READS], ids=["then-alone", "then-reads"])
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+def test_a_draft_that_is_lost_is_followed_by_another_in_the_midst_of_the_session(reads: Reads | None, later: Reads | None, asked: dict[str, Any]) -> None:
+    asked = {"prompt": ENDLESS, "max_tokens": LONG, **asked}
+    whole = House(reads=reads)
+    undisturbed = told(whole, whole.submit(**asked))
+    for steps in range(1, 60, 3):
+        house = House(reads=reads)
+        assert house.draft is not None
+        request = house.submit(**asked)
+        small_steps(house, steps)
+        house.lose(house.draft)
+        small_steps(house, 9)
+        draft = another_draft_now(house, later)
+        *said, _ = told(house, request)
+        assert tuple(said) == undisturbed[:4]
+        orders = sum(isinstance(command, Draft) for command in draft.seen)
+        assert orders > 5 or (orders and "tree" in asked), "it was not asked"
+        check_all_is_over(house)
+
+
+def another_draft_now(house: House, reads: Reads | None) -> ScriptedWorker:
+    """A draft that registers while everybody else rests."""
+    run, house.run = house.run, lambda most=0: None  # type: ignore[method-assign,assignment]
+    draft = another_draft(house, reads)
+    house.run = run  # type: ignore[method-assign]
+    return draft
+
+
+def test_a_session_that_began_without_a_draft_takes_the_first_that_comes() -> None:
+    house = House(draft=False)
+    request = house.submit(prompt=ENDLESS, max_tokens=LONG)
+    alone = house.submit(prompt=ENDLESS, max_tokens=LONG, speculate=False)
+    small_steps(house, 20)
+    another_draft_now(house, READS)
+    results = {reply.request: reply.result for reply in house.replies() if isinstance(reply, Finished)}
+    assert {result.token_ids for result in results.values()} == {tuple(continuation(ENDLESS, LONG))}
+    assert results[request].accepted_tokens > 100
+    assert results[alone].drafted_tokens == 0
+    assert house.report().decisions[-1].startswith("session 1 is drafted for by draft-1 from token ")
+
+
+def test_features_are_computed_anew_from_the_log_for_a_draft_that_reads_them() -> None:
+    house = House(draft=False)
+    assert house.target is not None
+    request = house.submit(prompt=ENDLESS, max_tokens=LONG)
+    small_steps(house, 20)
+    draft = another_draft_now(house, READS)
+    tokens = told(house, request)[0]
+    (refeed,) = (command for command in house.target.seen if isinstance(command, Refeed))
+    (opened,) = (command for command in draft.seen if isinstance(command, Open))
+    assert (refeed.start, refeed.features) == (0, READS)
+    assert refeed.prefix == len(opened.prompt) + 1
+    assert opened.prompt == (*ENDLESS, *tokens[: opened.replied])
+    first = next(command for command in draft.seen if isinstance(command, Draft))
+    assert (*first.accepted, first.bonus, *first.more) == tuple(tokens[opened.replied : first.prefix - len(ENDLESS)])
+
+
+def test_a_session_does_not_wait_for_a_draft_that_reads_its_log() -> None:
+    house = House(draft=False)
+    request = house.submit(prompt=ENDLESS, max_tokens=LONG)
+    small_steps(house, 20)
+    draft = another_draft_now(house, None)
+    house.workers.remove(draft)
+    assert told(house, request)[0] == continuation(ENDLESS, LONG)
+    draft.step()
+    assert [type(command) for command in draft.seen if isinstance(command, Open | Draft)] == [Open]
+
+
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+def test_a_draft_that_comes_when_little_is_left_is_not_bothered(reads: Reads | None) -> None:
+    house = House(draft=False)
+    request = house.submit(prompt=ENDLESS, max_tokens=16)
+    small_steps(house, 8)
+    draft = another_draft_now(house, reads)
+    assert told(house, request)[0] == continuation(ENDLESS, 16)
+    assert not any(isinstance(command, Open) for command in draft.seen)
+
+
+def test_a_session_does_not_go_back_to_a_draft_that_sent_what_cannot_be() -> None:
+    house = House()
+    assert isinstance(house.draft, ScriptedDraft)
+    propose = house.draft.propose
+    house.draft.propose = lambda command, log: propose(command, log).model_copy(update={"scores": ()})  # type: ignore[method-assign]
+    request = house.submit(prompt=ENDLESS, max_tokens=LONG)
+    small_steps(house, 24)
+    another = another_draft_now(house, None)
+    assert told(house, request)[0] == continuation(ENDLESS, LONG)
+    assert sum(isinstance(command, Draft) for command in house.draft.seen) == 1
+    assert sum(isinstance(command, Draft) for command in another.seen) > 5
+    assert house.report().refused == 1
+
+
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+def test_a_draft_that_is_not_available_any_more_hands_its_sessions_over_at_their_next_rounds(reads: Reads | None) -> None:
+    house = House()
+    request = house.submit(prompt=ENDLESS, max_tokens=LONG)
+    small_steps(house, 20)
+    other = another_draft_now(house, reads)
+    house.coordinator.pump()
+    first, second = (worker for worker in house.coordinator.registry.workers.values() if worker.plays("draft"))
+    assert house.draft is not None
+    before = len(house.draft.seen)
+    first.stuck = True
+    assert told(house, request)[0] == continuation(ENDLESS, LONG)
+    assert sum(isinstance(command, Draft) for command in other.seen) > 5
+    assert sum(isinstance(command, Draft) for command in house.draft.seen[before:]) <= 1
+    assert not house.draft.logs
+    assert (first.sessions, second.sessions) == (0, 0)
+
+
+def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its_next_stay() -> None:
+    house = House()
+    assert house.draft is not None
+    assert house.target is not None
+    request = house.submit(prompt=ENDLESS, max_tokens=LONG)
+    small_steps(house, 21)
+    (live,) = house.coordinator._live.values()
+    target = live.target
+    owed = dict(target.turns.owed)
+    assert list(owed) == [1], "nothing is under way"
+    house.coordinator.move(live, target)
+    house.target.step()
+    house.coordinator.pump()
+    assert house.coordinator._stale == 1
+    assert told(house, request)[0] == continuation(ENDLESS, LONG)
+    assert [command.keep for command in house.target.seen if isinstance(command, Close)][:1] == [False]
+
+
+# -- both, at random ----------------------------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**32), reads=st.sampled_from([None, READS]), temperature=st.sampled_from([0.0, 1.0]))
+@settings(max_examples=80, deadline=None)
+def test_no_schedule_of_losses_changes_what_a_client_is_told(seed: int, reads: Reads | None, temperature: float) -> None:
+    rng = random.Random(seed)
+    house = House(reads=reads)
+    policies = ["dynamic", "goodput", "dynamic", "goodput"]
+    prompts = {
+        house.submit((i, 9), max_tokens=120, sampling=Sampling(temperature=temperature), tree=TreeSettings(policy=policy)): (i, 9)
+        for i, policy in enumerate(policies, 1)
+    }
+    for _ in range(rng.randint(2, 12)):
+        for _ in range(rng.randint(1, 30)):
+            house.coordinator.pump()
+            if house.workers:
+                rng.choice(house.workers).step()
+        happens = rng.randrange(4)
+        if happens == 0 and house.workers:
+            house.lose(rng.choice(house.workers))
+            house.coordinator.look_around()
+        elif happens == 1:
+            another_draft_now(house, rng.choice([None, READS]))
+        elif happens == 2:
+            run, house.run = house.run, lambda most=0: None  # type: ignore[method-assign,assignment]
+            another_target(house)
+            house.run = run  # type: ignore[method-assign]
+    if not any(worker.role == "target" for worker in house.workers):
+        another_target(house)
+    spoken: dict[int, list[int]] = {request: [] for request in prompts}
+    for reply in house.replies():
+        assert not isinstance(reply, Failed) or reply.code == "no_target", reply
+        if isinstance(reply, Emitted):
+            spoken[reply.request] += reply.tokens
+    assert spoken == {request: continuation(prompt, 120) for request, prompt in prompts.items()}
+    check_all_is_over(house)

@@ -1,0 +1,512 @@
+"""Workers that take the place of others, and workers that leave, while sessions run: over in-memory links with scripted workers.
+
+The oracle is the same session undisturbed; a change of workers fails no request, whatever becomes of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import (
+    Close,
+    Command,
+    Dismissed,
+    Draft,
+    Drafted,
+    Engage,
+    Event,
+    Failed,
+    Fingerprint,
+    Finished,
+    Open,
+    Opened,
+    Reads,
+    States,
+    Swapped,
+    Verified,
+    Verify,
+)
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.swap import SILENT_NS
+from support.houses import House
+from support.scripted import READS, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
+
+LONG = 160
+"""Tokens: longer than the trials take, so that there is something left to move."""
+PROMPTS = [(5, j, k) for j in range(1, 40) for k in range(1, 40) if len(continuation((5, j, k), LONG)) == LONG][:8]
+OTHER = Fingerprint(checkpoint="1" * 64, weights="int8", kernels="scripted")
+
+
+class Scene:
+    """A house in which sessions run, and somebody who changes its workers."""
+
+    def __init__(self, **options: Any) -> None:
+        self.house = House(**options)
+        self.admin, self.onlooker = self.house.connect(), self.house.connect()
+        self.requests: dict[int, tuple[int, ...]] = {}
+
+    def newcomer(self, kind: type[ScriptedWorker], **changes: object) -> ScriptedWorker:
+        """A worker on standby."""
+        head = {"vocabulary": None} if changes.get("reads") is not None else {}
+        role = "draft" if issubclass(kind, ScriptedDraft) else "target"
+        return self.house.add(kind, role, **{"name": f"{role}-2", "standby": True, **head, **changes})  # type: ignore[arg-type]
+
+    def begin(self, *, steps: int = 60, **options: object) -> None:
+        """Let sessions begin and go so far."""
+        for prompt in PROMPTS:
+            self.requests[self.house.submit(prompt, max_tokens=LONG, **options)] = prompt
+        small_steps(self.house, steps)
+
+    def swap(self, newcomer: ScriptedWorker, old: ScriptedWorker | None) -> int:
+        return self.admin.swap(newcomer.epoch, None if old is None else old.epoch)
+
+    def end(self, request: int, said: Callable[[str], None] = lambda _: None) -> Swapped | Dismissed:
+        return self.admin.changed(request, said)
+
+    def check_replies(self) -> list[Finished]:
+        """No request has failed, and each says what it says undisturbed."""
+        replies = self.house.replies()
+        self.house.coordinator.tick()  # sends what a full queue did not take
+        replies += self.house.replies()
+        assert not [reply.text for reply in replies if isinstance(reply, Failed)]
+        ends = {reply.request: reply for reply in replies if isinstance(reply, Finished)}
+        assert ends.keys() == self.requests.keys()
+        for request, prompt in self.requests.items():
+            assert list(ends[request].result.token_ids) == continuation(prompt, LONG)
+        self.check_all_is_over()
+        return [*ends.values()]
+
+    def check_all_is_over(self) -> None:
+        self.house.run()
+        assert all(not worker.logs for worker in self.house.workers if not worker.drained)
+        report = self.onlooker.status()
+        assert (report.sessions, [worker.sessions for worker in report.workers]) == (0, [0] * len(report.workers))
+        assert not any(worker.standby or worker.leaving for worker in report.workers)
+
+    @property
+    def names(self) -> list[str]:
+        return [worker.name for worker in self.onlooker.status().workers]
+
+
+def small_steps(house: House, count: int) -> None:
+    """Let the coordinator and the workers handle what has arrived, in turns, so often."""
+    for turn in range(count):
+        if turn % 2 == 0:
+            house.coordinator.pump()
+        else:
+            house.workers[turn // 2 % len(house.workers)].step()
+
+
+def put_in_place(scene: Scene, newcomer: ScriptedWorker) -> None:
+    """Let everything go so far."""
+    for _ in range(1000):
+        small_steps(scene.house, 2 * len(scene.house.workers))
+        if not newcomer.standby:
+            return
+    raise AssertionError("it is still on standby")
+
+
+def drafts_of(worker: ScriptedWorker) -> int:
+    return sum(isinstance(command, Draft) for command in worker.seen)
+
+
+def passes_of(worker: ScriptedWorker) -> int:
+    return sum(isinstance(command, Verify) for command in worker.seen)
+
+
+# -- a draft ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("later", [None, READS], ids=["to-small", "to-head"])
+@pytest.mark.parametrize("reads", [None, READS], ids=["from-small", "from-head"])
+def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(reads: Reads | None, later: Reads | None) -> None:
+    scene = Scene(reads=reads)
+    old, newcomer, said = scene.house.draft, scene.newcomer(ScriptedDraft, reads=later), list[str]()
+    assert old is not None
+    scene.begin()
+    swapped = scene.end(scene.swap(newcomer, old), said.append)
+    assert isinstance(swapped, Swapped)
+    assert (swapped.moved, swapped.stayed) == (len(PROMPTS), 0)
+    assert swapped.longest_pause_s > 0.0
+    assert said == ["draft-2 is tried", "draft-2 is in place"]
+    assert old.drained
+    assert scene.names == ["target", "draft-2"]
+    replies = scene.check_replies()
+    assert drafts_of(newcomer) > 20 * len(PROMPTS)
+    assert all(reply.result.accepted_tokens > 20 for reply in replies)
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_change_may_come_at_any_moment(role: str) -> None:
+    for steps in range(0, 60, 4):
+        scene = Scene(reads=READS)
+        old = scene.house.draft if role == "draft" else scene.house.target
+        newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
+        scene.begin(steps=steps)
+        assert isinstance(scene.end(scene.swap(newcomer, old)), Swapped)
+        scene.check_replies()
+        assert scene.names == (["target", "draft-2"] if role == "draft" else ["draft", "target-2"])
+
+
+def test_a_draft_that_leaves_is_followed_by_one_that_is_there_or_by_none() -> None:
+    for another in (True, False):
+        scene = Scene()
+        old = scene.house.draft
+        assert old is not None
+        if another:
+            scene.house.add(ScriptedDraft, "draft", name="draft-2")
+        scene.begin()
+        held = next(worker.sessions for worker in scene.house.coordinator.registry.workers.values() if worker.name == "draft")
+        dismissed = scene.end(scene.admin.dismiss(old.epoch))
+        assert isinstance(dismissed, Dismissed)
+        assert (dismissed.moved, dismissed.stayed) == (held, 0)
+        assert old.drained
+        asked = drafts_of(old)
+        scene.check_replies()
+        assert drafts_of(old) == asked
+        assert "draft" not in scene.names
+        assert not scene.onlooker.status().degraded, "nobody is missed"
+
+
+# -- a target -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads", [None, READS], ids=["small", "head"])
+def test_a_target_takes_the_place_of_one_that_decides_as_it_does_and_the_sessions_go_over_one_after_the_other(reads: Reads | None) -> None:
+    scene = Scene(reads=reads)
+    old, newcomer = scene.house.target, scene.newcomer(ScriptedTarget)
+    assert old is not None
+    scene.begin()
+    request = scene.swap(newcomer, old)
+    reading = list[int]()
+    watch(
+        newcomer,
+        lambda: reading.append(sum(live.target.name == "target-2" and not live.trial and live.session.state.value == "opening" for live in lives(scene))),
+    )
+    swapped = scene.end(request)
+    assert (swapped.moved, swapped.stayed) == (len(PROMPTS), 0)
+    assert max(reading) == 1
+    assert old.drained
+    assert scene.names == ["draft", "target-2"]
+    replies = scene.check_replies()
+    assert {(reply.result.moves, reply.result.fingerprints) for reply in replies} == {(1, ())}
+
+
+def lives(scene: Scene) -> Sequence[Any]:
+    return [*scene.house.coordinator.lives]
+
+
+def watch(worker: ScriptedWorker, look: Callable[[], object]) -> None:
+    """Look at something whenever this worker is given something to do."""
+    handle = worker.handle
+    worker.handle = lambda command: (look(), handle(command))[1]  # type: ignore[method-assign]
+
+
+def test_sessions_end_on_their_target_where_the_next_one_decides_otherwise_and_new_ones_go_to_the_next() -> None:
+    scene = Scene()
+    old, newcomer, said = scene.house.target, scene.newcomer(ScriptedTarget, fingerprint=OTHER), list[str]()
+    assert old is not None
+    scene.begin()
+    request = scene.swap(newcomer, old)
+    put_in_place(scene, newcomer)
+    scene.requests[scene.house.submit(PROMPTS[0], max_tokens=LONG)] = PROMPTS[0]
+    swapped = scene.end(request, said.append)
+    assert (swapped.moved, swapped.stayed) == (0, len(PROMPTS))
+    assert said[-1] == f"sessions that end on target: {len(PROMPTS)}"
+    replies = scene.check_replies()
+    assert [reply.result.fingerprint == str(OTHER) for reply in replies].count(True) == 1
+    assert {reply.result.moves for reply in replies} == {0}
+
+
+def test_sessions_go_over_to_any_target_of_their_vocabulary_where_the_user_allows_it() -> None:
+    scene = Scene(settings=CoordinatorSettings(move="any"))
+    newcomer = scene.newcomer(ScriptedTarget, fingerprint=OTHER)
+    scene.begin()
+    swapped = scene.end(scene.swap(newcomer, scene.house.target))
+    assert (swapped.moved, swapped.stayed) == (len(PROMPTS), 0)
+    assert {len(reply.result.fingerprints) for reply in scene.check_replies()} == {2}
+
+
+def test_a_target_that_leaves_hands_its_sessions_to_another() -> None:
+    scene = Scene()
+    old = scene.house.target
+    assert old is not None
+    scene.house.add(ScriptedTarget, "target", name="target-2")
+    scene.begin()
+    dismissed = scene.end(scene.admin.dismiss(old.epoch))
+    assert dismissed.moved > 0
+    assert dismissed.stayed == 0
+    assert scene.names == ["draft", "target-2"]
+    scene.check_replies()
+
+
+def test_the_only_target_leaves_where_that_is_said_and_ends_what_it_has() -> None:
+    scene = Scene()
+    old = scene.house.target
+    assert old is not None
+    scene.begin()
+    with pytest.raises(RequestError, match=r"target is the only target: put another in its place with `dovetail swap`, or .* with --last"):
+        scene.end(scene.admin.dismiss(old.epoch))
+    dismissed = scene.end(scene.admin.dismiss(old.epoch, last=True))
+    scene.check_replies()
+    assert dismissed.moved == 0
+    with pytest.raises(RequestError, match="no target worker is registered"):
+        scene.house.complete()
+
+
+def test_requests_that_come_while_their_target_leaves_are_served() -> None:
+    """One is being read for the old target when that gets no more sessions; the old one waits for it."""
+    scene = Scene()
+    old, newcomer = scene.house.target, scene.newcomer(ScriptedTarget, fingerprint=OTHER)
+    assert old is not None
+    reading: list[Callable[[], None]] = []
+    scene.house.coordinator._defer = lambda work, done: reading.append(lambda: done(work()))
+    scene.requests[scene.house.submit(PROMPTS[0], max_tokens=LONG)] = PROMPTS[0]
+    request = scene.swap(newcomer, old)
+    scene.house.run()
+    assert not old.drained
+    reading.pop()()
+    assert isinstance(scene.end(request), Swapped)
+    scene.check_replies()
+
+
+# -- a newcomer that is worth nothing -----------------------------------------------------------------------------------------------------------
+
+
+class Strange(ScriptedTarget):
+    """Decides otherwise than others of its fingerprint."""
+
+    def open(self, command: Open) -> list[Event]:
+        return [e.model_copy(update={"bonus": 1 + (e.bonus or 0) % 7}) if isinstance(e, Opened) else e for e in super().open(command)]
+
+
+class Fickle(ScriptedTarget):
+    """Decides otherwise where there are drafted tokens."""
+
+    def verify(self, asked: Sequence[Any], reads: Reads | None) -> Verified:
+        verified = super().verify(asked, reads)
+        drafted = any(item.tokens for item in asked)
+        return verified.model_copy(
+            update={"items": tuple(i.model_copy(update={"bonus": 1 + (i.bonus + drafted) % 90}) if drafted else i for i in verified.items)}
+        )
+
+
+class Broken(ScriptedTarget):
+    """Its weights are no numbers."""
+
+    def verify(self, asked: Sequence[Any], reads: Reads | None) -> Verified:
+        verified = super().verify(asked, reads)
+        nan = tuple(item.model_copy(update={"margins": (float("nan"),) * len(item.margins)}) for item in verified.items)
+        return verified.model_copy(update={"items": nan})
+
+
+class Unable(ScriptedTarget):
+    def open(self, command: Open) -> list[Event]:
+        return [Failed(epoch=self.epoch, session=command.session, round=command.round, code="memory", text="out of memory")]
+
+
+class Mute(ScriptedTarget):
+    def work(self, command: Command) -> list[Event]:
+        return []
+
+
+class Babbling(ScriptedDraft):
+    """Proposes tokens that do not exist."""
+
+    def propose(self, command: Draft, log: list[int]) -> Drafted:
+        return super().propose(command, log).model_copy(update={"tokens": (VOCABULARY,), "parents": (-1,), "scores": (0.0,)})
+
+
+class Helpless(ScriptedDraft):
+    def work(self, command: Command) -> list[Event]:
+        assert isinstance(command, Open)
+        return [Failed(epoch=self.epoch, session=command.session, round=command.round, code="memory", text="out of memory")]
+
+
+BAD = [
+    (Strange, "it has the fingerprint of a target that is here, and decides otherwise from token 0 on"),
+    (Fickle, "with drafted tokens it decides otherwise than without, from token "),
+    (Broken, "it broke the protocol"),
+    (Unable, "its trial failed: out of memory"),
+    (Babbling, "it offered nothing that its target could read"),
+    (Helpless, "it offered nothing that its target could read"),
+]
+
+
+@pytest.mark.parametrize(("kind", "why"), BAD, ids=[kind.__name__.lower() for kind, _ in BAD])
+def test_a_newcomer_that_fails_its_trial_is_let_go_and_everything_is_as_it_was(kind: type[ScriptedWorker], why: str) -> None:
+    scene = Scene()
+    newcomer = scene.newcomer(kind, **({"fingerprint": OTHER} if kind is Fickle else {}))
+    old = scene.house.target if issubclass(kind, ScriptedTarget) else scene.house.draft
+    assert old is not None
+    scene.begin()
+    with pytest.raises(RequestError) as caught:
+        scene.end(scene.swap(newcomer, old))
+    assert caught.value.code == "swap"
+    assert str(caught.value).startswith(f"{newcomer.role}-2 was not put in place: {why}")
+    assert str(caught.value).endswith(f"; {old.role} stays")
+    assert newcomer.drained != (kind is Broken), "who breaks the protocol is told so and no more"
+    assert scene.names == ["target", "draft"]
+    assert {reply.result.moves for reply in scene.check_replies()} == {0}
+    assert not old.drained
+
+
+def test_a_newcomer_of_which_nothing_is_heard_is_let_go_after_a_while() -> None:
+    scene = Scene()
+    newcomer = scene.newcomer(Mute)
+    request = scene.swap(newcomer, scene.house.target)
+    scene.house.run()
+    assert "target-2 takes the place of target, it is being tried" in scene.onlooker.status().reasons
+    scene.house.later_ns = SILENT_NS + 10**9
+    scene.house.coordinator.tick()
+    with pytest.raises(RequestError, match="nothing came of its trial for 30 s; target stays"):
+        scene.end(request)
+    newcomer.step()
+    assert newcomer.drained
+    scene.check_all_is_over()
+
+
+def test_a_trial_waits_for_as_long_as_it_gets_on() -> None:
+    scene = Scene()
+    newcomer = scene.newcomer(ScriptedTarget)
+    request = scene.swap(newcomer, scene.house.target)
+    for _ in range(40):
+        small_steps(scene.house, 6)
+        scene.house.later_ns += SILENT_NS // 2
+        scene.house.coordinator.tick()
+    assert isinstance(scene.end(request), Swapped)
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str) -> None:
+    seen = set()
+    for steps in range(1, 700, 23):
+        scene = Scene(reads=READS)
+        old = scene.house.draft if role == "draft" else scene.house.target
+        newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
+        scene.begin()
+        request = scene.swap(newcomer, old)
+        small_steps(scene.house, steps)
+        scene.house.lose(newcomer)
+        try:
+            scene.end(request)
+            seen.add("in place")
+        except RequestError as error:
+            seen.add(str(error))
+        if scene.names == ["draft"]:  # the newcomer was the target already
+            another = scene.house.add(ScriptedTarget, "target")
+            assert another in scene.house.workers
+        scene.check_replies()
+    whys = [f"{role}-2 {what}: it has gone; {role} stays" for what in ("was not put in place", "was in place and is let go again")]
+    assert seen == {*whys, "in place"}
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_request(role: str) -> None:
+    scene = Scene()
+    old = scene.house.draft if role == "draft" else scene.house.target
+    newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget)
+    work = newcomer.work
+
+    def refuse(command: Command) -> list[Event]:
+        if isinstance(command, Open) and not newcomer.standby:
+            return [Failed(epoch=newcomer.epoch, session=command.session, round=command.round, code="memory", text="no room")]
+        return work(command)
+
+    newcomer.work = refuse  # type: ignore[method-assign]
+    scene.begin()
+    with pytest.raises(RequestError, match=rf"{role}-2 was in place and is let go again: it failed in session \d+: no room; {role} stays"):
+        scene.end(scene.swap(newcomer, old))
+    newcomer.step()
+    assert newcomer.drained
+    assert sorted(scene.names) == ["draft", "target"]
+    scene.check_replies()
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(role: str) -> None:
+    for steps in range(1, 700, 46):
+        scene = Scene(reads=READS)
+        old = scene.house.draft if role == "draft" else scene.house.target
+        assert old is not None
+        newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
+        scene.begin()
+        request = scene.swap(newcomer, old)
+        small_steps(scene.house, steps)
+        scene.house.lose(old)
+        assert isinstance(scene.end(request), Swapped)
+        scene.check_replies()
+        assert sorted(scene.names) == sorted([f"{role}-2", "target" if role == "draft" else "draft"])
+
+
+# -- standby ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_on_standby_gets_no_sessions_and_is_missed_by_nobody() -> None:
+    scene = Scene(draft=False)
+    newcomers = [scene.newcomer(ScriptedDraft), scene.newcomer(ScriptedTarget)]
+    scene.begin()
+    scene.house.run()
+    assert not any(isinstance(command, Open) for newcomer in newcomers for command in newcomer.seen)
+    assert [worker.standby for worker in scene.onlooker.status().workers] == [False, True, True]
+
+
+def test_a_worker_joins_beside_those_that_are_there_and_its_trials_count_for_nothing() -> None:
+    scene = Scene(draft=False)
+    newcomer = scene.newcomer(ScriptedDraft)
+    swapped = scene.end(scene.swap(newcomer, None))
+    assert (swapped.moved, swapped.stayed) == (0, 0)
+    assert sum(isinstance(command, Engage) for command in newcomer.seen) == 1
+    report = scene.onlooker.status()
+    assert (report.finished, report.rounds, report.totals.completion_tokens) == (0, 0, 0)
+    assert scene.house.complete().result.accepted_tokens > 10
+    assert all(not command.keep for command in newcomer.seen[:20] if isinstance(command, Close))
+
+
+def test_a_newcomer_that_does_not_go_together_with_who_is_there_is_refused_and_nobody_has_to_leave() -> None:
+    scene = Scene(reads=READS)
+    narrow = scene.newcomer(ScriptedTarget, states=States(width=2, layers=8))
+    assert "The draft head" in narrow.failures[0].text or "the draft head" in narrow.failures[0].text
+    assert scene.names == ["target", "draft"]
+
+
+def test_what_cannot_be_changed_is_said() -> None:
+    scene = Scene()
+    old, newcomer = scene.house.target, scene.newcomer(Mute)
+    draft = scene.newcomer(ScriptedDraft)
+    assert old is not None
+    with pytest.raises(RequestError, match="the worker that should be put in place is not on standby here any more"):
+        scene.end(scene.swap(old, None))
+    with pytest.raises(RequestError, match="the worker that should be let go is not registered any more"):
+        scene.end(scene.admin.dismiss(4711))
+    with pytest.raises(RequestError, match="target is no draft worker: name one that draft-2 can take the place of"):
+        scene.end(scene.swap(draft, old))
+    first = scene.swap(newcomer, old)
+    scene.house.run()
+    with pytest.raises(RequestError, match="a change is under way, target-2 takes the place of target, it is being tried: wait until it is over"):
+        scene.end(scene.admin.dismiss(old.epoch))
+    other = scene.house.connect()
+    scene.admin.close()
+    scene.house.run()
+    assert first
+    newcomer.step()
+    assert newcomer.drained, "whoever asked has gone"
+    dismissed = other.changed(other.dismiss(draft.epoch))
+    assert (dismissed.moved, dismissed.stayed) == (0, 0)
+    assert draft.drained
+    assert scene.names == ["target", "draft"]
+
+
+def test_a_change_that_has_begun_with_the_sessions_goes_on_without_whoever_asked() -> None:
+    scene = Scene()
+    old, newcomer = scene.house.draft, scene.newcomer(ScriptedDraft)
+    assert old is not None
+    scene.begin()
+    scene.swap(newcomer, old)
+    put_in_place(scene, newcomer)
+    scene.admin.close()
+    scene.check_replies()
+    assert old.drained
+    assert scene.names == ["target", "draft-2"]

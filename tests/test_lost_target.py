@@ -1,0 +1,147 @@
+"""A target worker that dies while it is at work on replies: another one reads their logs and writes on, and nobody who reads them can tell."""
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from dovetail.launch.supervise import Child, Stack
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Emitted, Failed, Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, submit, wait_for
+
+TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
+TOKENS = 120
+TEMPERATURES = (0.0, 1.0)
+QUIET_S = 0.3
+"""A target from which nothing has come for so long, while it is stopped, owes something."""
+HEAD = {"draft.kind": "dovetail"}
+SMALL = {"draft.kind": "small"}
+SETTINGS = {"draft.device": "cpu", "target.inflate": "64MiB", "coordinator.recovery_s": "60"}
+
+
+@dataclass
+class Heard:
+    """What a client was told of a reply."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: Finished | None = None
+
+
+def ask(client: Client, tree: TreeSettings | None = TREE) -> list[int]:
+    """A greedy request and a sampled one, with processors that look at the reply alone."""
+    shaped = {"min_tokens": TOKENS, "presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.05}
+    samplings = [Sampling(temperature=temperature, **shaped) for temperature in TEMPERATURES]  # type: ignore[arg-type]
+    return [submit(client, PROMPTS[1], sampling=sampling, tokens=TOKENS, seed=3, tree=tree) for sampling in samplings]
+
+
+def listen(client: Client, heard: dict[int, Heard], timeout_s: float) -> bool:
+    """Take in one thing that is said; False: nothing was."""
+    reply = client.receive(timeout_s)
+    if isinstance(reply, Failed):
+        raise RequestError(reply.code, reply.text)
+    if isinstance(reply, Emitted):
+        heard[reply.request].tokens += reply.tokens
+        heard[reply.request].text += reply.text
+    if isinstance(reply, Finished):
+        heard[reply.request].end = reply
+    return reply is not None
+
+
+def until_all_have_begun(client: Client, heard: dict[int, Heard]) -> None:
+    while not all(len(one.tokens) > 10 for one in heard.values()):
+        assert listen(client, heard, SILENCE_S)
+    assert not any(one.end for one in heard.values())
+
+
+def at_once(client: Client, stack: Stack, targets: Sequence[Child]) -> dict[int, Heard]:
+    """It dies after a token, whatever it is about."""
+    heard = {request: Heard() for request in ask(client)}
+    until_all_have_begun(client, heard)
+    kill(busiest(stack, targets))
+    return heard
+
+
+def while_it_owes_a_verdict(client: Client, stack: Stack, targets: Sequence[Child]) -> dict[int, Heard]:
+    heard = {request: Heard() for request in ask(client)}
+    until_all_have_begun(client, heard)
+    target = busiest(stack, targets)
+    target.process.send_signal(signal.SIGSTOP)
+    while listen(client, heard, QUIET_S):
+        pass
+    kill(target)
+    return heard
+
+
+def while_it_reads_the_prompt(client: Client, stack: Stack, targets: Sequence[Child]) -> dict[int, Heard]:
+    target = busiest(stack, targets)
+    target.process.send_signal(signal.SIGSTOP)
+    heard = {request: Heard() for request in ask(client)}
+    assert not listen(client, heard, QUIET_S)
+    kill(target)
+    return heard
+
+
+def kill(worker: Child) -> None:
+    worker.process.kill()
+    worker.process.wait()
+
+
+def busiest(stack: Stack, targets: Sequence[Child]) -> Child:
+    """The one with most sessions; what the coordinator tells others is not disturbed by the question."""
+    with stack.connect() as client:
+        sessions = {worker.pid: worker.sessions for worker in client.status().workers}
+    return max(targets, key=lambda target: sessions[target.process.pid])
+
+
+Moment = Callable[[Client, Stack, Sequence[Child]], dict[int, Heard]]
+MOMENTS: Sequence[Moment] = (at_once, while_it_owes_a_verdict, while_it_reads_the_prompt)
+
+
+def check_goes_on(client: Client, heard: dict[int, Heard], whole: Sequence[Finished]) -> int:
+    """What is told is what was told when no target died; how often a reply moved."""
+    while not all(one.end for one in heard.values()):
+        assert listen(client, heard, SILENCE_S), "nothing more was said"
+    moves = 0
+    for one, reference in zip(heard.values(), whole, strict=True):
+        assert one.end is not None
+        assert one.tokens == list(one.end.result.token_ids) == list(reference.result.token_ids)
+        assert one.text == one.end.result.text == reference.result.text
+        assert one.end.margins == reference.margins
+        assert (one.end.result.fingerprint, one.end.result.fingerprints) == (reference.result.fingerprint, ())
+        assert one.end.result.accepted_tokens > 0
+        moves += one.end.result.moves
+    return moves
+
+
+def test_replies_whose_target_is_killed_while_it_owes_a_verdict_go_on_on_a_spare_one_as_if_nothing_had_been() -> None:
+    with growing({**HEAD, **SETTINGS}) as (stack, client, another):
+        whole = complete_all(client, ask(client))
+        targets = [stack.workers[0], wait_for(client, another("target"))]
+        assert check_goes_on(client, while_it_owes_a_verdict(client, stack, targets), whole) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [HEAD, SMALL], ids=["head", "small"])
+def test_a_target_may_be_killed_at_any_moment_and_started_again(draft: dict[str, str]) -> None:
+    with growing({**draft, **SETTINGS}) as (stack, client, another):
+        whole, target = complete_all(client, ask(client)), stack.workers[0]
+        for moment in MOMENTS:
+            heard = moment(client, stack, [target])
+            target = another("target")
+            assert check_goes_on(client, heard, whole) == len(TEMPERATURES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [HEAD, SMALL], ids=["head", "small"])
+def test_a_target_may_be_killed_at_any_moment_where_another_is_there(draft: dict[str, str]) -> None:
+    with growing({**draft, **SETTINGS}) as (stack, client, another):
+        whole, targets = complete_all(client, ask(client)), [stack.workers[0]]
+        for moment in MOMENTS:
+            targets = [*(target for target in targets if not target.ended), wait_for(client, another("target"))]
+            moves = check_goes_on(client, moment(client, stack, targets), whole)
+            assert moves >= (moment is not while_it_reads_the_prompt)
