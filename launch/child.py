@@ -40,7 +40,7 @@ def end_when_told() -> None:
 
 def show_stacks_when_asked() -> None:
     """SIGUSR1 has this process write to stderr where all its threads are, whatever they are about."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def end_undisturbed() -> None:

@@ -25,7 +25,7 @@ from jinja2.visitor import NodeTransformer
 MAX_CPU_S = 2.0
 """Of one rendering. Templates of today's models take less than a millisecond a turn."""
 TICKS = 16
-"""Statements between two looks at the clock."""
+"""Statements, or KiB that are made, between two looks at the clock."""
 MAX_MADE = 1 << 26
 """Characters, and items eight times, of all that a rendering makes: a dozen copies of the longest prompt that fits any context."""
 MAX_WIDTH = 1024
@@ -86,12 +86,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """For the length of a block, this thread renders."""
         return _Rendering(self._meter)
 
-    def _tick(self) -> None:
-        """Stands before every statement of a template."""
+    def _tick(self, work: int = 1) -> None:
+        """Stands before every statement of a template; now and then, by how much work there was, the clock is looked at."""
         meter = self._meter
-        meter.ticks += 1
-        if meter.ticks % TICKS == 0 and time.thread_time() > meter.until_s:
-            raise SecurityError(f"a chat template may not take longer than {MAX_CPU_S:g} s")
+        meter.ticks += work
+        if meter.ticks >= TICKS:
+            meter.ticks = 0
+            if time.thread_time() > meter.until_s:
+                raise SecurityError(f"a chat template may not take longer than {MAX_CPU_S:g} s")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = _Joining().visit(super()._parse(source, name, filename))
@@ -110,6 +112,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     # -- memory --------------------------------------------------------------------------------------------------------------------------------
 
     def _spend(self, size: int) -> None:
+        self._tick(size >> 10)
         self._meter.left -= size
         if self._meter.left < 0:
             raise SecurityError(f"a chat template may not make more than {MAX_MADE} characters")

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from net.__main__ import NOT_PERMITTED
 from net.checks import STORIES
 

@@ -65,7 +65,7 @@ def cell(seconds: list[float], tokens: list[int], *others: dict[str, Any]) -> Ce
     nothing = dict.fromkeys(Result.model_fields, 0)
     for number, (duration, count, more) in enumerate(zip(seconds, tokens, others or [{}] * len(tokens), strict=True)):
         figures = {"wall_s": 1 + duration, "time_to_first_token_s": 1.0, "completion_tokens": count + 1, **more}
-        fixed = {"text": "", "token_ids": (), "finish_reason": "length", "fingerprint": "", "accepted_per_position": ()}
+        fixed = {"text": "", "token_ids": (), "finish_reason": "length", "fingerprint": "", "accepted_per_position": (), "fingerprints": ()}
         finished = Finished(epoch=0, request=1, result=Result.model_validate({**nothing, **fixed, **figures}), margins=())
         made.runs.append(Run(Task(Prompt(str(number), ("",)), "", 1, finished), finished))
     return made

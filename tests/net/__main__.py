@@ -19,5 +19,5 @@ if __name__ == "__main__":
             sys.stderr.write(f"not checked: {reason}\n")
             sys.exit(NOT_PERMITTED)
         command = machines.isolated([str(Path(__file__).parent), *sys.argv[1:]])
-        os.execvpe(command[0], command, {**os.environ, ISOLATED: "1"})  # noqa: S606
+        os.execvpe(command[0], command, {**os.environ, ISOLATED: "1"})
     sys.exit(importlib.import_module("net.checks").main(sys.argv[1:]))

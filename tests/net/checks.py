@@ -48,7 +48,7 @@ class House:
 
     def tell(self, harm: Callable[[], object]) -> list[Finished]:
         """Two replies with something happening once both have begun; they are what they would have been, to the last token."""
-        ends, begun, done = {request: None for request in self.ask()}, set[int](), False
+        ends, begun, done = dict.fromkeys(self.ask()), set[int](), False
         finished: dict[int, Finished] = {}
         deadline = time.monotonic() + PATIENCE_S
         while len(finished) < len(ends):

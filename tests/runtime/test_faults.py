@@ -1,4 +1,4 @@
-"""Coordinator and workers in virtual time, and everything that may happen to them: no schedule of requests and faults breaks a promise (`support/schedules.py`).
+"""Coordinator and workers in virtual time, and all that may happen to them: no schedule of requests and faults breaks a promise (`support/schedules.py`).
 
 `FAULT_SCHEDULES` says how many are drawn in the long run, `FAULT_SEED` which. What fails is printed in its shortest form, and `play` plays it again.
 """

@@ -28,13 +28,15 @@ ONE_OF_TODAY = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\
     {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-OF_EVERYTHING = """{% macro wrap() %}[{{ caller() }}]{% endmacro %}{% macro say(m) -%}<{{ m.role }}>{{ m.content | trim | replace('a', 'b') ~ mark }}{%- endmacro %}
+OF_EVERYTHING = """{% macro wrap() %}[{{ caller() }}]{% endmacro %}
+{% macro say(m) -%}<{{ m.role }}>{{ m.content | trim | replace('a', 'b') ~ mark }}{%- endmacro %}
 {% set mark = '!' %}{% set text %}{% for m in messages %}{% call wrap() %}{{ m.role }}{% endcall %}{{ say(m) }}{{ m.content.replace('e', 'E') }}
 {{ ', '.join(['x', m.role]) }}{{ ['p', 'q'] | join('-') }}{{ '%s=%d' % (m.role, loop.index) }}{{ '{}:{:>4}'.format(m.role, 3) }}{{ m | tojson }}
-{{ m | tojson(indent=2) }}{% if loop.last %}{% continue %}{% endif %}{% endfor %}{% endset %}{{ text | indent(2) }}{{ messages | map(attribute='role') | list }}
-{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ [1, 2, 3] | sum }}{{ 3 * 'ab' }}{{ (messages | groupby('role') | list)[0][0] }}
-{{ 7 // 2 * 2.5 }}{% filter upper %}abc{{ bos_token }}{% endfilter %}{% with a = 3 %}{{ a }}{% endwith %}{{ 5 | string ~ 'x' ~ 6 }}{{ 'abc' | join(',') }}
-{{ 'abc' | list | sort(reverse=true) | first }}{{ {'b': 1, 'a': 2} | dictsort }}{{ {'b': 1} | items | list }}{{ 1.2345 | round(2) }}{{ none | default('d', true) }}"""
+{{ m | tojson(indent=2) }}{% if loop.last %}{% continue %}{% endif %}{% endfor %}{% endset %}{{ text | indent(2) }}
+{{ messages | map(attribute='role') | list }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ [1, 2, 3] | sum }}{{ 3 * 'ab' }}
+{{ (messages | groupby('role') | list)[0][0] }}{{ 7 // 2 * 2.5 }}{% filter upper %}abc{{ bos_token }}{% endfilter %}{% with a = 3 %}{{ a }}{% endwith %}
+{{ 5 | string ~ 'x' ~ 6 }}{{ 'abc' | join(',') }}{{ 'abc' | list | sort(reverse=true) | first }}{{ {'b': 1, 'a': 2} | dictsort }}{{ {'b': 1} | items | list }}
+{{ 1.2345 | round(2) }}{{ none | default('d', true) }}"""
 
 
 def values(turns: int) -> dict[str, Any]:
@@ -97,11 +99,11 @@ def test_what_is_no_template_is_refused_in_one_line(text: str) -> None:
 
 
 def test_a_rendering_that_was_stopped_leaves_the_next_its_whole_time_and_memory() -> None:
-    template = ChatTemplate("{% if fill %}{{ 'a' * 60000000 }}{% endif %}{{ 'a' * 60000000 }}")
+    template = ChatTemplate("{% if fill %}{{ 'a' * 60000000 }}{% endif %}{{ 'a' * 30000000 }}")
     for _ in range(3):
         with pytest.raises(SecurityError):
             template.render(fill=True)
-        assert len(template.render(fill=False)) == 60_000_000
+        assert len(template.render(fill=False)) == 30_000_000
 
 
 @pytest.mark.usefixtures("impatient")

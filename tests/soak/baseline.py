@@ -1,5 +1,6 @@
 """What processes hold: memory, open files, threads, sessions; and whether it is as much as before."""
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from support.fleets import Fleet, of
 
 MOST_GROWTH_MB = {"coordinator": 24.0, "worker": 96.0}
 """A worker may keep the caches of 64 ended sessions, which are not there at first; a session that is left behind in every fault would be far more."""
+MOST_NEW_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""asyncio's executor, in which prompts are read, starts so many as they are needed, and keeps them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Compared:
     @property
     def clean(self) -> bool:
         most_mb = MOST_GROWTH_MB["coordinator" if self.name == "coordinator" else "worker"]
-        held = self.after.files <= self.before.files and self.after.threads <= self.before.threads and self.after.sessions == 0
+        most_threads = self.before.threads + (MOST_NEW_THREADS if self.name == "coordinator" else 1)
+        held = self.after.files <= self.before.files and self.after.threads <= most_threads and self.after.sessions == 0
         return held and self.after.rss_mb <= self.before.rss_mb + most_mb
 
     def as_json(self) -> dict[str, Any]:

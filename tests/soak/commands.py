@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 from dovetail.launch.terminal import counted, note, print_table, progress_bar
 from dovetail.protocol.errors import DovetailError, LinkClosed
@@ -31,7 +32,7 @@ BACK_S = 90.0
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--faults", "count", type=click.IntRange(min=1), default=500, show_default=True, help="So many.")
-@click.option("--streams", "together", type=click.IntRange(min=1), default=8, show_default=True, help="Requests that run beside each other, half of them sampled.")
+@click.option("--streams", "together", type=click.IntRange(min=1), default=8, show_default=True, help="Requests that run at once, half of them sampled.")
 @click.option("--targets", type=click.IntRange(min=1), default=2, show_default=True, help="Target workers.")
 @click.option("--drafts", type=click.IntRange(min=0), default=1, show_default=True, help="Draft workers.")
 @click.option("--draft", "kind", default="small", show_default=True, help="What drafts: small, dovetail, eagle or ngram.")
@@ -102,6 +103,9 @@ class Soak:
     def __init__(self, fleet: Fleet, streams: Streams, faults: Faults) -> None:
         self.fleet, self.streams, self.faults = fleet, streams, faults
         self.restarts = 0
+        self.coordinator_mb: list[float] = []
+        """After each fault."""
+        self._process = psutil.Process(fleet.coordinator.pid)
         self._cases = cycle(streams.cases)
 
     def strike(self, every_s: float) -> str:
@@ -110,6 +114,7 @@ class Soak:
         end = time.monotonic() + every_s * 2.0 * self.faults.chance.random()
         while time.monotonic() < end:
             self._look_after(self._cases)
+        self.coordinator_mb.append(round(self._process.memory_info().rss / 1e6, 1))
         return f"{happened.kind} {happened.who}"
 
     def settle(self) -> tuple[dict[str, Held], float]:
@@ -153,6 +158,7 @@ class Found:
     back_s: float
     longest_pause_s: float
     processes: Sequence[Compared]
+    coordinator_mb: Sequence[float]
 
     @classmethod
     def of(cls, soak: Soak, processes: Sequence[Compared], seconds: float, back_s: float) -> "Found":
@@ -170,6 +176,7 @@ class Found:
             back_s=back_s,
             longest_pause_s=streams.longest_pause_s,
             processes=processes,
+            coordinator_mb=soak.coordinator_mb,
         )
 
     @property
@@ -193,7 +200,8 @@ class Found:
         print_table(("process", "RSS, MB", "files", "threads", "sessions", "as before"), rows)
         replies = f"{counted(self.equal, 'text')} of {self.tokens} tokens equal the undisturbed ones, {len(self.different)} differ, {len(self.failed)} failed"
         click.echo(f"{counted(len(self.happened), 'fault')} in {self.seconds:.0f} s: {replies}")
-        click.echo(f"sessions moved {counted(self.moves, 'time')}, {counted(self.alone, 'reply', 'replies')} went without a draft, {self.restarts} restarts", nl=False)
+        moved, alone = counted(self.moves, "time"), counted(self.alone, "reply", "replies")
+        click.echo(f"sessions moved {moved}, {alone} went without a draft, {self.restarts} restarts", nl=False)
         click.echo(f"; longest pause of a stream {self.longest_pause_s:.2f} s, all back {self.back_s:.1f} s after the last fault")
         for what in (*self.different, *self.failed):
             click.echo(f"  {what}")

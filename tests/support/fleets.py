@@ -70,7 +70,7 @@ class Fleet:
         self._owned = ExitStack()
         self.keys = Path(self._owned.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-fleet-"))) / "keys"
         generate_keys(self.keys)
-        self.log = self._owned.enter_context(tempfile.TemporaryFile())
+        self.log = self._owned.enter_context(Path(self.keys.parent, "log").open("w+b"))  # noqa: SIM115  # it closes with the others
         command = [*_dovetail("coordinator"), f"--listen=tcp://{host}:*", f"--keys={self.keys}", *flags]
         self.coordinator = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)
         assert self.coordinator.stdout is not None

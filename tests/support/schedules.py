@@ -413,7 +413,8 @@ class World:
 
     def ready(self) -> bool:
         report = self.coordinator.report()
-        return all(process.registered and not process.sticks for process in self.processes) and len(report.workers) == len(self.processes) and not report.degraded
+        well = all(process.registered and not process.sticks for process in self.processes)
+        return well and len(report.workers) == len(self.processes) and not report.degraded
 
     def _clean(self) -> bool:
         workers = self.coordinator.registry.workers.values()
@@ -426,7 +427,7 @@ class World:
     # -- what may not be -----------------------------------------------------------------------------------------------------------------------
 
     def check_failed(self, told: Told, reply: Failed) -> None:
-        """A request may fail where there is no target; one that has begun, where there has been none for as long as it waits, or one after the other was lost."""
+        """A request may fail where there is no target; one that has begun, where there was none for as long as it waits, or one after the other was lost."""
         self._look()
         bare_s = (self.time.now_ns - self._bare_since_ns) / S if self._bare_since_ns is not None else 0.0
         if reply.code == "no_target" and not told.tokens:

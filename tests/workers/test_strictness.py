@@ -1,6 +1,7 @@
 """A worker believes its coordinator no more than it is believed: versions, strikes, epochs, and no path that comes over the wire."""
 
 import json
+import select
 import subprocess
 import sys
 import threading
@@ -65,10 +66,8 @@ class Dialogue:
             self.outcome.append(error)
 
     def next(self) -> object:
-        with self.hub.changed:
-            assert self.hub.changed.wait_for(lambda: self.hub.inbox, 20.0) or self.hub.inbox
-        received = self.hub.receive()
-        assert received is not None
+        while (received := self.hub.receive()) is None:
+            assert select.select([self.hub.fileno()], [], [], 20.0)[0], self.outcome
         self.peer, frames = received
         return EVENT.decode(frames)
 
