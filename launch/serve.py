@@ -1,7 +1,7 @@
 """`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends them.
 
-The HTTP API listens before a model is loaded, so that a port that is taken is told at once; `/readyz` says whether the workers are there. A worker that is
-alive and stuck is the coordinator's business.
+The HTTP API listens before a model is loaded, so that a port that is taken is told at once; `/readyz` says whether the workers are there. What is lost or
+stuck is started again; a worker keeps its model when it is the coordinator that is.
 """
 
 import json

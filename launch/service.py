@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from dovetail.launch.child import LET_GO
-from dovetail.launch.configure import Configuration
+from dovetail.launch.configure import SETTINGS, Configuration
 from dovetail.launch.directory import announced
 from dovetail.launch.inquiry import Inquiry
 from dovetail.launch.supervise import GRACE_S, POLL_S, ROLES, Child, Supervisor, coordinator_arguments, layout_of, worker_arguments
@@ -158,6 +158,8 @@ class Service:
         if name == HTTP:
             port = [f"--http.port={self.url.rpartition(':')[2]}"] if self.url else []  # that a free one was wanted holds for the first time
             wishes = configuration.arguments("tree", "sampling", "draft", "http")
+            if (bounds := self._settings.tree.thresholds) and configuration.origins["tree.thresholds"] == "default":  # those of an embedded draft
+                wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
             called = [] if self._settings.target.model or self._settings.http.model else ["--http.model=demo"]
             return ["http", f"--connect={self.address}", *wishes, *called, *port, *keys]
         return [*worker_arguments(configuration, self._workers[name], self.address, self._layout), *keys]

@@ -14,6 +14,7 @@ from benchmarks.heterospec import heterospec
 from benchmarks.http import http
 from benchmarks.levels import levels
 from benchmarks.limit import limit
+from benchmarks.links import links
 from benchmarks.loading import loading
 from benchmarks.losses import losses
 from benchmarks.papers import papers
@@ -54,5 +55,6 @@ for command in (
     turns,
     http,
     losses,
+    links,
 ):
     main.add_command(command)

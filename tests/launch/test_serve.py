@@ -104,6 +104,14 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
 
 
 @pytest.mark.slow
+def test_a_server_under_heterospec_goes_by_the_thresholds_of_the_embedded_draft(start: Start) -> None:
+    url = ready(start("serve", *PAIR, "--policy=heterospec"))["url"]
+    status, said = ask(url, body={"messages": [{"role": "user", "content": "Tell me a story about an owl."}], "max_tokens": 24})
+    assert status == 200
+    assert said["metrics"]["drafted_tokens"] > 0
+
+
+@pytest.mark.slow
 def test_every_part_comes_back_and_the_url_stays(start: Start, run: Run, tmp_path: Path) -> None:
     process = start("serve", *PAIR, "--draft", "ngram")
     found = ready(process)

@@ -205,29 +205,6 @@ def test_a_session_moves_between_targets_of_the_library(llama_folder: Path) -> N
         assert lives[1].told.log == expected.log[: len(lives[1].told.log)]
 
 
-@needs_kernels
-def test_without_being_told_what_is_reply_another_text_would_follow(llama: LanguageModel) -> None:
-    """What the test above shows hangs on `replied`."""
-    for name in ("looking back", "sampled looking back"):
-        life, wrong = (Life(PROMPT, SAMPLINGS[name], 3) for _ in range(2))
-        expected = alone(Verifier(llama, Spans()), life, 40)
-        wrong.prompt = tuple(expected.log[: len(PROMPT) + 15])
-        wrong.told = Told(list(wrong.prompt))
-        verifier = Verifier(llama, Spans())
-        *_, first = verifier.open(
-            1, key=session_key(3, 0, PROMPT), prompt=wrong.prompt, capacity=CONTEXT, sampling=wrong.sampling, tree=TREE, end=END, logprobs=3
-        )
-        assert isinstance(first, First)
-        wrong.told.chose([first.token], [first.margin], [TokenLogprobs(logprob=0.0)])
-        while len(wrong.told.log) < len(expected.log):
-            wrong.round += 1
-            item = VerifyItem(session=1, round=wrong.round, prefix=len(wrong.told.log), tokens=(), parents=())
-            (verdict,) = verifier.verify([item])
-            assert isinstance(verdict, Verdict)
-            wrong.told.log.append(verdict.item.bonus)
-        assert wrong.told.log != expected.log
-
-
 @pytest.mark.parametrize("first", [0, 1, 7, PREFILL_ROWS - 1, PREFILL_ROWS, PREFILL_ROWS + 3, 299, 300, 900])
 def test_features_come_from_the_position_on_that_was_asked_for(tmp_path: Path, first: int) -> None:
     model = load_language_model(str(tiny_llama(tmp_path, context=400)), weights="fp32", device="cpu")
