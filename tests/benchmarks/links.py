@@ -1,8 +1,8 @@
 """The command `links`: what a slow or a distant line between coordinator and worker costs, and whether the cost model knew.
 
 Two sets of the same processes decode the same requests in turns: one with all of them on loopback, one with the target or the draft behind a line. A line is a
-proxy that delays every message, each way, or a cable to another machine - a network namespace - of a limited rate. Each set learns what its rounds cost for some
-replies first. What the cost model expected of the rounds is set beside what they brought; a reply's rate counts its rounds, not its prefill. Cables need a
+proxy that delays every message, each way, or a cable to another machine - a network namespace - of a limited rate. Each set first learns from some replies what
+its rounds cost. What the cost model expected of the rounds is set beside what they brought; a reply's rate counts its rounds, not its prefill. Cables need a
 kernel that permits network namespaces to this user; the command starts itself anew within one of its own.
 """
 
@@ -119,7 +119,7 @@ def links(
     skipped = None if no_cables else why_not() if ISOLATED not in os.environ else None
     if not no_cables and skipped is None and ISOLATED not in os.environ:
         command = isolated([str(Path(__file__).parent), *sys.argv[1:]])
-        os.execvpe(command[0], command, {**os.environ, ISOLATED: "1"})  # noqa: S606
+        os.execvpe(command[0], command, {**os.environ, ISOLATED: "1"})
     if skipped is not None:
         note(f"without cables: {skipped}")
     cables = [] if no_cables or skipped is not None else rates

@@ -365,7 +365,7 @@ def test_a_draft_that_joins_later_proposes_what_one_proposes_that_was_there(kind
     settings = DRAFTS[kind](llama_folder, tmp_path / "draft")
     workers = [open_draft_worker(settings, name="d", threads=1, target=str(llama_folder)) for _ in range(2)]
     chosen, saying = SAMPLINGS[sampling], [*range(20, 40)]
-    prompt, reply = [*PROMPT, *saying], [41, 20, *saying[:12]]
+    prompt, reply = [*PROMPT, *saying], [41, saying[13], *saying[:12]]
     there = Drafting(workers[0], 1, prompt, chosen)
     for token in reply[:-1]:
         there.commits([token], nodes=0)
