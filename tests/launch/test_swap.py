@@ -6,16 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from dovetail.launch.drain import named
-from dovetail.launch.supervise import Stack
+from dovetail.launch.supervise import Stack, layout_of, worker_arguments
 from dovetail.launch.swap import free_name
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
@@ -46,8 +47,8 @@ class Streams:
         sampling = Sampling(temperature=float(number % 2), min_tokens=TOKENS)
         return submit(self._client, PROMPTS[number % len(PROMPTS)], sampling=sampling, tokens=TOKENS, seed=number, tree=tree)
 
-    def run_beside(self, arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run a command once every stream has begun, and the streams until it has ended."""
+    def run_beside(self, arguments: Sequence[str] | Callable[[], Sequence[str]], look: Callable[[], None] = lambda: None) -> "subprocess.CompletedProcess[str]":
+        """Run a command once every stream has begun, and the streams until it has ended; `look` is called again and again."""
         flying = {self._ask(number, TREE): number for number in range(STREAMS)}
         begun: set[int] = set()
         process: subprocess.Popen[str] | None = None
@@ -55,7 +56,8 @@ class Streams:
             reply = self._client.receive(SILENCE_S)
             assert isinstance(reply, Emitted | Finished), reply.text if isinstance(reply, Failed) else reply
             if process is None and len(begun := begun | {reply.request}) >= STREAMS:
-                process = dovetail(*arguments)
+                process = dovetail(*(arguments() if callable(arguments) else arguments))
+            look()
             if isinstance(reply, Finished):
                 number = flying.pop(reply.request)
                 self._check(reply, number)
@@ -63,7 +65,7 @@ class Streams:
                     flying[self._ask(number, TREE)] = number
         assert process is not None
         said, complained = process.communicate()
-        return subprocess.CompletedProcess(arguments, process.returncode, said, complained)
+        return subprocess.CompletedProcess(process.args, process.returncode, said, complained)
 
     def _check(self, finished: Finished, number: int) -> None:
         self.kinds.add((finished.result.moves, finished.result.fingerprints))
@@ -88,6 +90,10 @@ def check_swapped(done: "subprocess.CompletedProcess[str]", case: str) -> dict[s
     assert result["moved"] + result["stayed"] > 0
     assert result["longest_pause_s"] < 20.0
     return result
+
+
+def names(client: Client) -> list[str]:
+    return sorted(worker.name for worker in client.status().workers)
 
 
 def wait_until_gone(pid: int) -> None:
@@ -115,7 +121,7 @@ def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> 
         result = check_swapped(streams.run_beside(swap(stack, "draft", *flags)), f"draft {kind} -> {flags[0]}")
         assert (result["worker"], result["replaced"], result["stayed"]) == ("draft-2", "draft", 0)
         assert stack.workers[1].process.wait(GONE_S) is not None
-        assert [worker.name for worker in client.status().workers] == ["target", "draft-2"]
+        assert names(client) == ["draft-2", "target"]
         client.stop()
         wait_until_gone(result["pid"])
 
@@ -148,31 +154,78 @@ def test_a_worker_is_drained_under_eight_streams(role: str) -> None:
             assert "target is the only target" in refused.stderr
             joined = streams.run_beside(swap(stack, "target", "--beside", "--target.inflate=64MiB"))
             assert joined.returncode == 0, joined.stderr
-        result = check_swapped(streams.run_beside([*leaver, "--json"]), f"drain of the {role}")
-        assert result["worker"] == role
-        assert role not in [worker.name for worker in client.status().workers]
+        with stack.connect() as onlooker:
+
+            def busiest() -> list[str]:
+                worker = max((worker for worker in onlooker.status().workers if role in worker.roles), key=lambda worker: worker.sessions)
+                return ["drain", worker.name, f"--connect={stack.address}", "--json"]
+
+            result = check_swapped(streams.run_beside(busiest), f"drain of the {role}")
+        assert result["worker"] not in names(client)
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_cannot_be_used_or_dies_leaves_everything_as_it_was() -> None:
-    with under_streams({"draft.kind": "small"}) as (stack, client, streams):
+def test_a_newcomer_that_cannot_be_loaded_or_dies_leaves_everything_as_it_was() -> None:
+    with under_streams({"draft.kind": "small"}) as (stack, client, streams), stack.connect() as onlooker:
         missing = streams.run_beside(swap(stack, "draft", "--draft=/nowhere"))
         assert missing.returncode == 2
         assert "/nowhere is not there" in missing.stderr
-        killed = streams.run_beside([*swap(stack, "draft", "--draft=dovetail", "--target=/nowhere")])
-        assert killed.returncode == 2
-        assert len(killed.stderr.splitlines()) == 1
-        assert [worker.name for worker in client.status().workers] == ["target", "draft"]
+
+        def kill_newcomer() -> None:
+            for worker in onlooker.status().workers:
+                if worker.standby:
+                    os.kill(worker.pid, signal.SIGKILL)
+
+        killed = streams.run_beside(swap(stack, "target", "--target.inflate=64MiB"), kill_newcomer)
+        assert killed.returncode == 1
+        assert "target-2 was not put in place" in killed.stderr or "was killed by SIGKILL" in killed.stderr or "not on standby here any more" in killed.stderr
+        assert names(client) == ["draft", "target"]
+
+
+CROOKED = """
+import sys
+from dovetail.launch import cli
+from dovetail.workers import target
+Opened = target.Opened
+target.Opened = lambda **fields: Opened(**{**fields, "bonus": fields["bonus"] + 1})
+sys.exit(cli.run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_trial() -> None:
+    with under_streams({"draft.kind": "small"}) as (stack, client, _), stack.connect() as admin:
+        old = next(worker for worker in client.status().workers if "target" in worker.roles)
+        flags = [*worker_arguments(stack.configuration, "target", stack.address, layout_of(stack.configuration.settings)), "--name=crooked", "--standby"]
+        crooked = subprocess.Popen([sys.executable, "-P", "-c", CROOKED, *flags], stderr=subprocess.DEVNULL)
+        try:
+            newcomer = None
+            while newcomer is None:
+                assert crooked.poll() is None
+                newcomer = next((worker for worker in admin.status().workers if worker.standby), None)
+                time.sleep(0.05)
+            assert newcomer.fingerprint == old.fingerprint
+            with pytest.raises(RequestError, match="crooked was not put in place: it has the fingerprint of a target that is here, and decides otherwise from"):
+                admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
+            assert crooked.wait(GONE_S) == 0
+        finally:
+            crooked.kill()
+            crooked.wait()
+        assert names(client) == ["draft", "target"]
 
 
 @pytest.mark.slow
 def test_an_interrupted_swap_takes_its_worker_along() -> None:
     with started({**INFLATE, "draft.kind": "small"}) as (stack, client):
         process = dovetail(*swap(stack, "draft", "--draft=dovetail"))
-        time.sleep(1.0)
+        assert process.stderr is not None
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(GONE_S) == 130
-        assert [worker.name for worker in client.status().workers] == ["target", "draft"]
+        process.communicate(timeout=GONE_S)
+        assert process.returncode == 130
+        wait_until_gone(children[0].pid)
+        assert names(client) == ["draft", "target"]
 
 
 def state(name: str, pid: int) -> WorkerState:

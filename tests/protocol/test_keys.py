@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from dovetail.protocol import keys
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerGone
@@ -259,9 +260,12 @@ def test_a_coordinator_of_another_key_is_not_believed(tcp_wire: Wire, tmp_path: 
 def test_a_peer_without_keys_is_refused(tcp_wire: Wire) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        stranger.connect(tcp_wire.hub.address)
-        stranger.send(b"hello")
-        until(lambda: tcp_wire.hub.refused() > 0, lambda: readable(tcp_wire.hub.monitor_fileno()))
+        with stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            stranger.connect(tcp_wire.hub.address)
+            stranger.send(b"hello")
+            assert monitor.poll(10_000)
+            assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            stranger.disable_monitor()
     assert tcp_wire.hub.receive() is None
 
 
