@@ -70,11 +70,11 @@ def until_closed(link: Link) -> float:
 
 
 def test_what_is_delayed_and_cut_into_pieces_arrives_whole(tcp_wire: Wire, proxy: Proxy, link: Link) -> None:
-    assert min(echo(tcp_wire, link, [b"quick"]) for _ in range(8)) < 0.04
+    assert echo(tcp_wire, link, [b"quick"]) < 0.04
     proxy.set(up=Weather(delay_s=0.02, jitter_s=0.01, slice_bytes=700), down=Weather(delay_s=0.02, slice_bytes=900))
     assert echo(tcp_wire, link, [b"", os.urandom(100_000), b"x"]) >= 0.04
     proxy.heal()
-    assert min(echo(tcp_wire, link, [b"quick again"]) for _ in range(8)) < 0.04
+    assert echo(tcp_wire, link, [b"quick again"]) < 0.04
 
 
 def test_a_limited_line_takes_as_long_as_it_has_to(tcp_wire: Wire, proxy: Proxy, link: Link) -> None:
