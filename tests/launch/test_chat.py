@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from support.stacks import complete_all
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 QUESTIONS = ("Tell me a story about a small owl.", "And what did it eat?")
-COMMAND = ("python", "-P", "-m", "dovetail.launch.cli")
+COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 COLOUR = re.compile(r"\x1b\[36m|\x1b\[0m")
 MODES = re.compile(r"\x1b\[\?2004[hl]\r?")
 """What readline says to the terminal."""
