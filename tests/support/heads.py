@@ -40,6 +40,8 @@ class Variant:
     own_output: bool = False
     fc_norm: bool = False
     dtype: torch.dtype = torch.float32
+    gain: float = 1.5
+    """What a matrix multiplies lengths by. From 1.2 on a head that goes on from its own states makes them, and what rounding has left in them, larger at every level."""
     config: dict[str, Any] = field(default_factory=dict)
     """What config.json says besides or otherwise."""
 
@@ -79,7 +81,7 @@ VARIANTS = {
 
 def head_tensors(variant: Variant, *, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of a head by the names of EAGLE's, Dovetail's and Jakiro's own repositories, without what it shares with its target."""
-    random = _Random(seed, variant.dtype)
+    random = _Random(seed, variant.dtype, variant.gain)
     hidden, tensors = variant.hidden, _fusion(variant, random)
     if variant.kind == "eagle3":
         names = [f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
@@ -154,13 +156,13 @@ def _public(name: str, variant: Variant) -> str:
 
 
 class _Random:
-    """Weights as they might be: matrices that keep lengths, norms around one."""
+    """Weights as they might be: matrices that multiply lengths by `gain`, norms around one."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self.generator, self._dtype = torch.Generator().manual_seed(seed), dtype
+    def __init__(self, seed: int, dtype: torch.dtype, gain: float) -> None:
+        self.generator, self._dtype, self._gain = torch.Generator().manual_seed(seed), dtype, gain
 
     def matrix(self, rows: int, inputs: int) -> Tensor:
-        return (torch.randn(rows, inputs, generator=self.generator) * (1.5 / inputs**0.5)).to(self._dtype)
+        return (torch.randn(rows, inputs, generator=self.generator) * (self._gain / inputs**0.5)).to(self._dtype)
 
     def norm(self, size: int) -> Tensor:
         return (1.0 + 0.2 * torch.randn(size, generator=self.generator)).to(self._dtype)

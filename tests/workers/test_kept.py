@@ -268,7 +268,7 @@ def test_rows_that_a_draft_had_not_computed_are_computed_by_the_next_session(lla
 def open_kind(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> Callable[..., Head]:
     @cache
     def opened(name: str, backend: str = "auto") -> Head:
-        folder = write_head(tmp_path_factory.mktemp(name), name)
+        folder = write_head(tmp_path_factory.mktemp(name), name, gain=1.0)
         return open_head(str(folder), target=str(llama_folder), weights="fp32", device="cpu", backend=backend)
 
     return opened
