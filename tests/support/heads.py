@@ -41,7 +41,7 @@ class Variant:
     fc_norm: bool = False
     dtype: torch.dtype = torch.float32
     gain: float = 1.5
-    """What a matrix multiplies lengths by. From 1.2 on a head that goes on from its own states makes them, and what rounding has left in them, larger at every level."""
+    """What a matrix multiplies lengths by. From 1.2 on the states that a head goes on from grow at every level, and so does what rounding has left."""
     config: dict[str, Any] = field(default_factory=dict)
     """What config.json says besides or otherwise."""
 
