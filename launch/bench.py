@@ -3,19 +3,25 @@
 What is measured is in `bench_methods.py`, how the turns are taken in `bench_turns.py`, what the figures mean in `bench_figures.py`.
 
 - Of a prompt of several turns, the first is used.
+- With --out what is measured is kept reply by reply (`bench_journal.py`), so that the same command goes on where an earlier one was interrupted.
 - A method may be a peer, another engine with the same models on the same cores (`peers.py`). What it can be measured with, it is measured with in turn; its
   best is its row. At temperature 0 its tokens are compared as those of any method; above, it draws by itself.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dovetail.launch import bench_figures as figures
-from dovetail.launch.bench_methods import Contender, contenders, read_methods, read_prompt_set
+from dovetail.launch.bench_csv import COLUMNS as CSV_COLUMNS
+from dovetail.launch.bench_csv import csv_text
+from dovetail.launch.bench_journal import Journal, heading_of, open_journal
+from dovetail.launch.bench_methods import NONE, Contender, Method, PromptSet, contenders, read_methods, read_prompt_set
+from dovetail.launch.bench_plot import draw_speedups
 from dovetail.launch.bench_table import COLUMNS, SWEPT, show, show_notes, show_overhead
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import check_chart
@@ -29,7 +35,7 @@ from dovetail.protocol.errors import UserError
 TRANSPORT_ROUNDS = 4000
 
 
-@click.command(cls=SettingsCommand, epilog=explained({**COLUMNS, **SWEPT}))
+@click.command(cls=SettingsCommand, epilog="\n\n".join((explained({**COLUMNS, **SWEPT}), explained(CSV_COLUMNS, "Columns of --csv:"))))
 @click.option("--prompts", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path), help="File of prompts, a set of its own; can be repeated.")
 @click.option("--method", "methods", multiple=True, metavar="METHOD[,SETTING=VALUE...]", help="What to measure; can be repeated. `none` is always run.")
 @click.option("--temperature", "temperatures", multiple=True, type=float, help="Can be repeated.  [default: sampling.temperature]")
@@ -38,10 +44,16 @@ TRANSPORT_ROUNDS = 4000
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of every reply and of the bootstrap.")
 @click.option("--sweep", type=click.Choice(tuple(VALUES)), help="Measure every method that drafts over this size of its tree (of a beam, gamma follows depth).")
 @click.option("--values", metavar="N,N,...", help=f"The values of --sweep.  [default: {'; '.join(f'{name}: {values}' for name, values in VALUES.items())}]")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves of --sweep into this SVG file.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the speed-ups, or the curves of --sweep, into this SVG file.")
+@click.option("--csv", "table", type=click.Path(dir_okay=False, path_type=Path), help="Write a line a method, set and temperature to this file.")
+@click.option("--llama-python", type=click.Path(path_type=Path), help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]")
 @click.option("--transport", is_flag=True, help="Measure coordinator and links alone, with workers that answer at once.")
 @click.option("--rounds", type=click.IntRange(min=40), default=TRANSPORT_ROUNDS, show_default=True, help="Rounds that --transport measures.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object to this file too.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep every reply in this file, and at its end the JSON object; a run that was interrupted goes on there.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
 @settings_flags(*DECODING_SECTIONS, without=("--temperature",))
 @click.pass_context
@@ -57,6 +69,8 @@ def command(
     sweep: str | None,
     values: str | None,
     plot: Path | None,
+    table: Path | None,
+    llama_python: Path | None,
     transport: bool,
     rounds: int,
     out: Path | None,
@@ -64,43 +78,74 @@ def command(
 ) -> None:
     """Measure methods on sets of prompts at several temperatures, alternating prompt by prompt.
 
-    METHOD is none, a kind of draft, a tree policy (the draft of the settings with this policy), the folder of a draft, a settings file (NAME.toml), or
-    assisted (transformers' assisted generation with the same two models), with settings appended: --method small,tree.gamma=6,draft.ahead=false. Exit code
-    1 if a method's tokens differ from those of none by more than a near-tie.
+    METHOD is none, a kind of draft, a tree policy (the draft of the settings with this policy), the folder of a draft, a settings file (NAME.toml),
+    assisted (transformers' assisted generation with the same two models) or llama.cpp (llama-cpp-python with the same target as GGUF), with settings
+    appended: --method small,tree.gamma=6,draft.ahead=false. Of llama.cpp also threads=N, draft=lookup (its prompt lookup), lookup=N and cache=f16|f32.
+
+    Exit code 1 if a method's tokens differ from those of none by more than a near-tie. llama.cpp computes with types of its own, so its differences are
+    told with their margin and count for nothing.
     """
-    _check_options(sweep, values, plot, transport=transport)
-    check_output(out, "the result")
+    _check_options(sweep, values, plot, table, transport=transport)
     check_output(plot, "the plot")
+    check_output(table, "the table")
     if transport:
+        check_output(out, "the result")
         with spinner() as say:
             say("measuring the transport")
             overhead = measure_overhead(rounds)
-        _report(overhead.as_json(), out, as_json, lambda: show_overhead(overhead))
+        if out is not None:
+            out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
+        _report(overhead.as_json(), as_json, lambda: show_overhead(overhead))
         return
     chosen = read_methods(configuration, methods)
     sweeping = read_sweep(sweep, values) if sweep is not None else None
     every = points_of(sweeping, chosen) if sweeping is not None else chosen
-    sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
+    if plot is not None and all(method.name == NONE for method in every):
+        raise UserError("--plot draws speed-ups over none, and no other method is measured: add one, such as --method small")
+    sets = _sets(files, limit)
     heats = _heats(configuration, temperatures)
-    with contenders(every) as found:
-        measured = list(measure(found, sets, heats, repeat, seed))
-        result, differs = _result(measured, found, seed)
-    if sweeping is None:
-        _report(result, out, as_json, lambda: show(result))
-    else:
-        points = swept(sweeping, chosen, result)
-        if plot is not None:
-            plot.write_text(draw_sweep(sweeping, chosen, points), encoding="utf-8")
-        told = {**result, "sweep": {"setting": sweeping.setting, "values": sweeping.values, "points": points}}
-        _report(told, out, as_json, lambda: _show_swept(sweeping, told))
+    with open_journal(out, heading_of(every, sets, heats, repeat, seed)) as journal:
+        with _contenders(every, journal, llama_python) as found:
+            measured = list(measure(found, sets, heats, repeat, seed, journal))
+            result, differs = _result(measured, found, seed)
+        if sweeping is not None:
+            points = swept(sweeping, chosen, result)
+            result = {**result, "sweep": {"setting": sweeping.setting, "values": sweeping.values, "points": points}}
+        journal.end(result)
+    if table is not None:
+        table.write_text(csv_text(result), encoding="utf-8", newline="")
+    if plot is not None:
+        plot.write_text(draw_sweep(sweeping, chosen, result["sweep"]["points"]) if sweeping else draw_speedups(every, result), encoding="utf-8")
+    _report(result, as_json, lambda: _show_swept(sweeping, result) if sweeping else show(result))
     context.exit(1 if differs else 0)
 
 
-def _check_options(sweep: str | None, values: str | None, plot: Path | None, *, transport: bool) -> None:
+@contextmanager
+def _contenders(methods: Sequence[Method], journal: Journal, llama_python: Path | None) -> Iterator[Mapping[str, Contender]]:
+    """What decodes for each method; where all is measured already, nothing is started."""
+    if journal.whole:
+        yield journal.remembered(methods)
+        return
+    with contenders(methods, llama_python=llama_python) as found:
+        yield journal.agree(found)
+
+
+def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
+    """The sets of prompts, each under a name of its own."""
+    sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
+    names = [prompts.name for prompts in sets]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two files of prompts are called {twice}, and a set goes by the name of its file: rename one of them")
+    return sets
+
+
+def _check_options(sweep: str | None, values: str | None, plot: Path | None, table: Path | None, *, transport: bool) -> None:
     check_chart(plot)
-    given = next((name for name, value in (("--values", values), ("--plot", plot)) if value is not None), None)
-    if given is not None and sweep is None:
-        raise UserError(f"{given} belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out")
+    if values is not None and sweep is None:
+        raise UserError("--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out")
+    given = next((name for name, value in (("--plot", plot), ("--csv", table)) if value is not None), None)
+    if given is not None and transport:
+        raise UserError(f"{given} is of methods, and --transport measures none: leave one of the two out")
     if sweep is not None and transport:
         raise UserError("--transport has no tree to sweep: leave --sweep or --transport out")
 
@@ -115,7 +160,7 @@ def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int)
     """All that a run found, and whether any tokens differ by more than a near-tie."""
     cells = figures.best_of_peers(measured)
     rows = [figures.row(cell, figures.baseline(cells, cell), found[cell.method.label], seed) for cell in cells]
-    result = {
+    result: dict[str, Any] = {
         "rows": rows,
         "against": figures.against_peers(cells, seed),
         "peers": figures.peers_told(measured, cells),
@@ -124,8 +169,10 @@ def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int)
         "end_to_end": [figures.end_to_end(cell) for cell in cells],
         "prompts": figures.tasks_told(cells),
         "differences": figures.differences_told(cells),
+        "replies": [len(cell.runs) for cell in cells],
+        "models": {label: contender.identity() for label, contender in found.items()},
     }
-    return result, not all(difference.near_tie for cell in cells for difference in cell.differences.values())
+    return result, not all(difference["near_tie"] or not difference["exact"] for difference in result["differences"])
 
 
 def _show_swept(sweep: Sweep, result: Mapping[str, Any]) -> None:
@@ -133,11 +180,8 @@ def _show_swept(sweep: Sweep, result: Mapping[str, Any]) -> None:
     show_notes(result)
 
 
-def _report(result: Mapping[str, Any], out: Path | None, as_json: bool, show: Callable[[], None]) -> None:
-    text = json.dumps(result)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+def _report(result: Mapping[str, Any], as_json: bool, show: Callable[[], None]) -> None:
     if as_json:
-        click.echo(text)
+        click.echo(json.dumps(result))
     else:
         show()

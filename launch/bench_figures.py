@@ -72,7 +72,6 @@ def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str
     tokens, rounds = sum(run.decoded_tokens for run in cell.runs), sum(result.rounds for result in results)
     taus = [result.tau for result in results if result.tau is not None]
     ratio, low, high = speedup(cell, baseline, seed)
-    settings = cell.method.configuration.settings
     return {
         **_place(cell),
         "tokens_per_s": tokens / seconds if seconds else 0.0,
@@ -87,7 +86,7 @@ def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str
         "peak_vram_mb": None,
         "draft_share": sum(result.draft_exposed_s for result in results) / seconds if seconds else 0.0,
         "verify_share": sum(result.verify_s for result in results) / seconds if seconds else 0.0,
-        "weights": settings.target.weights if cell.method.ours else "bf16" if settings.target.weights == "bf16" else "fp32",
+        "weights": cell.method.weights,
         **_shape(cell),
         **_speculation(cell, results),
     }
@@ -175,9 +174,9 @@ def tasks_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def differences_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Every reply whose tokens are not those of `none`."""
+    """Every reply whose tokens are not those of `none`; `exact`: they were to be, which they are not where another engine computes with its own types."""
     return [
-        {**_place(cell), "id": id, "position": difference.position, "margin": difference.margin, "near_tie": difference.near_tie}
+        {**_place(cell), "id": id, "position": difference.position, "margin": difference.margin, "near_tie": difference.near_tie, "exact": cell.method.exact}
         for cell in cells
         for id, difference in cell.differences.items()
     ]

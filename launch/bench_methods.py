@@ -4,15 +4,21 @@ Every method has a stack of processes of its own on the same cores as every othe
 travels with a request - the tree, drafting ahead - need no second one. Knows nothing of how the turns are taken, nor of what comes of it.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from dovetail.launch.configure import Configuration, parse_setting, read_file
 from dovetail.launch.connection import Connection, ahead_of
 from dovetail.launch.cores import CoreLayout
+from dovetail.launch.embedded import with_draft, with_target
+from dovetail.launch.llama.kinds import read_config, type_of
+from dovetail.launch.llama.peer import LLAMA, LlamaOptions, LlamaPeer, Preparation, python_for, read_option
+from dovetail.launch.llama.peer import check as check_llama
 from dovetail.launch.peers import ASSISTED, Peer
 from dovetail.launch.peers import check as check_peer
 from dovetail.launch.prompts import Prompt, read_prompts
@@ -24,6 +30,7 @@ from dovetail.protocol.messages import Finished, RoundRecord
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, POLICIES, Sampling
 
 NONE = "none"
+MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Method:
     """Of a peer, which is measured with several numbers of them; none: a method of ours."""
     shares: str = ""
     """Methods that say the same share a stack of processes; those that say nothing have one of their own."""
+    llama: LlamaOptions | None = None
+    """Of llama.cpp; none: it is not."""
 
     @property
     def ours(self) -> bool:
@@ -44,6 +53,21 @@ class Method:
     @property
     def drafts(self) -> bool:
         return self.configuration.settings.draft.kind != NONE
+
+    @property
+    def exact(self) -> bool:
+        """Whether a token that is not that of `none` is a fault: it is none where another engine computes with its own types."""
+        return self.llama is None
+
+    @property
+    def weights(self) -> str:
+        """What it computes with, as its engine calls it."""
+        weights = self.configuration.settings.target.weights
+        if self.ours:
+            return weights
+        if self.llama is not None:
+            return type_of(weights, read_config(Path(with_target(self.configuration.settings.target).model).expanduser()))
+        return "bf16" if weights == "bf16" else "fp32"
 
     @property
     def label(self) -> str:
@@ -101,6 +125,9 @@ class Contender(Protocol):
     def peak_rss_mb(self) -> float:
         """The most memory that its processes ever held, summed, in 10^6 bytes."""
 
+    def identity(self) -> str:
+        """What decodes, so that another model or another engine of the same name is told from it."""
+
 
 @dataclass(frozen=True)
 class Ours:
@@ -126,13 +153,18 @@ class Ours:
     def peak_rss_mb(self) -> float:
         return self.connection.peak_rss_mb()
 
+    def identity(self) -> str:
+        drafted = [digest_of(with_draft(self.method.configuration.settings.draft).model)] if self.method.drafts else []
+        targets = (worker.fingerprint for worker in self.connection.state.workers if "target" in worker.roles)
+        return " + ".join(filter(None, (*targets, *drafted)))
+
 
 @dataclass(frozen=True)
 class Theirs:
     """A peer with so many threads."""
 
     method: Method
-    peer: Peer
+    peer: Peer | LlamaPeer
 
     def decode(self, task: Task, temperature: float, seed: int) -> Run:
         threads = self.method.threads
@@ -143,6 +175,22 @@ class Theirs:
 
     def peak_rss_mb(self) -> float:
         return self.peer.peak_rss_mb()
+
+    def identity(self) -> str:
+        return self.peer.identity
+
+
+@cache
+def digest_of(model: str) -> str:
+    """Of a model's folder, what tells its contents from others'; of one that is no folder, its name."""
+    folder = Path(model).expanduser()
+    if not model or not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+    return digest.hexdigest()[:16]
 
 
 def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling:
@@ -163,14 +211,14 @@ def read_method(base: Configuration, text: str) -> Method:
     """The method that "HEAD,SETTING=VALUE,..." names, over the settings of the whole run; a policy is that of their draft's tree."""
     head, *settings = text.split(",")
     origin = f"--method {text}"
-    if head == ASSISTED:
+    if head in (ASSISTED, LLAMA):
         configuration = base.over(origin, {})
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
             raise UserError(f"--method {head} is the draft of the settings with that tree policy, and they have none: leave --draft none out")
         configuration = base.over(origin, {"tree.policy": head})
     elif head in DRAFT_KINDS:
-        configuration = base.over(origin, {"draft.kind": head, **({"draft.model": ""} if head in ("ngram", *HEAD_KINDS) else {})})
+        configuration = base.over(origin, {"draft.kind": head, **({"draft.model": ""} if head in ("ngram", "substitute", *HEAD_KINDS) else {})})
     elif head.endswith(".toml"):
         configuration = base.over(origin, read_file(Path(head)))
     elif "/" in head or Path(head).is_dir():
@@ -178,15 +226,19 @@ def read_method(base: Configuration, text: str) -> Method:
     else:
         raise UserError(
             f"--method {head!r} is no method: name none, a kind of draft (small, dovetail, ...), a tree policy (goodput, dynamic, ...), the folder of a draft, "
-            f"a settings file (.toml) or {ASSISTED}"
+            f"a settings file (.toml), {ASSISTED} or {LLAMA}"
         )
     values = {}
+    options = LlamaOptions() if head == LLAMA else None
     for setting in settings:
+        if options is not None and (told := read_option(options, setting)) is not None:
+            options = told
+            continue
         name, equals, value = setting.partition("=")
         if not equals:
             raise UserError(f"--method {text}: {setting!r} is no setting: write NAME=VALUE, such as tree.gamma=6")
         values[name] = parse_setting(name, value, origin)
-    return Method(text, configuration.over(origin, values), 1 if head == ASSISTED else None)
+    return Method(text, configuration.over(origin, values), 1 if head in (ASSISTED, LLAMA) else None, llama=options)
 
 
 def read_prompt_set(path: Path, limit: int | None) -> PromptSet:
@@ -198,30 +250,34 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
     """`UserError` for the first method that cannot be started, as far as its settings and a look at its models tell."""
     for method in methods:
         settings = method.configuration.settings
+        if method.llama is not None:
+            check_llama(settings, method.llama, sorted({*layout.target.cores, *layout.draft.cores}))
         if not method.ours:
-            check_peer(settings)
+            check_peer(settings, method.name.partition(",")[0])
             continue
         check_stack(method.configuration)
         thread_count("target", settings.target, layout.target)
 
 
 @contextmanager
-def contenders(methods: Sequence[Method]) -> Iterator[dict[str, Contender]]:
+def contenders(methods: Sequence[Method], *, llama_python: Path | None = None) -> Iterator[dict[str, Contender]]:
     """What decodes for each method, by the method's label, all on the same cores and all ready; the first method is `none`.
 
-    All methods are looked at before a process is started.
+    All methods are looked at before a process is started. `llama_python`: the interpreter that has llama.cpp, where it is not ours.
     """
     layout = layout_of(methods[0].configuration.settings)
     check_methods(methods, layout)
+    python = python_for(llama_python) if any(method.llama is not None for method in methods) else None
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
+        preparation = Preparation(supervisor, python) if python is not None else None
         found: dict[str, Contender] = {}
         shared: dict[str, Connection] = {}
         with spinner() as say:
             for method in methods:
                 say(f"starting {method.name}")
                 if not method.ours:
-                    peer = owned.enter_context(closing(Peer(supervisor, method.configuration, layout)))
+                    peer = owned.enter_context(closing(_peer(supervisor, preparation, method, layout)))
                     variants = [replace(method, threads=threads) for threads in peer.thread_counts]
                     found.update({variant.label: Theirs(variant, peer) for variant in variants})
                     continue
@@ -230,6 +286,13 @@ def contenders(methods: Sequence[Method]) -> Iterator[dict[str, Contender]]:
                     shared[method.shares] = connection
                 found[method.label] = Ours(method, connection)
         yield found
+
+
+def _peer(supervisor: Supervisor, preparation: Preparation | None, method: Method, layout: CoreLayout) -> Peer | LlamaPeer:
+    if method.llama is None:
+        return Peer(supervisor, method.configuration, layout)
+    assert preparation is not None
+    return LlamaPeer(preparation, method.configuration, layout, method.llama)
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:

@@ -33,6 +33,10 @@ SWEPT = {
 """What the table of a sweep has beside these."""
 
 
+OTHER = "other arithmetic"
+"""What a difference is called of an engine that computes with its own types."""
+
+
 def show(result: Mapping[str, Any]) -> None:
     """The table of all rows, and what has to be known beside it."""
     differing = [(told["method"], told["prompts"], told["temperature"]) for told in result["differences"]]
@@ -49,7 +53,7 @@ def show_notes(result: Mapping[str, Any]) -> None:
         if told["method"] != NONE:
             note(f"{told['method']} T {told['temperature']:g}: speed-up {told['speedup']:.2f} on the median of {told['sets']} sets")
     for told in result["differences"]:
-        kind = "near-tie" if told["near_tie"] else "DIFFERS"
+        kind = "near-tie" if told["near_tie"] else "DIFFERS" if told["exact"] else OTHER
         note(f"{kind}: {told['method']} {told['prompts']} T {told['temperature']:g} {told['id']} at token {told['position']}, margin {told['margin']:.2g}")
 
 

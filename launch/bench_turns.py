@@ -5,15 +5,18 @@ foretold by any draft. The reply of `none`, decoded once before anything is time
 prompts have to be cut to fit the context.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
+from dovetail.launch.bench_journal import Journal, Where
 from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, Run, Task, sampling_of
 from dovetail.launch.connection import Connection
 from dovetail.launch.prompts import Prompt
+from dovetail.launch.remaining import Remaining
 from dovetail.launch.terminal import progress_bar
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
@@ -21,6 +24,8 @@ from dovetail.runtime.comparison import Difference, first_difference
 
 T = TypeVar("T")
 LOOP_TOKENS = 20
+HOW_FAR = "how far"
+"""What the reply of `none` that is not timed is called while it is under way."""
 SHORTER = 0.8
 """A prompt that does not fit is tried again with this share of its characters."""
 
@@ -52,24 +57,77 @@ class Cell:
         return float(tokens.sum() / seconds.sum()) if seconds.sum() else 0.0
 
 
-def measure(found: Mapping[str, Contender], sets: Sequence[PromptSet], temperatures: Sequence[float], repeat: int, seed: int) -> Iterator[Cell]:
-    """The cells of every set and temperature, filled prompt by prompt with the methods in turn."""
-    alone = found[NONE]
-    assert isinstance(alone, Ours)
-    steps = sum(len(s.prompts) for s in sets) * len(temperatures) * (1 + repeat * len(found))
-    with progress_bar(steps, "replies") as step:
+def measure(
+    found: Mapping[str, Contender], sets: Sequence[PromptSet], temperatures: Sequence[float], repeat: int, seed: int, journal: Journal | None = None
+) -> Iterator[Cell]:
+    """The cells of every set and temperature, filled prompt by prompt with the methods in turn; what the journal has is not measured again."""
+    journal = journal or Journal()
+    left = replies_left(found, sets, temperatures, repeat, journal)
+    remaining = Remaining(left)
+    with progress_bar(sum(left.values()), "replies", remaining.seconds) as step:
+        turns = _Turns(found, repeat, seed, journal, remaining, step)
         for prompts in sets:
             for temperature in temperatures:
                 cells = [Cell(contender.method, prompts, temperature) for contender in found.values()]
                 for number, prompt in enumerate(prompts.prompts):
-                    step(f"{prompts.name} {prompt.id}: how far")
-                    task = prepare(alone.connection, alone.method, prompt, temperature, seed)
-                    for turn in range(repeat):
-                        for cell in rotated(cells, number + turn):
-                            step(f"{prompts.name} {prompt.id}: {cell.method.label}")
-                            cell.runs.append(found[cell.method.label].decode(task, temperature, seed))
+                    task = turns.take(cells, prompt, number)
                     _compare(cells, task)
                 yield from cells
+
+
+def replies_left(found: Mapping[str, Contender], sets: Sequence[PromptSet], temperatures: Sequence[float], repeat: int, journal: Journal) -> dict[str, int]:
+    """How many replies of each method are still to be measured, and of how many prompts it is to be found how far they go."""
+    everywhere = [(prompts.name, temperature, prompt.id) for prompts in sets for temperature in temperatures for prompt in prompts.prompts]
+    left = {label: sum(not journal.has(label, where, turn) for where in everywhere for turn in range(repeat)) for label in found}
+    begins = next((where for where in everywhere if not journal.complete(found, where, repeat)), None)
+    return {HOW_FAR: sum(where not in journal.tasks for where in everywhere) + (begins in journal.tasks), **left}
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of a run: from the journal where it has them, else taken now."""
+
+    found: Mapping[str, Contender]
+    repeat: int
+    seed: int
+    journal: Journal
+    remaining: Remaining
+    step: Callable[[str], None]
+
+    def take(self, cells: Sequence[Cell], prompt: Prompt, number: int) -> Task:
+        """All turns at a prompt, the `number`-th of its set, each into its cell."""
+        where = (cells[0].prompts.name, cells[0].temperature, prompt.id)
+        task = self._task(prompt, where)
+        for turn in range(self.repeat):
+            for cell in rotated(cells, number + turn):
+                cell.runs.append(self._run(cell.method.label, where, turn, task))
+        return task
+
+    def _task(self, prompt: Prompt, where: Where) -> Task:
+        """The prompt as it is measured. A run that goes on at a prompt that lacks replies decodes it first too, to be as warm as the one that began."""
+        task = self.journal.task(where, prompt)
+        if task is None or not (self.journal.begun or self.journal.complete(self.found, where, self.repeat)):
+            alone = self.found[NONE]
+            assert isinstance(alone, Ours)
+            with self._timed(HOW_FAR, where):
+                task = prepare(alone.connection, alone.method, prompt, where[1], self.seed)
+            self.journal.keep_task(where, task)
+        return task
+
+    def _run(self, label: str, where: Where, turn: int, task: Task) -> Run:
+        run = self.journal.reply(label, where, turn, task)
+        if run is None:
+            contender = self.found[label]
+            with self._timed(label, where):
+                run = contender.decode(task, where[1], self.seed)
+            self.journal.keep_reply(label, where, turn, run, contender.peak_rss_mb())
+        return run
+
+    @contextmanager
+    def _timed(self, what: str, where: Where) -> Iterator[None]:
+        self.step(f"{where[0]} {where[2]}: {what}")
+        with self.remaining.timed(what):
+            yield
 
 
 def rotated(those: Sequence[T], by: int) -> list[T]:

@@ -32,11 +32,11 @@ from dovetail.launch.terminal import counted, note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
-from dovetail.protocol.profile import Calibration, ContextCurve, Entry, ProfileKey, load_profile, update_profile
+from dovetail.protocol.profile import Calibration, ContextCurve, Entry, ProfileKey, Reading, load_profile, update_profile
 from dovetail.protocol.settings import HEAD_KINDS
 
 Role = Literal["target", "draft"]
-ReadT = TypeVar("ReadT", Calibration, ContextCurve)
+ReadT = TypeVar("ReadT", Calibration, ContextCurve, Reading)
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
@@ -65,7 +65,8 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     A target folder may hold a config.json alone: its weights are random then, which costs the same, so that a model can be measured before it is
     downloaded. Where memory does not hold all layers, fewer are measured and the times scaled by weights. Median of several passes.
 
-    Of a draft, a small model or a head of the target's, t_D is measured too: the seconds of a level of its tree.
+    Of a draft, a small model or a head of the target's, t_D is measured too: the seconds of a level of its tree. With --target.prefill DEVICE so is what
+    prompts take that this device reads for a target on the CPU; from then on target.prefill auto knows for which it pays.
     """
     if math.isnan(seconds):  # which no range excludes
         raise UserError("--seconds nan is no number of seconds: write one such as 30")
@@ -82,11 +83,13 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], step)
         drafted = _measure(supervisor, "draft", place.draft, [*options[:1], *_draft_arguments(configuration)], step) if _has_draft(configuration) else None
-    key, calibration = found.pop("key"), _read(Calibration, found.pop("calibration"))
+    key, calibration, read = found.pop("key"), _read(Calibration, found.pop("calibration")), found["reading"]
     levels = _read(ContextCurve, drafted["levels"]) if drafted is not None else None
     found["t_d"] = {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)} if levels is not None else {}
     if profile is not None:
         _keep(profile, key, lambda entry: entry.with_calibration(calibration))
+        if read is not None:
+            _keep(profile, key, lambda entry: entry.with_reading(_read(Reading, read)))
         if drafted is not None and levels is not None:
             _keep(profile, drafted["key"], lambda entry: entry.with_levels(levels))
     if plot is not None:
@@ -103,6 +106,9 @@ def _check(configuration: Configuration) -> None:
     target = configuration.settings.target
     if target.device != "cpu":
         raise SettingsError(f"target.device = {target.device!r}: calibrate measures a target on the CPU; leave it out")
+    if target.split.device or target.resident != "auto":
+        name, value = ("target.split.device", target.split.device) if target.split.device else ("target.resident", target.resident)
+        raise SettingsError(f"{name} = {value!r}: calibrate measures a target as a whole, on the CPU; leave it out")
     folder = Path(target.model).expanduser() if target.model else None
     if folder is not None and (folder.exists() or target.model.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
         raise CheckpointError(f"the target model {target.model} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)")
@@ -175,6 +181,10 @@ def _show(found: dict[str, Any]) -> None:
     if linears := backends.get("linears"):
         headings = ("linear", "up to rows", "chosen", "seconds of a product of each candidate", "not used")
         print_table(headings, [_linear(choice) for choice in linears])
+    if (read := found["reading"]) is not None:
+        curves = zip(read["local"]["rows"], read["local"]["seconds"], read["streamed"]["seconds"], strict=True)
+        times = ", ".join(f"{rows} rows {_ms(own):.3g} and {_ms(other):.3g} ms" for rows, own, other in curves)
+        click.echo(f"prompts, read by the CPU and by {read['device']}: {times}")
     if found["t_d"]:
         click.echo("t_D, a level of the draft: " + ", ".join(f"{rows} rows {_ms(taken):.3g} ms" for rows, taken in found["t_d"].items()))
 

@@ -72,7 +72,7 @@ def draw(title: str, across: str, up: str, curves: Sequence[Curve], *, level: fl
     names = [curve.name for curve in curves]
     frame = _Frame.of(panel, LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
     legend = (part for index, curve in enumerate(curves) for part in _key(WIDTH - RIGHT + 14, TOP + 12 + LINE * index, names.index(curve.name), curve))
-    return _page(WIDTH, HEIGHT, title, LEFT, [*_panel(frame, panel, names), *legend])
+    return page(WIDTH, HEIGHT, title, LEFT, [*_panel(frame, panel, names), *legend])
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> str:
@@ -93,7 +93,7 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> str:
     for name, (x, line) in zip(names, places, strict=False):
         body += _key(x, foot + 14 + LINE * line, names.index(name), curves[name])
     lines = 1 + places[-1][1] if places else 0
-    return _page(width, foot + LINE * lines + (12 if lines else 0), title, GAPS[0], body)
+    return page(width, foot + LINE * lines + (12 if lines else 0), title, GAPS[0], body)
 
 
 def ticks_to(most: float, wanted: int = TICKS) -> list[float]:
@@ -133,7 +133,8 @@ class _Frame:
         return self.top + self.height * (1 - value / self.most_y)
 
 
-def _page(width: float, height: float, title: str, left: float, body: Sequence[str]) -> str:
+def page(width: float, height: float, title: str, left: float, body: Sequence[str]) -> str:
+    """A whole SVG: what is drawn, on a page with its title, with the rules for a dark one."""
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" fill="#222222">'
     page = f'<rect class="page" width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>'
@@ -155,7 +156,7 @@ def _heading(title: str, left: float, width: float) -> Iterator[str]:
 
 def _night() -> str:
     """The rules for a dark page; on a light one the colours stand in the elements themselves, for viewers that know no rules."""
-    plain = ".page{fill:#16191d}text{fill:#e3e3e3}.grid{stroke:#3a3f45}.axis{stroke:#a3a8ad}"
+    plain = ".page{fill:#16191d}text{fill:#e3e3e3}.halo{stroke:#16191d}.grid{stroke:#3a3f45}.axis{stroke:#a3a8ad}"
     coloured = "".join(f".line{index}{{stroke:{colour}}}.area{index}{{fill:{colour}}}" for index, colour in enumerate(AT_NIGHT))
     return f"@media (prefers-color-scheme:dark){{{plain}{coloured}}}"
 

@@ -40,7 +40,7 @@ MAX_SEED = (1 << 63) - 1
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Seed of the sampling.  [default: a random one for each reply]")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text before which a reply ends; can be given several times.")
 @click.option("--json", "as_json", is_flag=True, help="Without a terminal: the result of each reply as one JSON object on a line of stdout.")
-@settings_flags("target", "draft", "tree", "sampling", "coordinator", "http")
+@settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 def command(configuration: Configuration, connect: str | None, seed: int | None, stop: tuple[str, ...], as_json: bool) -> None:
     """Talk with the models, turn by turn; /help tells the commands.
 

@@ -27,8 +27,10 @@ COMMANDS = {
     "swap": ("dovetail.launch.swap", "Put a worker in the place of another, under load."),
     "drain": ("dovetail.launch.drain", "Let a worker go, under load."),
     "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
+    "top": ("dovetail.launch.top", "Show what happens in a coordinator, live."),
     "selftest": ("dovetail.launch.selftest", "Prove on this machine that speculation changes no token."),
     "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
+    "profile": ("dovetail.launch.profile", "See where the time of a run goes, and what would make it faster."),
     "simulate": ("dovetail.launch.simulate", "Play recorded rounds on machines that are not at hand."),
     "replay": ("dovetail.launch.replay", "Play a recorded session again, and compare."),
     "calibrate": ("dovetail.launch.calibrate", "Measure what a pass of the target costs here, beside what it could."),
@@ -86,7 +88,7 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
         error.show()
         return 2
     except click.ClickException as error:
-        return _complain(error.format_message(), 2)
+        return _complain(" ".join(error.format_message().split()), 2)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except UserError as error:

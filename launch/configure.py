@@ -9,9 +9,10 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, reduce, wraps
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -117,12 +118,16 @@ class Setting:
 def _settings() -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for section, part in Settings.model_fields.items():
-        model = part.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, Frozen)
-        for key, info in model.model_fields.items():
-            found[f"{section}.{key}"] = Setting(f"{section}.{key}", info)
+        found.update(_leaves(section, part))
     return found
+
+
+def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:
+    """A setting, or those of a table of settings."""
+    model = info.annotation
+    if not (isinstance(model, type) and issubclass(model, Frozen)):
+        return {name: Setting(name, info)}
+    return {found: leaf for key, part in model.model_fields.items() for found, leaf in _leaves(f"{name}.{key}", part).items()}
 
 
 SETTINGS = _settings()
@@ -143,8 +148,7 @@ class Configuration:
     def value(self, name: str) -> Any:
         if name == "tree.thresholds":
             return self.thresholds
-        section, key = name.split(".")
-        return getattr(getattr(self.settings, section), key)
+        return reduce(getattr, name.split("."), self.settings)
 
     def given(self, name: str) -> bool:
         """Whether the user said it, by whatever means."""
@@ -221,9 +225,17 @@ def read_file(path: Path) -> dict[str, Any]:
             raise SettingsError(f"{section} in {path} must be a table: write [{section}] on a line, and below it lines such as {example}")
         if section not in ALL_SECTIONS:
             raise SettingsError(f"{section} in {path} is no section of the settings: {_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}")
-        for key, value in part.items():
-            values[_setting(f"{section}.{key}", str(path)).name] = value
+        values.update({_setting(name, str(path)).name: value for name, value in _flat(section, part)})
     return values
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a table and of the tables in it; a setting may itself be a table, and none in itself."""
+    if isinstance(value, dict) and name not in SETTINGS and (value or name in ALL_SECTIONS):
+        for key, part in value.items():
+            yield from _flat(f"{name}.{key}", part)
+    else:
+        yield name, value
 
 
 def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
@@ -253,10 +265,10 @@ def _suggest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: bool) -> Configuration:
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = {}
     for name, value in values.items():
-        section, key = name.split(".")
-        tree.setdefault(section, {})[key] = value
+        *tables, key = name.split(".")
+        reduce(lambda inner, table: inner.setdefault(table, {}), tables, tree)[key] = value
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
@@ -272,7 +284,8 @@ def _with_thresholds(settings: Settings, thresholds: str | tuple[float, ...]) ->
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    name = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"][:2])
+    where = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
+    name = next(name for length in range(len(where), 0, -1) if (name := ".".join(where[:length])) in SETTINGS)
     return SETTINGS[name].complaint(error, values[name], origins[name])
 
 
@@ -321,7 +334,8 @@ class SettingsCommand(click.Command):
 
 
 def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the flags of these sections and `--config`, and calls it with the settings in force as `configuration`.
+    """Gives a command the flags of these sections, or of single settings by their dotted names, and `--config`, and calls it with the settings in force as
+    `configuration`.
 
     `without` are short forms that the command has another use for. `stratified`: whether a command that has flags for the tree needs the thresholds of
     `heterospec`.
@@ -330,15 +344,8 @@ def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def with_configuration(config: Path | None, draft_short: str | None = None, **parameters: Any) -> Any:
-            flags = {name: parameters.pop(_parameter(name)) for name in _names(sections)}
-            texts = {name: ",".join(text) or None if isinstance(text, tuple) else text for name, text in flags.items()}
-            given = {name: text for name, text in texts.items() if text is not None}
-            if draft_short is not None:
-                name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
-                _check_misspelling(draft_short)
-                if given.setdefault(name, draft_short) != draft_short:
-                    raise SettingsError(f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one of them out")
+        def with_configuration(config: Path | None, **parameters: Any) -> Any:
+            given = take_settings(parameters)
             local = parameters.get("connect") is None
             return function(configuration=configure(flags=given, file=config, demo=local, stratified=stratified), **parameters)
 
@@ -348,6 +355,19 @@ def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool
         return decorated
 
     return decorate
+
+
+def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
+    """Takes the settings out of a command's parameters: dotted name -> text of those that were given."""
+    flags = {name: parameters.pop(_parameter(name)) for name in SETTINGS if _parameter(name) in parameters}
+    texts = {name: ",".join(text) or None if isinstance(text, tuple) else text for name, text in flags.items()}
+    given = {name: text for name, text in texts.items() if text is not None}
+    if (draft_short := parameters.pop("draft_short", None)) is not None:
+        name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
+        _check_misspelling(draft_short)
+        if given.setdefault(name, draft_short) != draft_short:
+            raise SettingsError(f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one of them out")
+    return given
 
 
 def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
@@ -374,7 +394,7 @@ def _check_misspelling(draft: str) -> None:
 
 
 def _names(sections: Sequence[str]) -> list[str]:
-    return [name for name in SETTINGS if name.split(".")[0] in sections]
+    return [name for name in SETTINGS if name in sections or name.split(".")[0] in sections]
 
 
 def _parameter(name: str) -> str:
@@ -408,10 +428,10 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
         settings = configuration.settings.model_dump(mode="json")
         click.echo(json.dumps({**settings, **({"origin": dict(configuration.origins)} if origin else {})}))
         return
-    for section in ALL_SECTIONS:
-        click.echo(f"[{section}]")
-        for name in _names([section]):
-            line = f"{name.split('.')[1]} = {SETTINGS[name].toml(configuration.value(name))}"
+    for table, names in groupby(SETTINGS, lambda name: name.rpartition(".")[0]):
+        click.echo(f"[{table}]")
+        for name in names:
+            line = f"{name.rpartition('.')[2]} = {SETTINGS[name].toml(configuration.value(name))}"
             click.echo(f"{line:<32} # {configuration.origins[name]}" if origin else line)
         click.echo()
 

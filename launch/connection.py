@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dovetail.launch.configure import DEMO_FOLDER, Configuration
 from dovetail.launch.directory import announcements, only_announcement
@@ -28,6 +29,8 @@ class Connection:
     client: Client
     state: Reported
     stack: Stack | None = None
+    address: str = ""
+    """Where it was reached; empty: where it says that it is."""
 
     def models(self) -> str:
         """In words, which models decode."""
@@ -89,7 +92,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         with Client(open_link(address, keys=Path(keys) if keys else None, role="client")) as client:
             state = client.status()
             _tell_of_losses(state.workers)
-            yield Connection(client, state)
+            yield Connection(client, state, address=address)
         return
     if models_named and announcements():
         note(f"starting processes of our own beside the coordinator that runs: {models_named} is a setting of the workers")
@@ -108,7 +111,7 @@ def models_of(state: Reported) -> str:
     """In words, which models a coordinator has: "target demo (fp32) · draft demo"."""
     serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
     workers = [(role, next((worker for worker in serving if role in worker.roles), None)) for role in ("target", "draft")]
-    return " · ".join(_describe(role, worker) for role, worker in workers if worker is not None)
+    return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
 
 
 def ahead_of(draft: DraftSettings) -> bool | None:
@@ -153,8 +156,8 @@ def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
         note(f"{LOSSY} is not lossless: one scale for all rows of a pass makes a token depend on what is computed beside it")
 
 
-def find_coordinator(configuration: Configuration, address: str | None) -> Client:
-    """A client of the coordinator at `address`, or of the only one of this user; `UserError` if there is none."""
+def find_coordinator(configuration: Configuration, address: str | None, *, role: Literal["client", "operator"] = "client") -> Client:
+    """A client of the coordinator at `address`, or of the only one of this user; `UserError` if there is none. `role`: of the key that it shows over tcp."""
     _check_no_url(address)
     keys = configuration.settings.coordinator.keys
     if address is None:
@@ -162,7 +165,7 @@ def find_coordinator(configuration: Configuration, address: str | None) -> Clien
         if found is None:
             raise UserError("no coordinator of yours is running on this machine: start one with `dovetail serve`, or name one with --connect ADDRESS")
         address, keys = found.address, keys or found.keys
-    return Client(open_link(address, keys=Path(keys) if keys else None, role="client"))
+    return Client(open_link(address, keys=Path(keys) if keys else None, role=role))
 
 
 def _names_models(configuration: Configuration) -> str:
@@ -172,14 +175,19 @@ def _names_models(configuration: Configuration) -> str:
     return next((f"--{name}" for name in flags if name not in wishes), "")
 
 
-def _describe(role: str, worker: WorkerState) -> str:
-    details = ", ".join(filter(None, (weights_of(worker), f"inflated to {worker.inflation}" if worker.inflation else "")))
+def describe(role: str, worker: WorkerState) -> str:
+    """In words, what a worker computes with in this role: "target demo (int8)"."""
+    details = ", ".join(filter(None, (weights_of(worker), f"inflated to {worker.inflation}" if worker.inflation else "", worker.placement)))
     return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
 
 
 def shorten_model(model: str) -> str:
-    """How a model is called in a summary: "demo" for one of the embedded pair, "demo dovetail" for an embedded head."""
+    """How a model is called in a summary: "demo" for one of the embedded pair, "demo dovetail" for an embedded head.
+
+    A substitute says of what it is one, and behind that which: "demo (int4 substitute)".
+    """
     path = Path(model)
     if not path.is_relative_to(DEMO_FOLDER):
         return model
-    return f"demo {path.name}" if path.parent.name == "heads" else "demo"
+    _, bracket, which = path.name.partition(" (")
+    return f"demo {path.name}" if path.parent.name == "heads" else f"demo{bracket}{which}"

@@ -76,6 +76,12 @@ def profile_path() -> Path:
     return base / "dovetail" / "profile.json"
 
 
+def substitutes_path() -> Path | None:
+    """The folder that keeps what targets were quantised to, beside the profile file; it need not be there. None for a user without a home."""
+    path = profile_path().with_name("substitutes")
+    return path if path.is_absolute() else None
+
+
 def history_path() -> Path | None:
     """The file that keeps what was typed in conversations: dovetail/chat_history in $XDG_STATE_HOME, else in ~/.local/state; it need not be there.
 

@@ -19,14 +19,14 @@ from dovetail.runtime.client import Client
 @click.option("--connect", metavar="ADDRESS", help="The coordinator of the worker.  [default: the only one of this user]")
 @click.option("--last", is_flag=True, help="Also where no other target is left: then requests are refused until there is one.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@settings_flags("coordinator")
+@settings_flags("coordinator.keys")
 def command(configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool) -> None:
     """Let WORKER, by its name or pid in `dovetail status`, go: it gets no more sessions, and ends when it has none.
 
     Sessions of a draft go on with another one, or with the target alone, from their next round on. Those of a target go on on another one that computes the
-    same (coordinator.move = any: on any of their vocabulary), and end where they are if there is none.
+    same (where the coordinator has move = any: on any of their vocabulary), and end where they are if there is none.
     """
-    with find_coordinator(configuration, connect) as client:
+    with find_coordinator(configuration, connect, role="operator") as client:
         leaver = named(client.status().workers, worker)
         done = wait_for(client, client.dismiss(leaver.worker_epoch, last=last))
     if as_json:
@@ -60,5 +60,7 @@ def figures(done: Swapped | Dismissed) -> dict[str, float]:
 
 def told(done: Swapped | Dismissed) -> str:
     """What became of the sessions."""
+    if not (done.moved or done.stayed):
+        return "it had no session"
     parts = [f"{counted(done.moved, 'session')} went over", f"{done.stayed} ended where they were"]
     return ", ".join((*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import HEAD_KINDS, DraftSettings, TargetSettings
+from dovetail.protocol.settings import HEAD_KINDS, MODELLESS_KINDS, DraftSettings, TargetSettings
 
 
 def with_target(settings: TargetSettings) -> TargetSettings:
@@ -14,7 +14,7 @@ def with_target(settings: TargetSettings) -> TargetSettings:
 
 def with_draft(settings: DraftSettings) -> DraftSettings:
     """`settings` that name a model, unless their draft has none: the embedded one of their kind if they name none; `UserError` if there is no such head."""
-    if settings.model or settings.kind in ("ngram", "none"):
+    if settings.model or settings.kind in MODELLESS_KINDS:
         return settings
     if settings.kind not in HEAD_KINDS:
         return settings.model_copy(update={"model": str(DEMO_FOLDER / "draft")})

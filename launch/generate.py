@@ -22,15 +22,17 @@ from dovetail.launch.records import RecordFile, open_records
 from dovetail.launch.terminal import counted, note, progress_bar
 from dovetail.launch.travels import leaves_the_machine, of_request
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
-from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
-from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Result
+from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
+from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Reported, Result
 from dovetail.runtime.trace import write_trace
 
 CANCEL_GRACE_S = 2.0
+QUIET_S = 1.0
+"""When nothing has come for so long, the coordinator is asked whether the reply waits for a target."""
 STOP_CHARACTERS = 1024
 """The longest stop that `messages.Submit` takes."""
 TOLD_SHARE = 0.05
-"""Above this share of the time, the summary tells of the prefill."""
+"""Above this share of the time, the summary tells of the prefill, and of waiting for workers."""
 NOTHING_PAID = "no node promised to pay, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
 """Why a round has no tree where nothing was decided: a policy that does not ask what pays always asks the draft, and waits for it."""
@@ -139,19 +141,25 @@ def command(
         note(summary(finished.result, connection.models()))
         if finished.result.fingerprints:
             note(other_targets(finished.result))
+        most = configuration.settings.sampling.max_tokens
+        if finished.result.finish_reason == "length" and finished.result.completion_tokens < most:
+            note(f"the reply ends where the context of the target is full, before --max-tokens {most}: prompt and reply share it")
         if wish.speculates and finished.result.plain_rounds:
-            decisions = connection.client.status().decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
-            note(without_speculation(finished.result, decisions, policy=configuration.settings.tree.policy, last=last))
-    if trace is not None:
-        write_trace(trace, finished.spans)
+            state = connection.client.status()
+            decisions = state.decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
+            missing = _missing_draft(connection.state, state)
+            note(without_speculation(finished.result, decisions, policy=configuration.settings.tree.policy, last=last, missing=missing))
+        if trace is not None:
+            write_trace(trace, finished.spans, {worker.name: worker.clock_bound_ns for worker in connection.client.look().workers})
     if as_json:
         click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
 
 
 def tell_what_travels(connection: Connection) -> None:
     """Before anything is sent to another machine, say what."""
-    if leaves_the_machine(connection.state.address):
-        note(of_request(connection.state.address, connection.state))
+    address = connection.address or connection.state.address
+    if leaves_the_machine(address):
+        note(of_request(address, connection.state))
 
 
 def _check_file_mode(prompt: str | None, out: Path | None, *, as_json: bool, trace: Path | None) -> None:
@@ -201,10 +209,20 @@ def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) 
     """Decode and, if asked, stream to stdout; the reply, and how many tokens came last. Ctrl-C cancels the request."""
     request = wish.submit(connection, (text,))
     shown, last = "", 0
+    asked = waiting = False
     try:
         while True:
-            reply = connection.client.receive(None)
-            if isinstance(reply, Emitted):
+            reply = connection.client.receive(QUIET_S)
+            if reply is None:
+                if not asked:
+                    connection.client.inquire()
+                asked = True
+            elif isinstance(reply, Reported):
+                asked = False
+                if reply.totals.waiting and not waiting:
+                    note(("\n" if shown else "") + f"waiting: {'; '.join(map(printable, reply.reasons))}")
+                waiting = bool(reply.totals.waiting)
+            elif isinstance(reply, Emitted):
                 last = len(reply.tokens)
                 if stream:
                     click.echo(reply.text, nl=False)
@@ -219,6 +237,12 @@ def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) 
                 if shown:
                     click.echo()
                 raise connection.failure(reply)
+    except LinkClosed as lost:
+        if shown:
+            click.echo()
+        if connection.stack is not None:
+            raise
+        raise LinkClosed(f"{lost}, and the reply is not finished: ask again when there is a coordinator (`dovetail serve`)") from None
     except KeyboardInterrupt:
         _cancel(connection, [request])
         raise
@@ -268,10 +292,14 @@ def summary(result: Result, models: str) -> str:
     if result.hit_rate is not None and result.ahead_nodes:
         parts.append(f"hit {100 * result.hit_rate:.0f} %")
     parts.append(counted(result.rounds, "round"))
+    if result.prefill != "local":
+        parts.append(f"prompt read by {result.prefill}")
     if result.moves:
         parts.append(f"{counted(result.moves, 'move')} to another target")
     prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
-    shares = (("prefill", prefill), ("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
+    waiting = result.queue_s if result.queue_s > TOLD_SHARE * result.wall_s else 0.0
+    worked = (("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
+    shares = (("prefill", prefill), *worked, ("waiting", waiting))
     parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
     return " · ".join((*parts, f"seed {result.seed}", models))
 
@@ -285,9 +313,15 @@ def _predicted(result: Result) -> str:
     return "" if result.predicted_tokens_per_s is None else f" ({result.predicted_tokens_per_s:.1f} predicted)"
 
 
-def without_speculation(result: Result, decisions: Sequence[str], *, policy: str, last: int) -> str:
+def _missing_draft(before: Reported, after: Reported) -> str:
+    """In words, that nobody is there to draft; empty: somebody is."""
+    had, has = (any("draft" in worker.roles and not (worker.standby or worker.leaving) for worker in state.workers) for state in (before, after))
+    return "" if has else "its draft worker was lost" if had else "no draft worker is there"
+
+
+def without_speculation(result: Result, decisions: Sequence[str], *, policy: str, last: int, missing: str = "") -> str:
     """How many rounds the target decoded alone, and why: to be measured, for want of room behind the token that a round brings in any case, and by what the
-    coordinator last decided. `policy`: the tree's; `last`: tokens that the last round brought.
+    coordinator last decided. `policy`: the tree's; `last`: tokens that the last round brought; `missing`: that there is no draft, in words.
     """
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers
@@ -295,10 +329,10 @@ def without_speculation(result: Result, decisions: Sequence[str], *, policy: str
     reasons = [
         f"{result.control_rounds} to measure the target's pass over a single row" if result.control_rounds else "",
         "the last, which had room for a single token" if full else "",
-        about[-1] if about else "",
+        missing or (about[-1] if about else ""),
     ]
     left = plain - result.control_rounds - full
-    if left and not about and not every:
+    if left and not about and not every and not missing:
         reasons.append(f"{left} in which {NOTHING_PAID if policy == 'goodput' else NOTHING_OFFERED}")
     which = "every round" if every else f"{plain} of {counted(result.rounds, 'round')}"
     told = "; ".join(filter(None, reasons))

@@ -22,6 +22,7 @@ from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count
 from dovetail.runtime.http.app import Service, Terms, open_app
+from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.guard import is_loopback
 from dovetail.runtime.http.orders import Defaults
@@ -36,7 +37,7 @@ OTHER_FILES = 128
 @click.command(cls=SettingsCommand)
 @click.option("--connect", metavar="ADDRESS", required=True, help="The coordinator: ipc://PATH or tcp://HOST:PORT.")
 @click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends.")
-@settings_flags("http", "sampling", "tree", "draft", "coordinator")
+@settings_flags("http", "sampling", "tree", "draft", "coordinator.keys")
 def command(configuration: Configuration, connect: str, parent: int | None) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
@@ -122,7 +123,13 @@ def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
         deadline_s=settings.http.deadline_s,
         most_body_bytes=byte_count(settings.http.body),
         only_local_names=not keys,
+        dashboard=shown(settings.http, keyed=bool(keys)),
     )
+
+
+def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
+    """What the dashboard shows: tokens of requests by itself only where all who can see it are one user."""
+    return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
 def _connections(wanted: int) -> int:

@@ -25,7 +25,7 @@ def command(out: Path, name: str | None, roles: tuple[str, ...], rotated: str | 
         raise UserError("--role says what an added key may be: give its name with --name")
     if rotated is not None:
         rotate(out, rotated)
-        click.echo(f"{out}/{rotated}.key and {rotated}.pub are new: {_where_to(rotated)}; the old key is refused from now on")
+        click.echo(f"{out}/{rotated}.key and {rotated}.pub are new: {_where_to(rotated)}")
     elif revoked is not None:
         revoke(out, revoked)
         click.echo(f"{revoked} is refused from now on")
@@ -40,5 +40,6 @@ def command(out: Path, name: str | None, roles: tuple[str, ...], rotated: str | 
 def _where_to(rotated: str) -> str:
     """What has to be done with a new pair."""
     if rotated == COORDINATOR:
-        return "restart the coordinator with them, and bring coordinator.pub to the machine of every peer"
-    return f"{rotated}.pub stays with the coordinator, which need not be restarted; bring {rotated}.key to the machine of {rotated} and restart what runs there"
+        return "restart the coordinator with them, until when it goes by the old key, and bring coordinator.pub to the machine of every peer"
+    kept = f"{rotated}.pub stays with the coordinator, which need not be restarted and refuses the old key from now on"
+    return f"{kept}; bring {rotated}.key to the machine of {rotated} and restart what runs there"

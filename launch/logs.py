@@ -1,8 +1,15 @@
 """What a process of ours logs: a line on stderr for each record, whatever peers have put into their names and words."""
 
 import logging
+import os
+import threading
+import time
 
 from dovetail.protocol.errors import printable
+
+LONGEST_BYTES = 1 << 20
+LOOK_EVERY_S = 10.0
+STDERR = 2
 
 
 class OneLine(logging.Formatter):
@@ -17,3 +24,24 @@ def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(handlers=[handler], level=level)
+
+
+def keep_stderr_short() -> None:
+    """For as long as this process lives, cut the file that its stderr is appended to whenever that has become long. Nobody else may write to it."""
+
+    def look() -> None:
+        while True:
+            time.sleep(LOOK_EVERY_S)
+            cut(STDERR, LONGEST_BYTES)
+
+    threading.Thread(target=look, name="log", daemon=True).start()
+
+
+def cut(descriptor: int, longest_bytes: int) -> None:
+    """Leave of a file that is longer than this the last half of that, from the beginning of a line on."""
+    size, half = os.fstat(descriptor).st_size, longest_bytes // 2
+    if size <= longest_bytes:
+        return
+    last = os.pread(descriptor, half, size - half)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, last[last.find(b"\n") + 1 :])

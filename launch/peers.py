@@ -7,6 +7,7 @@ out what is far from it, such as threads that wait for each other because someth
 `python -m dovetail.launch.peers` is that process; nothing but it imports torch.
 """
 
+import importlib.metadata
 import json
 import os
 import select
@@ -29,10 +30,10 @@ from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, Settings, byte_count
+from dovetail.workers.generated import Generated
 
 if TYPE_CHECKING:
     from dovetail.runtime.text import TextCodec
-    from dovetail.workers.assisted import Generated
 
 ASSISTED = "assisted"
 MODULE = "dovetail.launch.peers"
@@ -63,6 +64,8 @@ class Peer:
         address = supervisor.start_hub(f"{ASSISTED}: transformers", arguments, module=MODULE)
         self._child: Child = supervisor.children[-1]
         self._link: Link = open_link(address, role="client")
+        self.identity = f"transformers {importlib.metadata.version('transformers')}"
+        """What decodes; the models are those of the settings."""
         self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in thread_counts_of(len(self.cores))})
         """What it is measured with, the number of its cores first."""
 
@@ -110,15 +113,15 @@ def near_the_fastest(trials: Mapping[int, float]) -> tuple[int, ...]:
     return tuple(threads for threads, seconds in trials.items() if seconds <= HOPELESS * min(trials.values()))
 
 
-def check(settings: Settings) -> None:
-    """`UserError` for what transformers' assisted generation would not do as we do it."""
+def check(settings: Settings, method: str = ASSISTED) -> None:
+    """`UserError` for what another engine, the method of this name, would not do as we do it."""
     if settings.sampling.looks_back:
-        raise UserError(f"--method {ASSISTED} takes temperature, top-k, top-p and min-p: leave penalties, biases and min_tokens out")
+        raise UserError(f"--method {method} takes temperature, top-k, top-p and min-p: leave penalties, biases and min_tokens out")
     if settings.target.device != "cpu":
-        raise UserError(f"--method {ASSISTED} runs on the CPU, and target.device is {settings.target.device!r}: leave one of the two out")
+        raise UserError(f"--method {method} runs on the CPU, and target.device is {settings.target.device!r}: leave one of the two out")
 
 
-def result_of(generated: "Generated", codec: "TextCodec", prompt_tokens: int, seed: int, ends: Sequence[int]) -> Result:
+def result_of(generated: Generated, codec: "TextCodec", prompt_tokens: int, seed: int, ends: Sequence[int]) -> Result:
     """What a reply of the peer is in our terms. Its first round, which computes the prompt, is none of decoding; what is not the target's is drafting."""
     first, *later = generated.rounds
     tokens, accepted = generated.tokens, sum(r.committed - 1 for r in later)

@@ -12,7 +12,7 @@ import psutil
 
 from dovetail.launch.embedded import with_draft
 from dovetail.protocol.errors import CheckpointError, SettingsError
-from dovetail.protocol.settings import Settings, TargetSettings, byte_count
+from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
 
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
 MAX_CONFIG_BYTES = 16 << 20
@@ -31,7 +31,33 @@ def check_draft(settings: Settings) -> None:
     """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
     if settings.draft.kind == "ngram" and settings.draft.model:
         raise SettingsError(f"draft.kind = 'ngram' has no model, and draft.model names {settings.draft.model!r}: leave one of the two out")
+    if settings.draft.kind == "substitute":
+        check_substitute(settings)
+        if settings.draft.share is True:
+            check_unified(settings)
+        return
+    if settings.draft.share is True:
+        raise SettingsError(f"draft.share = true is for a substitute of the target, and draft.kind is {settings.draft.kind!r}: leave one of the two out")
     check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
+
+
+def check_substitute(settings: Settings) -> None:
+    """`SettingsError` for a substitute of another model than the target, or of weights that it cannot have."""
+    draft = settings.draft
+    if draft.model:
+        raise SettingsError(f"draft.kind = 'substitute' is made of the target, and draft.model names {draft.model!r}: leave one of the two out")
+    if draft.weights not in SUBSTITUTE_WEIGHTS:
+        raise SettingsError(f"draft.weights = {draft.weights!r} is no type of a substitute's weights: use int8, int4, int3 or int2")
+
+
+def check_unified(settings: Settings) -> None:
+    """`SettingsError` unless target and draft can be one process, as far as the settings tell."""
+    target, draft = settings.target, settings.draft
+    if draft.kind != "substitute":
+        raise SettingsError(f"one process with both roles drafts with a substitute of its target: set draft.kind to 'substitute', not {draft.kind!r}")
+    check_substitute(settings)
+    if any(device not in ("", "auto", "cpu") for device in (target.device, target.split.device, draft.device)):
+        raise SettingsError("a target and a substitute that share are not built for a GPU yet: set draft.share to false, and they are two processes")
 
 
 def check_model(role: str, source: str, *, pickled: bool = False) -> None:

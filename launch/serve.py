@@ -29,7 +29,7 @@ ANYWHERE = ("0.0.0.0", "[::]")
 
 @click.command(cls=SettingsCommand)
 @click.option("--json", "as_json", is_flag=True, help="When all is ready, one JSON object on stdout: url, address, pid, pids.")
-@settings_flags("target", "draft", "tree", "sampling", "coordinator", "http")
+@settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 def command(configuration: Configuration, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
@@ -71,4 +71,5 @@ def _introduce(service: Service, configuration: Configuration, *, as_json: bool)
     note(f"  {models_of(service.state)}")
     url = next((service.url.replace(f"//{a}:", f"//{socket.gethostname()}:") for a in ANYWHERE if f"//{a}:" in service.url), service.url)
     note(f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
-    note(f"  talk:    dovetail chat        look: dovetail status        end: Ctrl-C, or kill {os.getpid()}")
+    page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
+    note(f"  talk:    dovetail chat        look: dovetail top{page}        end: Ctrl-C, or kill {os.getpid()}")

@@ -9,9 +9,10 @@ tokens.
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,12 @@ from dovetail.launch.child import LET_GO
 from dovetail.launch.configure import SETTINGS, Configuration
 from dovetail.launch.directory import announced
 from dovetail.launch.inquiry import Inquiry
-from dovetail.launch.supervise import GRACE_S, POLL_S, ROLES, Child, Supervisor, coordinator_arguments, layout_of, worker_arguments
+from dovetail.launch.supervise import GRACE_S, POLL_S, Child, Supervisor, coordinator_arguments, layout_of, processes_of, worker_arguments
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Tell, Watch
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import Reported
+from dovetail.protocol.messages import Reported, WorkerState
 
 log = logging.getLogger("dovetail.serve")
 
@@ -48,7 +49,7 @@ class Service:
         self._supervisor, self._configuration = supervisor, configuration
         self._settings = configuration.settings
         self._layout = layout_of(configuration.settings)
-        self._workers = {f"{role} worker": role for role in ROLES if role == "target" or self._settings.draft.kind != "none"}
+        self._workers = {f"{role} worker": role for role in processes_of(self._settings)}
         parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *(Part(name, (COORDINATOR, HTTP), known=True) for name in self._workers))
         self._watch = Watch(parts, time.monotonic(), stuck_s=self._settings.coordinator.stuck_s)
         self._running: dict[str, Child] = {}
@@ -206,8 +207,10 @@ class Service:
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
-            pids = {worker.pid for worker in state.workers}
-            self._perform(self._watch.answered({name for name in self._workers if name in self._running and self._running[name].process.pid in pids}, now_s))
+            workers = {name: pid for name, pid in self.pids.items() if name in self._workers}
+            serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
+            served = {name for name, role in self._workers.items() if any(("target" if role == "unified" else role) in worker.roles for worker in serving)}
+            self._perform(self._watch.answered(registered(workers, state.workers, socket.gethostname()), now_s, served))
 
     # -- what they say --------------------------------------------------------------------------------------------------------------------------
 
@@ -223,6 +226,12 @@ class Service:
             for line in ear.listen():
                 log.info("%s: %s", name, line)
             ear.close()
+
+
+def registered(ours: Mapping[str, int], workers: Iterable[WorkerState], host: str) -> set[str]:
+    """Which of our processes, whose numbers these are, a coordinator knows as workers; a process on another machine may have the same number."""
+    here = {worker.pid for worker in workers if worker.host == host}
+    return {name for name, pid in ours.items() if pid in here}
 
 
 class Ear:

@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import find_coordinator, shorten_model
 from dovetail.launch.directory import announcements
-from dovetail.launch.terminal import counted, format_cell, print_table
-from dovetail.protocol.errors import printable
+from dovetail.launch.terminal import counted, format_cell, in_print, print_table
 from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.protocol.profile import RowsSeconds
 
@@ -21,7 +19,7 @@ SHOWN_DECISIONS = 8
 @click.command(cls=SettingsCommand)
 @click.option("--connect", metavar="ADDRESS", help="The coordinator to ask.  [default: the only one of this user]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@settings_flags("coordinator")
+@settings_flags("coordinator.keys")
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
     """Show the state of a coordinator."""
     with find_coordinator(configuration, connect) as client:
@@ -34,13 +32,7 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
 
 def _in_print(state: Reported) -> Reported:
     """The same with nothing in the words of its peers that a terminal takes for commands."""
-
-    def printed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: printed(inner) for name, inner in value.items()}
-        return tuple(map(printed, value)) if isinstance(value, tuple) else printable(value) if isinstance(value, str) else value
-
-    return Reported.model_validate(printed(state.model_dump()))
+    return Reported.model_validate(in_print(state.model_dump()))
 
 
 def _show(state: Reported) -> None:
@@ -52,10 +44,13 @@ def _show(state: Reported) -> None:
     for reason in state.reasons:
         click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
     if state.workers:
-        headings = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "clock us", "bytes/round", "MB", "host", "pid")
-        print_table(headings, [_row(worker) for worker in state.workers])
+        print_table(("worker", "roles", "model", "device", "busy", "sessions", "MB", "pid"), [_row(worker) for worker in state.workers])
+        print_table(("worker", "host", "trip us", "clock us", "bytes/round"), [_link(worker) for worker in state.workers])
         for worker in state.workers:
             click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")
+        for worker in state.workers:
+            if worker.placement:
+                click.echo(f"placement of {worker.name}: {worker.placement}")
         for worker in state.workers:
             if worker.fingerprint:
                 click.echo(f"fingerprint of {worker.name}: {worker.fingerprint}")
@@ -69,9 +64,11 @@ def _show(state: Reported) -> None:
 def _show_pairs(pairs: Sequence[PairState]) -> None:
     if not pairs:
         return
-    headings = ("draft", "target", "drafting", "rounds", "hits", "gamma", "tokens/s", "alone", "predicted", "hops us")
+    headings = ("draft", "target", "drafting", "rounds", "hits", "gamma", "tokens/s", "alone", "predicted")
     print_table(headings, [_pair(pair) for pair in pairs])
     for pair in pairs:
+        if pair.hops_us is not None:
+            click.echo(f"messages of a round of {pair.draft} and {pair.target}: {pair.hops_us:.0f} us")
         for name, curve in (("T_V", pair.t_v), ("t_D", pair.t_d)):
             if curve is not None:
                 click.echo(f"{name} of {pair.draft} and {pair.target}, ms by rows: {_curve(curve)}")
@@ -80,7 +77,7 @@ def _show_pairs(pairs: Sequence[PairState]) -> None:
 def _pair(pair: PairState) -> tuple[object, ...]:
     hits = None if pair.hit_rate is None else f"{pair.hit_rate:.0%}"
     rates = (pair.tokens_per_s, pair.alone_tokens_per_s, pair.predicted_tokens_per_s)
-    return (pair.draft, pair.target, "on" if pair.speculating else "off", pair.rounds, hits, pair.gamma, *rates, pair.hops_us)
+    return (pair.draft, pair.target, "on" if pair.speculating else "off", pair.rounds, hits, pair.gamma, *rates)
 
 
 def _curve(curve: RowsSeconds) -> str:
@@ -89,10 +86,18 @@ def _curve(curve: RowsSeconds) -> str:
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
     device = f"{worker.device}, {counted(worker.threads, 'thread')}"
-    link = (worker.round_trip_us, _clock(worker), None if worker.bytes_per_round is None else round(worker.bytes_per_round))
-    load = (f"{worker.busy_share:.0%}", worker.sessions, *link, round(worker.rss_mb))
+    load = (f"{worker.busy_share:.0%}", worker.sessions, round(worker.rss_mb))
     model = shorten_model(worker.model) + (f", inflated to {worker.inflation}" if worker.inflation else "")
-    return (worker.name + _standing(worker), "+".join(worker.roles), model, device, *load, worker.host, worker.pid)
+    return (worker.name + _standing(worker), "+".join(worker.roles), model, device, *load, worker.pid)
+
+
+def _link(worker: WorkerState) -> tuple[object, ...]:
+    """The way to it: the quickest answer of late, which under load counts what it computed before it answered."""
+    return (worker.name, worker.host, _whole(worker.round_trip_us), _clock(worker), _whole(worker.bytes_per_round))
+
+
+def _whole(figure: float | None) -> int | None:
+    return None if figure is None else round(figure)
 
 
 def _clock(worker: WorkerState) -> str:

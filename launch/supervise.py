@@ -5,6 +5,7 @@ it left in the file system is gone; the kernel sees to it when the supervisor it
 workers that the settings ask for. Knows commands and exit codes, nothing of tokens.
 """
 
+import contextlib
 import fcntl
 import os
 import select
@@ -18,16 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO, Literal, NoReturn
 
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, lay_out_here
 from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
+from dovetail.launch.terminal import QUANTISED
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
-from dovetail.protocol.settings import Settings
+from dovetail.protocol.settings import MODELLESS_KINDS, Settings
 from dovetail.runtime.client import Client
 
 GRACE_S = 5.0
@@ -35,7 +37,10 @@ POLL_S = 0.05
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
-ROLES: tuple[Role, ...] = ("target", "draft")
+Played = Literal["target", "draft", "unified"]
+ROLES: tuple[Played, ...] = ("target", "draft")
+SECTIONS: dict[str, tuple[str, ...]] = {"target": ("target", "memory"), "draft": ("draft",), "unified": ("target", "memory", "draft")}
+"""Of the settings that a worker has."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -131,12 +136,16 @@ class Supervisor:
         It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends everything in order. The kernel ends a
         child with the thread that started it, so this must be the main thread.
         """
+        return self.start_command(name, [sys.executable, "-P", "-m", module, *arguments], reads=reads)
+
+    def start_command(self, name: str, command: Sequence[str], *, reads: bool = False, asks: bool = False) -> Child:
+        """Start any command that takes `--parent`, as `start` does; `asks`: its stdin is ours to write to."""
         self._busy = True
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments, f"--parent={os.getpid()}"],
-            stdin=subprocess.DEVNULL,
+            [*command, f"--parent={os.getpid()}"],
+            stdin=subprocess.PIPE if asks else subprocess.DEVNULL,
             stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
@@ -201,6 +210,9 @@ class Supervisor:
                 child.process.kill()
                 child.process.wait()
             child.log.close()
+            if child.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    child.process.stdin.close()
             if child.process.stdout is not None:
                 child.process.stdout.close()
 
@@ -234,13 +246,12 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     Nobody starts one of these workers again: unless the settings say so, a session whose target is lost does not wait for another.
     """
     check_stack(configuration)
-    drafting = configuration.settings.draft.kind != "none"
     layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
     waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
     flags = [*coordinator_arguments(configuration), *waits, *(["--coordinator.reuse=false"] if anew else [])]
     address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator", flags=flags)
-    for role in ROLES[: 2 if drafting else 1]:
+    for role in processes_of(configuration.settings):
         supervisor.start(f"{prefix}{role} worker", worker_arguments(configuration, role, address, layout))
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
@@ -269,7 +280,8 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
             missing = [role for role in wanted if not any(role in worker.roles for worker in state.workers)]
             if not missing:
                 return state
-            note(f"loading {' and '.join(missing)}")
+            words = [line for child in stack.workers for line in child.last_words()[-1:] if line.endswith(QUANTISED)]
+            note(f"loading {' and '.join(missing)}" + "".join(f" ({line})" for line in words))
             supervisor.check()
             time.sleep(POLL_S)
 
@@ -279,21 +291,32 @@ def coordinator_arguments(configuration: Configuration) -> list[str]:
     return [flag for flag in configuration.arguments("coordinator") if not flag.startswith(("--coordinator.listen=", "--coordinator.keys="))]
 
 
-def worker_arguments(configuration: Configuration, role: Role, address: str, layout: CoreLayout) -> list[str]:
-    """The command of a worker with these settings in its place; a draft that is a head reads the target's embedding."""
-    place = layout.target if role == "target" else layout.draft
-    where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
+def processes_of(settings: Settings) -> tuple[Played, ...]:
+    """What the workers' processes are that these settings ask for."""
+    if settings.draft.kind == "none":
+        return ("target",)
+    return ("unified",) if settings.draft.share is True else ROLES
+
+
+def worker_arguments(configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout) -> list[str]:
+    """The command of a worker with these settings in its place; a draft that is a head reads the target's embedding, a substitute all of it."""
+    place = layout.draft if role == "draft" else layout.target
+    cores = sorted({*layout.target.cores, *layout.draft.cores}) if role == "unified" else place.cores
+    where = [f"--cores={format_numbers(cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
+    if role == "draft" and configuration.settings.draft.kind == "substitute":
+        reads += [flag for flag in configuration.arguments("target") if flag.startswith("--target.inflate=")]
+    own = configuration.arguments(*SECTIONS[role])
     stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
-    return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *configuration.arguments(role), *reads, stuck]
+    return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *own, *reads, stuck]
 
 
 def _check_pair(configuration: Configuration) -> None:
     """The embedded draft shares the vocabulary of the embedded target only: for another target, a draft has to be named."""
     settings = configuration.settings
-    if settings.target.model and not settings.draft.model and settings.draft.kind not in ("ngram", "none"):
-        remedy = "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram, which needs none, or --draft none for the target alone"
+    if settings.target.model and not settings.draft.model and settings.draft.kind not in MODELLESS_KINDS:
+        remedy = "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which need none, or --draft none for the target alone"
         raise UserError(f"no draft is named for the target {settings.target.model!r}: {remedy}")
 
 

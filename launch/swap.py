@@ -1,9 +1,10 @@
 """`dovetail swap`: starts a worker, or waits for one on another machine, and has the coordinator put it in the place of another while requests run.
 
 The worker is started on standby and is a process of its own: once it is in place it goes on when this command ends, and ends when the coordinator lets it
-go. Until then it is ours, and ends with us. What it says goes to a file in the runtime directory.
+go. Until then it is ours, and ends with us. What it says goes to a file in the runtime directory, which it keeps short.
 """
 
+import fcntl
 import json
 import os
 import shlex
@@ -19,11 +20,12 @@ from pathlib import Path
 import click
 
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
-from dovetail.launch.connection import find_coordinator
+from dovetail.launch.connection import describe, find_coordinator, shorten_model
 from dovetail.launch.directory import only_announcement, runtime_directory
 from dovetail.launch.drain import figures, named, told, wait_for
 from dovetail.launch.preflight import check_draft, check_target
-from dovetail.launch.supervise import GRACE_S, POLL_S, Child, layout_of, worker_arguments
+from dovetail.launch.replaced import settings_of
+from dovetail.launch.supervise import GRACE_S, POLL_S, SECTIONS, Child, layout_of, worker_arguments
 from dovetail.launch.terminal import note, spinner
 from dovetail.launch.travels import leaves_the_machine
 from dovetail.protocol.errors import UserError
@@ -31,6 +33,10 @@ from dovetail.protocol.messages import Role, WorkerState
 from dovetail.runtime.client import Client
 
 EVERYWHERE = ("//0.0.0.0:", "//[::]:")
+MODELS: dict[Role, tuple[str, ...]] = {"target": ("target.model",), "draft": ("draft.model", "draft.kind")}
+"""By which settings a model is named."""
+LOCAL = ("target.model", "target.device", "target.threads", "target.numa", "draft.model", "draft.device", "memory.", "coordinator.")
+"""What need not be so on another machine."""
 
 
 @click.command(cls=SettingsCommand)
@@ -41,7 +47,7 @@ EVERYWHERE = ("//0.0.0.0:", "//[::]:")
 @click.option("--print", "elsewhere", is_flag=True, help="Start nothing: print what to type on another machine, and wait for that worker.")
 @click.option("--connect", metavar="ADDRESS", help="The coordinator.  [default: the only one of this user]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@settings_flags("target", "draft", "coordinator")
+@settings_flags("target", "draft", "memory", "coordinator.keys", "coordinator.stuck_s")
 def command(
     configuration: Configuration,
     role: Role,
@@ -54,44 +60,115 @@ def command(
 ) -> None:
     """Put a worker with these settings in the place of another one, while requests run.
 
+    What is not said is as the worker has it that leaves, where that runs on this machine; a model that is named has its settings from here alone.
+
     The new worker is tried with short sessions, then gets the new ones and takes over those that run: from a draft all of them, from a target one after the
-    other if it computes the same bytes (coordinator.move = any: if it has the same vocabulary); the others end where they are. Then the old worker ends. If
-    the new one fails it is let go and the old one stays, with exit code 1. No request fails of it.
+    other if it computes the same bytes (where the coordinator has move = any: if it has the same vocabulary); the others end where they are. Then the old
+    worker ends. If the new one fails it is let go and the old one stays, with exit code 1. No request fails of it.
     """
     if beside and replaced is not None:
         raise UserError(f"--beside lets nobody go, and --replace {replaced} names who should: leave one of them out")
-    check = check_target if role == "target" else check_draft
-    check(configuration.settings)
+    _check_flags(configuration, role)
     if role == "draft" and configuration.settings.draft.kind == "none":
         raise UserError("--draft none is no worker: let the one that is there go with `dovetail drain WORKER`")
-    with find_coordinator(configuration, connect) as client:
+    with find_coordinator(configuration, connect, role="operator") as client:
         state = client.status()
         old = None if beside else _leaver(state.workers, role, replaced)
-        name = name or free_name(state.workers, role)
+        name = _free(state.workers, name, old) if name is not None else free_name(state.workers, role)
+        configuration, known = as_before(configuration, role, old, state.workers, elsewhere=elsewhere)
+        if not elsewhere:
+            (check_target if role == "target" else check_draft)(configuration.settings)
         keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
         if elsewhere:
             line = _command_for_another_machine(configuration, role, name, state.address)
             click.echo(line, err=as_json)
+            note("FOLDER holds its own NAME.key and coordinator.pub; models, devices and threads that are not named are those of a worker without settings")
             note(f"waiting for {name}; Ctrl-C to leave it")
-            newcomer = _wait_until_here(client, name, None)
+            newcomer = _wait_until_here(client, name, None, old)
+            if not known:
+                _check_checkpoint(newcomer, state.workers)
             done = wait_for(client, client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
         else:
             flags = [*worker_arguments(configuration, role, state.address, layout_of(configuration.settings)), *([f"--keys={keys}"] if keys else [])]
-            with Newcomer([flag for flag in flags if not flag.startswith("--name=")] + [f"--name={name}", "--standby"], name) as process:
-                newcomer = _wait_until_here(client, name, process.child)
-                done = wait_for(client, client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
+            with Newcomer([flag for flag in flags if not flag.startswith("--name=")] + [f"--name={name}", "--standby", "--own-log"], name) as process:
+                newcomer = _wait_until_here(client, name, process.child, old)
+                if not known:
+                    _check_checkpoint(newcomer, state.workers)
+                request = client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None)
+                try:
+                    done = wait_for(client, request)
+                except (KeyboardInterrupt, SystemExit):
+                    if _is_in_place(client, newcomer):
+                        process.stays()
+                    raise
                 process.stays()
     if as_json:
-        click.echo(json.dumps({"worker": newcomer.name, "pid": newcomer.pid, "replaced": old.name if old else None, **figures(done)}))
+        told_of = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model, "replaced": old.name if old else None}
+        click.echo(json.dumps({**told_of, **figures(done)}))
     else:
         place = f"in the place of {old.name} (pid {old.pid} on {old.host})" if old is not None else "beside the others"
-        note(f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}: {told(done)}")
+        note(f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, {describe(role, newcomer)}: {told(done)}")
 
 
 def free_name(workers: Sequence[WorkerState], role: Role) -> str:
     """The role, or the role with the first number that nobody has."""
     taken = {worker.name for worker in workers}
     return next(name for name in (role, *(f"{role}-{number}" for number in range(2, len(taken) + 3))) if name not in taken)
+
+
+def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) -> str:
+    """A name that was asked for, if nobody but who leaves has it."""
+    if (holder := next((worker for worker in workers if worker.name == name and worker is not old), None)) is not None:
+        raise UserError(f"--name {name} is that of another worker (pid {holder.pid} on {holder.host}): choose one that is free, or leave it out")
+    return name
+
+
+def _check_flags(configuration: Configuration, role: Role) -> None:
+    """`UserError` for a flag that is about the other role, and would do nothing."""
+    other = "draft" if role == "target" else "target"
+    read = ("target.model", "target.inflate") if role == "draft" else ()
+    typed = (name for name, origin in configuration.origins.items() if origin == f"--{name}" and name.split(".")[0] == other and name not in read)
+    if (idle := next(typed, None)) is not None:
+        own = f"{role}.{idle.partition('.')[2]}"
+        remedy = f"leave it out, or write --{own}" if own in configuration.origins else "leave it out"
+        raise UserError(f"--{idle} is a setting of a {other}, and --role {role} starts none: {remedy}")
+
+
+def as_before(
+    configuration: Configuration, role: Role, old: WorkerState | None, workers: Sequence[WorkerState], *, elsewhere: bool
+) -> tuple[Configuration, bool]:
+    """The settings with what was not given as the worker has it that leaves, else as one beside which the new one comes, and for a draft the target's model;
+    whether it is certain which model is meant.
+
+    A model that was named has nothing of another's, and a worker `elsewhere` nothing that is a matter of this machine.
+    """
+    named = any(configuration.given(name) for name in MODELS[role])
+    model = old or _serving(workers, role)
+    before = settings_of(model) if model is not None else None
+    sections = ("coordinator.stuck_s",) if named else (*SECTIONS[role], "coordinator.stuck_s")
+    values = {name: value for name, value in (before or {}).items() if name.startswith(sections)}
+    if role == "draft":
+        target = _serving(workers, "target")
+        read = (settings_of(target) if target is not None else None) or {}
+        values |= {name: read[name] for name in ("target.model", "target.inflate") if name in read}
+    wanted = {name: value for name, value in values.items() if not (configuration.given(name) or (elsewhere and name.startswith(LOCAL)))}
+    return configuration.over("as those have it that are here", wanted), named or (before is not None and not elsewhere)
+
+
+def _serving(workers: Sequence[WorkerState], role: Role) -> WorkerState | None:
+    return next((worker for worker in workers if role in worker.roles and not (worker.standby or worker.leaving)), None)
+
+
+def _check_checkpoint(newcomer: WorkerState, workers: Sequence[WorkerState]) -> None:
+    """`UserError` for a target of another checkpoint than those that are here, where nobody has said that it should be."""
+    here = _serving(workers, "target")
+    if newcomer.fingerprint and here is not None and _checkpoint(here) != _checkpoint(newcomer):
+        text = f"{newcomer.name} has the model {shorten_model(newcomer.model)}, and {here.name} on {here.host} another one, {shorten_model(here.model)}"
+        raise UserError(f"{text}: name the one that you mean with --target MODEL")
+
+
+def _checkpoint(worker: WorkerState) -> str:
+    return worker.fingerprint.partition("/")[0]
 
 
 def _leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
@@ -117,7 +194,8 @@ def _command_for_another_machine(configuration: Configuration, role: Role, name:
         raise UserError(f"no other machine reaches the coordinator at {address}: start it with --coordinator.listen tcp://HOST:PORT and keys")
     for anywhere in EVERYWHERE:
         address = address.replace(anywhere, f"//{socket.gethostname()}:")
-    settings = [flag for flag in configuration.arguments(*(("target",) if role == "target" else ("target", "draft"))) if _was_typed(configuration, flag)]
+    sections = ("target", "memory") if role == "target" else ("target", "draft")
+    settings = [flag for flag in configuration.arguments(*sections) if _was_typed(configuration, flag)]
     return shlex.join(["dovetail", "worker", f"--role={role}", f"--name={name}", "--standby", f"--connect={address}", "--keys=FOLDER", *settings])
 
 
@@ -125,7 +203,7 @@ def _was_typed(configuration: Configuration, flag: str) -> bool:
     return configuration.given(flag.removeprefix("--").partition("=")[0])
 
 
-def _wait_until_here(client: Client, name: str, child: Child | None) -> WorkerState:
+def _wait_until_here(client: Client, name: str, child: Child | None, old: WorkerState | None) -> WorkerState:
     """The worker on standby, once it is registered; what its process has to say if that ends before is raised."""
     with spinner() as say:
         say(f"loading {name}")
@@ -135,8 +213,18 @@ def _wait_until_here(client: Client, name: str, child: Child | None) -> WorkerSt
                 if worker.standby and worker.name == name and (pid is None or (worker.pid, worker.host) == (pid, host)):
                     return worker
             if child is not None and child.ended:
-                raise child.failure()
+                failure = child.failure()
+                raise type(failure)(f"{failure}{f'; {old.name} stays' if old is not None else ''}")
             time.sleep(POLL_S)
+
+
+def _is_in_place(client: Client, newcomer: WorkerState) -> bool:
+    """Whether it has sessions, or may have: then the change goes on without us, and it is not ours to end."""
+    here = next((worker for worker in client.status().workers if worker.worker_epoch == newcomer.worker_epoch), None)
+    if here is None or here.standby:
+        return False
+    note(f"{newcomer.name} is in place and stays; the change goes on, as `dovetail status` shows")
+    return True
 
 
 class Newcomer:
@@ -147,8 +235,11 @@ class Newcomer:
 
     def __enter__(self) -> "Newcomer":
         """It is a session of its own: neither Ctrl-C nor the end of the terminal reaches it."""
-        self._path = runtime_directory() / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"
+        folder = runtime_directory()
+        _remove_unused(folder)
+        self._path = folder / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"
         log = self._path.open("a+b")
+        fcntl.flock(log, fcntl.LOCK_EX)  # held for as long as the worker has the file open
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dovetail.launch.cli", *self._arguments],
             stdin=subprocess.DEVNULL,
@@ -177,3 +268,11 @@ class Newcomer:
             self.child.process.kill()
             self.child.process.wait()
         Path(self._path).unlink(missing_ok=True)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove what workers that have ended said."""
+    for path in folder.glob("worker-*.log"):
+        with path.open("a+b") as log, suppress(BlockingIOError):
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

@@ -111,15 +111,18 @@ def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping
         Panel("Acceptance length, tau", across, "tokens a round", _curves(points, "tau")),
         Panel("Speed-up over the target alone", across, "times", _curves(points, "speedup", ("speedup_low", "speedup_high")), level=1.0),
     )
-    return draw_panels(f"What {sweep.name} brings\n{_origin([method.configuration.settings for method in methods if sweep.varies(method)])}", panels)
+    origin = origin_of([method.configuration.settings for method in methods if sweep.varies(method)], points)
+    return draw_panels(f"What {sweep.name} brings\n{origin}", panels)
 
 
-def _origin(settings: Sequence[Settings]) -> str:
-    """In words, what was measured: targets, drafts and policies, each once."""
+def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -> str:
+    """In words, what was measured: targets, drafts and policies, each once, and the temperature where all rows have the same."""
     targets = (f"{_named(one.target.model) or 'demo'} ({_loaded(one)})" for one in settings)
     drafts = (" ".join(filter(None, (one.draft.kind if one.draft.kind != "auto" else "", _named(one.draft.model)))) or "demo" for one in settings)
     told = {"target": targets, "draft": drafts, "policy": (one.tree.policy for one in settings)}
-    return " · ".join(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in told.items())
+    heats = {row["temperature"] for row in rows}
+    same = [f"T {heat:g}" for heat in heats if len(heats) == 1]
+    return " · ".join((*(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in told.items()), *same))
 
 
 def _named(model: str) -> str:

@@ -86,6 +86,8 @@ def write_thresholds(path: Path, thresholds: Sequence[float], sections: Mapping[
 
 def draft_facts(draft: DraftSettings) -> dict[str, str]:
     """What a draft is called and, where its files are here, the SHA-256 of its config.json and weights."""
+    if draft.kind == "substitute":
+        return {"draft": f"substitute ({draft.weights})", "draft_sha256": ""}
     source = with_draft(draft).model
     folder = Path(source).expanduser()
     name = f"embedded {folder.relative_to(DEMO_FOLDER)}" if folder.is_relative_to(DEMO_FOLDER) else source
@@ -110,6 +112,8 @@ def _is_same(facts: Mapping[str, str], made_for: Mapping[str, Any]) -> bool:
 def _shipped(settings: Settings) -> Path | None:
     """The file of an embedded draft."""
     draft = settings.draft
+    if draft.kind == "substitute":
+        return None
     file = DEMO_FOLDER / f"thresholds-{draft.kind if draft.kind in HEAD_KINDS else 'small'}.toml"
     return file if not settings.target.model and not draft.model and file.is_file() else None
 

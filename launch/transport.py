@@ -344,7 +344,7 @@ class _Echo:
             self._link.send(answer)
 
     def _answer(self, command: Command, arrived_ns: int) -> Message | None:
-        spans = (("echo", arrived_ns, time.monotonic_ns() - arrived_ns),)
+        spans = (("draft" if self._role == "draft" else "verify", arrived_ns, time.monotonic_ns() - arrived_ns),)
         match command:
             case Open():
                 return Opened(epoch=self._epoch, session=command.session, bonus=FIRST_TOKEN if self._role == "target" else None, margin=1.0)

@@ -4,7 +4,8 @@ The first part is the root. It must know some of the others, the workers, whose 
 themselves. A part starts when those that it comes after have been ready, the root since it was started last. Until everything was ready once, the first
 loss ends the service - whoever started it is there to read why. From then on a part that ends is started again after a pause, which doubles from loss to
 loss and begins anew after a minute of health; what ends too often, or says that the user made a mistake, ends the service. A root that says nothing for
-long, and a part that the root has known and does not know any more, are stuck: they are replaced.
+long, and a part that the root has known and does not know any more, are stuck: they are replaced. A part that was let go because somebody else took its
+place is started again when nobody is in that place any more.
 Knows no processes, clocks or signals: names, events and seconds are handed in, and actions are handed back.
 """
 
@@ -119,6 +120,15 @@ class _State:
         return len(self.ends) > MOST_RESTARTS
 
 
+@dataclass
+class _Away:
+    """A part that the root let go."""
+
+    part: Part
+    seen_s: float | None = None
+    """When somebody was last in its place; None: nobody has been."""
+
+
 class Watch:
     """The state of a service; each call takes one event and says what follows."""
 
@@ -126,6 +136,7 @@ class Watch:
         """`stuck_s`: a part that is alive and was not heard of for so long is replaced."""
         self._root, self._stuck_s = parts[0].name, stuck_s
         self._states = {part.name: _State(part, now_s) for part in parts}
+        self._away: dict[str, _Away] = {}
         self._looked_s = now_s
         self.serving = False
         """Whether everything has been ready at one time."""
@@ -146,6 +157,8 @@ class Watch:
         if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
             for state in self._states.values():
                 state.heard_s = None if state.heard_s is None else state.heard_s + asleep_s
+            for away in self._away.values():
+                away.seen_s = None if away.seen_s is None else away.seen_s + asleep_s
         self._looked_s = now_s
         for name, state in self._states.items():
             if not state.running and state.due_s <= now_s and all(self._states[before].been_ready for before in state.part.after):
@@ -169,8 +182,8 @@ class Watch:
         self.serving = not self.missing
         return []
 
-    def answered(self, known: Collection[str], now_s: float) -> list[Action]:
-        """The root has said which of the others it knows."""
+    def answered(self, known: Collection[str], now_s: float, served: Collection[str] = ()) -> list[Action]:
+        """The root has said which of the others it knows, and in which of their places somebody works."""
         actions: list[Action] = []
         self._states[self._root].heard_s = now_s
         for name, state in self._states.items():
@@ -182,6 +195,19 @@ class Watch:
             elif state.ready_s is not None:
                 state.ready_s = None
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
+        return [*actions, *self._fill(served, now_s)]
+
+    def _fill(self, served: Collection[str], now_s: float) -> list[Action]:
+        """Have those start again in whose place somebody was who has been gone for as long as a part may be silent."""
+        root, actions = self._states[self._root], list[Action]()
+        for name, away in [*self._away.items()]:
+            if name in served:
+                actions += [Tell(f"another worker is in the place of the {name}")] if away.seen_s is None else []
+                away.seen_s = now_s
+            elif away.seen_s is not None and root.ready_s is not None and now_s - max(away.seen_s, root.ready_s) >= self._stuck_s:
+                del self._away[name]
+                self._states[name] = _State(away.part, now_s)
+                actions.append(Tell(f"nobody is in the place of the {name} any more; it is started again"))
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
@@ -190,7 +216,7 @@ class Watch:
         if name == self._root and ending.code == 0:
             return [Tell(f"the {name} was told to stop"), Leave()]
         if ending.let_go and self.serving:
-            del self._states[name]
+            self._away[name] = _Away(self._states.pop(name).part)
             return [Tell(f"the {name} was let go")]
         if ending.mistake or not self.serving:
             return [GiveUp(name)]

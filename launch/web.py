@@ -1,4 +1,4 @@
-"""Who answers in a conversation: a dovetail server somewhere, over HTTP.
+"""A dovetail server somewhere, over HTTP: what it says when it is asked, and how it answers in a conversation.
 
 The standard library's client does: one connection a request, read line by line as the events come. Knows what our server says beside the OpenAI API
 (which tokens were drafted, and the figures of a reply); from one that does not say it, the text alone is taken.
@@ -49,16 +49,57 @@ def api_key(configuration: Configuration) -> str:
     return next((line.strip() for line in lines if line.strip()), "")
 
 
+class Site:
+    """A server, and the key that it is asked with."""
+
+    def __init__(self, url: str, key: str, *, silence_s: float = SILENCE_S) -> None:
+        self._parts, self._key, self._silence_s = _checked(url), key, silence_s
+
+    @property
+    def url(self) -> str:
+        return self._parts.geturl()
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The object at this path."""
+        with self.asked("GET", path) as response:
+            return _object(response.read())
+
+    @contextmanager
+    def asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        """What the server answers, if it does what it is asked; the connection ends with the block."""
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
+        with closing(self._connect()) as connection:
+            try:
+                connection.request(method, self._parts.path.rstrip("/").removesuffix("/v1") + path, body, headers)
+                with connection.getresponse() as response:
+                    if response.status != 200:
+                        raise _failure(response.status, _object(response.read()), sent_key=bool(self._key))
+                    yield response
+            except (OSError, http.client.HTTPException) as error:
+                raise DovetailError(f"the server at {self.url} broke off: {str(error) or type(error).__name__}") from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise UserError(f"nobody answers at {self.url} ({error.strerror or error}): start `dovetail serve` there, or correct the URL") from None
+        connection.sock.settimeout(self._silence_s)
+        return connection
+
+
 class WebAnswerer:
     """Has a server answer; asks it at once which model it serves."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._url, self._key = _checked(url), key
-        models = self._get("/v1/models").get("data") or [{}]
+        self._site = Site(url, key)
+        models = self._site.get("/v1/models").get("data") or [{}]
         self._model = str(models[0].get("id", ""))
 
     def models(self) -> str:
-        return f"{printable(self._model)} at {self._url.geturl()}"
+        return f"{printable(self._model)} at {self._site.url}"
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """As `answering.Answerer` says: to interrupt it, the connection is closed."""
@@ -85,15 +126,9 @@ class WebAnswerer:
             "dovetail": {"drafted": True, "speculate": manner.speculate},
         }
 
-    # -- HTTP -----------------------------------------------------------------------------------------------------------------------------------
-
-    def _get(self, path: str) -> dict[str, Any]:
-        with self._asked("GET", path) as response:
-            return _object(response.read())
-
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a reply, up to the one that says that it is done."""
-        with self._asked("POST", path, json.dumps(body).encode()) as response:
+        with self._site.asked("POST", path, json.dumps(body).encode()) as response:
             while line := response.readline():
                 said = line.strip()
                 if said == b"data: [DONE]":
@@ -103,32 +138,7 @@ class WebAnswerer:
                     if "error" in event:
                         raise _failure(500, event)
                     yield event
-        raise DovetailError(f"the server at {self._url.geturl()} broke off in the middle of a reply")
-
-    @contextmanager
-    def _asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
-        """What the server answers, if it does what it is asked; the connection ends with the block."""
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
-        with closing(self._connect()) as connection:
-            try:
-                connection.request(method, self._url.path.rstrip("/").removesuffix("/v1") + path, body, headers)
-                with connection.getresponse() as response:
-                    if response.status != 200:
-                        raise _failure(response.status, _object(response.read()), sent_key=bool(self._key))
-                    yield response
-            except (OSError, http.client.HTTPException) as error:
-                raise DovetailError(f"the server at {self._url.geturl()} broke off: {str(error) or type(error).__name__}") from None
-
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=CONNECT_S)
-        try:
-            connection.connect()
-        except OSError as error:
-            connection.close()
-            raise UserError(f"nobody answers at {self._url.geturl()} ({error.strerror or error}): start `dovetail serve` there, or correct the URL") from None
-        connection.sock.settimeout(SILENCE_S)
-        return connection
+        raise DovetailError(f"the server at {self._site.url} broke off in the middle of a reply")
 
 
 class _Reply:

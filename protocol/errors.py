@@ -71,3 +71,7 @@ class PeerBusy(LinkError):
 
 class LinkClosed(LinkError):
     """The other end of the link has gone, or the link was closed here."""
+
+
+class LinkRefused(LinkClosed):
+    """Somebody answers and takes no connection of ours, because of the keys or because it is something else."""

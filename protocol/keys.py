@@ -2,7 +2,8 @@
 
 A folder of keys, mode 0700, holds for each name one file `NAME.key` (JSON: name, roles, public, secret; mode 0600) and one file `NAME.pub` (the same
 without the secret). The one named `coordinator` is the coordinator's own; every other one is a peer, and `roles` in its `.pub` file on the coordinator's
-machine says what it may be - draft, target, client - whatever it says of itself. What belongs where when there are several machines:
+machine says what it may be - draft, target, client, operator, who is a client that may put workers in place and let them go - whatever it says of itself.
+What belongs where when there are several machines:
 
     the coordinator's machine   coordinator.key and the NAME.pub of every peer
     a worker's or a client's    its own NAME.key and coordinator.pub, nothing else
@@ -18,7 +19,8 @@ import re
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +33,16 @@ from dovetail.protocol.errors import KeysError
 from dovetail.protocol.messages import Role
 
 COORDINATOR = "coordinator"
-ROLES: tuple[str, ...] = get_args(Role)
+OPERATOR = "operator"
+"""Of a key: its holder is a client that may change workers."""
+ROLES: tuple[str, ...] = (*get_args(Role), OPERATOR)
 DOMAIN = b"dovetail"
 """The ZAP domain: the hub's socket and its handler must name the same one, else libzmq lets everybody in or nobody."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_SAY_EVERY_S = 10.0
+"""So often at most refused handshakes are a line of the log; a worker tries again every second, and strangers as often as they like."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +54,10 @@ class PeerKey:
     name: str
     roles: tuple[str, ...]
     public: str
+
+    def may_be(self, roles: Iterable[str]) -> bool:
+        """Whether a peer with this key may take these roles."""
+        return _allows(self.roles, roles)
 
 
 @dataclass(frozen=True)
@@ -81,14 +91,14 @@ def generate_peer(folder: Path, name: str, roles: Sequence[str]) -> None:
     if not _NAME.fullmatch(name):
         raise KeysError(f"{name!r} cannot name a key: use lower-case letters, digits, '.', '_' and '-', at most 64")
     if not roles or not set(roles) <= set(ROLES):
-        raise KeysError(f"a key needs roles among {', '.join(ROLES)}, not {', '.join(roles) or 'none'}")
+        raise KeysError(f"a key needs roles among {', '.join(ROLES)}, given with --role" + (f", not {', '.join(roles)}" if roles else ""))
     if (folder / f"{name}.pub").exists() or (folder / f"{name}.key").exists():
         raise KeysError(f"{folder} has a key named {name!r} already: replace it with `dovetail keygen --rotate {name}` or choose another name")
     _write_pair(folder, name, tuple(roles))
 
 
 def rotate(folder: Path, name: str) -> None:
-    """Replace the key pair `name` by a new one of the same roles; the old one is refused from now on.
+    """Replace the key pair `name` by a new one of the same roles; the old one is refused from now on, that of the coordinator once it is started again.
 
     The new files must go where the old ones were: `NAME.key` to the machine of the peer; after rotating the coordinator, `coordinator.pub` to
     every peer, and the coordinator must be restarted.
@@ -127,11 +137,24 @@ def own_key_for(folder: Path, role: str) -> OwnKey:
     if (folder / f"{role}.key").exists():
         return load_own_key(folder, role)
     names = [path.stem for path in sorted(folder.glob("*.key")) if path.stem != COORDINATOR]
-    able = [key for name in names if role in (key := load_own_key(folder, name)).roles]
+    able = [key for name in names if _allows((key := load_own_key(folder, name)).roles, (role,))]
     if len(able) == 1:
         return able[0]
-    found = f"several keys for it: {', '.join(key.name for key in able)}; leave one" if able else f"no {role}.key; copy it from where `dovetail keygen` made it"
+    found = f"several keys for it: {', '.join(key.name for key in able)}; leave one" if able else f"no {role}.key; {_remedy(folder, role)}"
     raise KeysError(f"{folder} is to give the key of a {role} and holds {found}")
+
+
+def _remedy(folder: Path, role: str) -> str:
+    """How a machine comes to the key of a role; deployments were made once without one of an operator."""
+    if (folder / f"{COORDINATOR}.key").exists():
+        return f"make it with `dovetail keygen --out {folder} --name {role} --role {role}`"
+    made = "copy it from where `dovetail keygen` made it"
+    return f"{made}, or make it there with --name {role} --role {role}" if role == OPERATOR else made
+
+
+def _allows(held: Sequence[str], roles: Iterable[str]) -> bool:
+    """Whether a key of the roles `held` is good for these: an operator is a client, too."""
+    return {*roles} <= {*held, *(("client",) if OPERATOR in held else ())}
 
 
 def coordinator_public(folder: Path) -> str:
@@ -150,6 +173,8 @@ class AllowedPeers:
     def __init__(self, folder: Path) -> None:
         _check_folder(folder)
         self._folder = folder
+        self._former: dict[str, str] = {}
+        """Public keys that were allowed since this began, and their names."""
         self._known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]] = {}
         for path in self._files():
             self._add(path, self._known)
@@ -169,7 +194,13 @@ class AllowedPeers:
                 self._add(path, known)
             except KeysError as error:
                 _log.warning("peer refused: %s", error)
+        self._former.update({public: peer.name for public, (peer, *_) in self._known.items() if public not in known})
         self._known = known
+
+    def told(self, public: str) -> str:
+        """A key that is not allowed, in words."""
+        former = self._former.get(public)
+        return f"the key {former!r}, which is not allowed any more" if former is not None else f"a key {public!r} that is in no .pub file of {self._folder}"
 
     def _add(self, path: Path, known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]]) -> None:
         identity = _identity(path)
@@ -183,33 +214,56 @@ class AllowedPeers:
 # -- judging handshakes ------------------------------------------------------------------------------------------------------------------------
 
 
-def start_judge(context: "zmq.Context[zmq.Socket[bytes]]", find: Callable[[str], PeerKey | None]) -> threading.Thread:
+def start_judge(context: "zmq.Context[zmq.Socket[bytes]]", peers: AllowedPeers) -> threading.Thread:
     """A thread that answers libzmq's question about every CURVE handshake of `context`; it ends when the context is terminated.
 
-    A key that `find` knows is let in with itself as User-Id, which libzmq attaches to every message of that connection; any other is refused.
+    A key that is allowed is let in with itself as User-Id, which libzmq attaches to every message of that connection; any other is refused, and the log
+    says whose and from where.
     """
     socket = context.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(_ZAP_ENDPOINT)
-    thread = threading.Thread(target=_judge, args=(socket, find), name="dovetail-keys", daemon=True)
+    thread = threading.Thread(target=_judge, args=(socket, peers), name="dovetail-keys", daemon=True)
     thread.start()
     return thread
 
 
-def _judge(socket: "zmq.Socket[bytes]", find: Callable[[str], PeerKey | None]) -> None:
+def _judge(socket: "zmq.Socket[bytes]", peers: AllowedPeers) -> None:
+    refusals = _Refusals()
     try:
         while True:
-            socket.send_multipart(_verdict(socket.recv_multipart(), find))
+            socket.send_multipart(_verdict(socket.recv_multipart(), peers.find, lambda public, address: refusals.tell(peers.told(public), address)))
     except zmq.ContextTerminated:
         socket.close()
 
 
-def _verdict(question: Sequence[bytes], find: Callable[[str], PeerKey | None]) -> list[bytes]:
-    """The answer of RFC 27 to (version, request, domain, address, identity, mechanism, 32-byte public key)."""
-    version, request, domain, _address, _identity, mechanism, *credentials = question
+class _Refusals:
+    """Says which handshakes were refused, and not more often than somebody can read."""
+
+    def __init__(self) -> None:
+        self._said_s = -_SAY_EVERY_S
+        self._unsaid = 0
+
+    def tell(self, key: str, address: str) -> None:
+        """Of a handshake with a key, in words, from an address."""
+        now_s = time.monotonic()
+        if now_s - self._said_s < _SAY_EVERY_S:
+            self._unsaid += 1
+            return
+        beside = f"; {self._unsaid} more were refused before" if self._unsaid else ""
+        _log.warning("refused at the door: %s shows %s%s", address, key, beside)
+        self._said_s, self._unsaid = now_s, 0
+
+
+def _verdict(question: Sequence[bytes], find: Callable[[str], PeerKey | None], refused: Callable[[str, str], None]) -> list[bytes]:
+    """The answer of RFC 27 to (version, request, domain, address, identity, mechanism, 32-byte public key); `refused` hears of keys that are not allowed."""
+    version, request, domain, address, _identity, mechanism, *credentials = question
     known = None
     if domain == DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
-        known = find(z85.encode(credentials[0]).decode())
+        public = z85.encode(credentials[0]).decode()
+        known = find(public)
+        if known is None:
+            refused(public, address.decode(errors="replace"))
     if known is None:
         return [version, request, b"400", b"this key is not allowed", b"", b""]
     return [version, request, b"200", b"", known.public.encode(), b""]
@@ -253,6 +307,8 @@ def _reported(folder: Path) -> Iterator[None]:
 
 
 def _check_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise KeysError(f"{folder} is a file: name the folder that the keys are in")
     if not folder.is_dir():
         raise KeysError(f"there is no folder of keys {folder}: make one with `dovetail keygen`")
     if folder.stat().st_mode & 0o022:

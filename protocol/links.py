@@ -15,6 +15,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import struct
 import tempfile
 import threading
@@ -31,7 +32,7 @@ import zmq
 
 from dovetail.protocol import keys as keyring
 from dovetail.protocol.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, MAX_FRAMES
-from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
+from dovetail.protocol.errors import KeysError, LinkClosed, LinkRefused, PeerBusy, PeerGone, UserError
 from dovetail.protocol.keys import PeerKey
 
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
@@ -49,6 +50,7 @@ _FAREWELL_MS = 200
 """So long, at most, a hub that closes waits until what it sent last has left: that it lets its workers go."""
 _CURVE_OVERHEAD_BYTES = 1024
 _SETTLE_S = 0.002
+_CLIENTS = ("client", keyring.OPERATOR)
 _MAX_KNOWN_PEERS = 4096
 
 _READABLE = int(zmq.POLLIN)
@@ -80,6 +82,9 @@ class Hub(Protocol):
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
         """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy` if its queue is full."""
+
+    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        """Queue a last message for a peer, whose key may have been revoked, if that is possible; never blocks."""
 
     def user(self, peer: bytes) -> PeerKey | None:
         """The key of a peer that has been heard over tcp: its name and the roles that it may take, none if it was revoked. None where there are no keys."""
@@ -147,7 +152,7 @@ def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False
 def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
     """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it has taken the connection.
 
-    `LinkClosed`, naming the address, if none answers within `timeout_s` or it refuses the key; `KeysError` if tcp lacks the key of `role`.
+    `LinkClosed`, naming the address, if none answers within `timeout_s`; `LinkRefused` if it refuses the key; `KeysError` if tcp lacks the key of `role`.
     """
     scheme, _, place = address.partition("://")
     if scheme == "ipc" and place:
@@ -193,7 +198,7 @@ class ZmqHub:
     def _demand_keys(self, folder: Path) -> None:
         own = keyring.load_own_key(folder, keyring.COORDINATOR)
         self._peers = keyring.AllowedPeers(folder)
-        self._judge = keyring.start_judge(self._context, self._peers.find)
+        self._judge = keyring.start_judge(self._context, self._peers)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, keyring.DOMAIN)
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -243,6 +248,11 @@ class ZmqHub:
                 raise
             self._known.pop(peer, None)
             raise PeerGone(f"peer {peer.hex()} is not connected") from None
+
+    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        _check_outgoing(frames)
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
 
     def user(self, peer: bytes) -> PeerKey | None:
         if self._peers is None:
@@ -299,7 +309,8 @@ class ZmqLink:
 
     def __init__(self, address: str, keys: Path | None, role: str, timeout_s: float) -> None:
         self._address = address
-        self._entrance = WORKERS_SUFFIX if keys is None and role != "client" else ""
+        works = role not in _CLIENTS
+        self._entrance = WORKERS_SUFFIX if keys is None and works else ""
         self._gone = ""
         self._key_name = ""
         self._context: Context = zmq.Context()
@@ -310,7 +321,7 @@ class ZmqLink:
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             if keys is not None:
                 self._show_key(keys, role)
-            if keys is not None or role != "client":
+            if keys is not None or works:
                 _watch(self._socket)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._poller = zmq.Poller()
@@ -343,14 +354,25 @@ class ZmqLink:
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     return
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise LinkClosed(
+                    raise LinkRefused(
                         f"the coordinator at {self._address} refuses the key {self._key_name!r}: allow its public key there, or copy the present one here"
                     )
                 lost = True
         if lost:
             advice = "it may need keys, have other keys than coordinator.pub says, or not be a coordinator"
-            raise LinkClosed(f"what answers at {self._address} breaks the connection off: {advice}")
+            raise LinkRefused(f"what answers at {self._address} breaks the connection off: {advice}")
+        self._check_host()
         raise LinkClosed(f"no coordinator answers at {self._address} within {timeout_s:g} s: start it, or correct the address")
+
+    def _check_host(self) -> None:
+        """`LinkClosed` for the name of a host that is none here."""
+        if not self._address.startswith("tcp://"):
+            return
+        host, _ = _host_and_port(self._address)
+        try:
+            socket.getaddrinfo(host.strip("[]"), None)
+        except OSError as error:
+            raise LinkClosed(f"{host!r} in {self._address} is no host that is known here ({error.strerror}): correct the address") from None
 
     def send(self, frames: Sequence[bytes]) -> None:
         _check_outgoing(frames)
@@ -612,12 +634,12 @@ def _check_private(folder: Path) -> None:
     if status.st_uid != os.geteuid():
         raise UserError(f"the folder {folder} of the socket belongs to somebody else: choose a path in a folder of your own")
     if status.st_mode & 0o077:
-        raise UserError(f"the folder {folder} of the socket is open to others: chmod 700 {folder}, or choose a path in a folder that is")
+        raise UserError(f"the folder {folder} of the socket is open to others: choose a path in a folder that only you can enter, such as a new one in it")
 
 
 def _keys_for(address: str, keys: Path | None) -> Path:
     if keys is None:
-        raise KeysError(f"{address} needs keys, as every tcp address does: make them with `dovetail keygen` and name their folder")
+        raise KeysError(f"{address} needs keys, as every tcp address does: make them with `dovetail keygen`, and name their folder with --keys FOLDER")
     return keys
 
 
@@ -687,6 +709,10 @@ class MemoryHub:
             inbox.append(list(frames))
             self._links[peer].ring()
             self.changed.notify_all()
+
+    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        with suppress(PeerGone, PeerBusy):
+            self.send(peer, frames)
 
     def user(self, peer: bytes) -> PeerKey | None:
         return self._users.get(peer)

@@ -17,7 +17,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 5)
+VERSION = (1, 6)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""
@@ -25,6 +25,11 @@ MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
 MAX_SESSIONS = 64
 MAX_SPANS = 256
+MAX_SEEN_ROUNDS = 256
+"""Of one reply to Look; so that with trees of MAX_NODES it is a message that may travel."""
+MAX_SEEN_SPANS = 1024
+"""The same; small enough that a coordinator answers within some milliseconds."""
+MAX_SEEN_WORKERS = 64
 MAX_CORES = 4096
 MAX_MOVES = 64
 """Fingerprints that one reply may name."""
@@ -62,7 +67,11 @@ Label = Annotated[str, Field(max_length=120)]
 """Short enough that a whole fingerprint is a Name."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 SpanField = tuple[Annotated[str, Field(max_length=64)], Nanoseconds, Nanoseconds]
+"""Name, see `spans.NAMES`; start on the clock of the process that measured it; duration."""
 SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
+BesideField = tuple[Count | None, Count | None, SpanField]
+"""Session and round, as far as it is about one, and the span."""
+BesideFields = Annotated[tuple[BesideField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
 Role = Literal["draft", "target", "client"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0, le=65535)]]
@@ -208,6 +217,8 @@ class Hello(Message):
     """Of a target: to what size its linears were inflated, as the setting says it; empty: they were not."""
     standby: bool = False
     """Of a worker: it gets no sessions until it is put in place, by a Swap."""
+    placement: Name = ""
+    """Of a target that is spread over devices: which layers are where, in words."""
 
 
 class Welcome(Message):
@@ -359,6 +370,10 @@ class Opened(AboutSession):
     logprobs: TokenLogprobs | None = None
     """Of the bonus, where they were asked for."""
     spans: SpanFields = ()
+    placement: Name = ""
+    """As in Hello, of a target."""
+    read_by: Name = ""
+    """The device that read the prompt; empty: those that compute the model."""
 
 
 class Draft(AboutSession):
@@ -411,6 +426,8 @@ class Drafted(AboutSession):
     entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the policy asks for it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
+    beside: BesideFields = ()
+    """What this worker did beside its commands since it last said so: growth ahead, messages."""
     candidates: Array | None = None
     """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among which the children of the root (row 0) and of node i
     (row i + 1) were drawn, without replacement and siblings in the order of their nodes."""
@@ -467,6 +484,8 @@ class Verified(Message):
     type: Literal["verified"] = "verified"
     items: Annotated[tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
     spans: SpanFields = ()
+    beside: BesideFields = ()
+    """As in Drafted."""
     features: Array | None = None
     """[sum of 1 + accepted, row], where they were asked for: of each item's root and accepted nodes, one below the other."""
 
@@ -498,11 +517,20 @@ class Probed(Message):
     clock_ns: Nanoseconds
     """The worker's monotonic clock."""
     busy_ns: Nanoseconds
-    """Time spent on commands since the worker started."""
+    """Time spent on commands, growth ahead and other work ahead of time since the worker registered."""
     stale: Count
     """Late, duplicate and stale commands that were dropped."""
     sessions: Count
     rss_bytes: Count
+    beside: BesideFields = ()
+    """As in Drafted."""
+
+
+class Observe(Message):
+    """Record fine spans from now on, or no more."""
+
+    type: Literal["observe"] = "observe"
+    fine: bool
 
 
 class Engage(Message):
@@ -563,6 +591,20 @@ class Status(Message):
     """A client asks for the coordinator's state."""
 
     type: Literal["status"] = "status"
+
+
+class Look(Message):
+    """A client asks what has happened since it last asked: answered by Seen. What a coordinator holds of it is bounded; whoever wants to see asks often.
+
+    A client on another machine gets the tokens of its own requests alone.
+    """
+
+    type: Literal["look"] = "look"
+    request: Count
+    after: Count = 0
+    """The `next` of the last Seen; 0: whatever is still there."""
+    spans: bool = False
+    """Spans too; and have the workers record fine ones until nobody has asked so for some seconds."""
 
 
 class Describe(Message):
@@ -693,6 +735,71 @@ class RoundRecord(Frozen):
     coordinator_ns: Nanoseconds = 0
 
 
+class SeenRound(Frozen):
+    """A round that has ended."""
+
+    number: Count
+    """Among all that has happened, rounds and spans alike."""
+    session: Count
+    draft: Name = ""
+    """The worker that drafts for the session; empty: none does."""
+    target: Name
+    at_ns: Nanoseconds
+    """When its verdict was handled, on the coordinator's clock."""
+    record: RoundRecord
+
+
+class SeenSpan(Frozen):
+    """What a process did for a while."""
+
+    process: Name
+    device: Name = ""
+    session: Count | None = None
+    """None: it was about none, or about several."""
+    round: Count | None = None
+    span: SpanField
+    """On the coordinator's clock, which that of another machine is aligned with as well as its `clock_bound_ns` says."""
+
+
+class SeenWorker(Frozen):
+    """What a worker does at present."""
+
+    name: Name
+    worker_epoch: Count
+    roles: Annotated[tuple[Role, ...], Field(max_length=3, fail_fast=True)]
+    host: Name = ""
+    device: Name
+    cores: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...], Field(max_length=MAX_CORES, fail_fast=True)] = ()
+    node: Name = ""
+    """The memory nodes that it is bound to, such as 0 or 0-1; empty: to none."""
+    busy_ns: Nanoseconds
+    """As it last said (Probed)."""
+    at_ns: Nanoseconds
+    """When that was, on the coordinator's clock."""
+    clock_bound_ns: Nanoseconds | None = None
+    """What is said of its clock is wrong by so much at most; None: it has not been asked yet."""
+    waiting: Literal["", "draft", "target", "coordinator", "no work"] = ""
+    """What it waits for; empty: it works."""
+
+
+class Seen(Message):
+    """What has happened since a number, oldest first, as much as one message may hold."""
+
+    type: Literal["seen"] = "seen"
+    request: Count
+    at_ns: Nanoseconds
+    """Now, on the coordinator's clock."""
+    next: Count
+    """What to ask with next time."""
+    missed: Count = 0
+    """Rounds and spans that had happened since and are not there any more."""
+    more: bool = False
+    """Whether there is more that did not fit."""
+    workers: Annotated[tuple[SeenWorker, ...], Field(max_length=MAX_SEEN_WORKERS, fail_fast=True)]
+    rounds: Annotated[tuple[SeenRound, ...], Field(max_length=MAX_SEEN_ROUNDS, fail_fast=True)] = ()
+    spans: Annotated[tuple[SeenSpan, ...], Field(max_length=MAX_SEEN_SPANS, fail_fast=True)] = ()
+
+
 class Recorded(Message):
     """A round of a request that asked for records, after the Emitted of its tokens."""
 
@@ -748,6 +855,10 @@ class Result(Frozen):
     """Times that the session went on on another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
     """Of the targets that served it, in order, where they were not all the same; `fingerprint` is the last one's."""
+    placement: Name = ""
+    """Which of the target's layers were where, in words, of the last one that served it; empty: all on one device."""
+    prefill: Name = "local"
+    """Who read the prompt: local, those that compute the model; or a device through which the weights streamed."""
 
 
 class Finished(Message):
@@ -756,8 +867,8 @@ class Finished(Message):
     result: Result
     margins: Annotated[tuple[float, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
     """Of every completion token: how far the target's choice was from its runner-up."""
-    spans: Annotated[tuple[tuple[Name, SpanField], ...], Field(max_length=1 << 16, fail_fast=True)] = ()
-    """(process, span) on the coordinator's clock, if the request asked for a trace."""
+    spans: Annotated[tuple[SeenSpan, ...], Field(max_length=1 << 16, fail_fast=True)] = ()
+    """Of all processes, if the request asked for a trace."""
 
 
 class WorkerState(Frozen):
@@ -769,6 +880,8 @@ class WorkerState(Frozen):
     device: Name
     threads: Count
     binding: Name = ""
+    placement: Name = ""
+    """Of a target that is spread over devices: which layers are where, in words."""
     fingerprint: Name
     host: Name
     pid: Count
@@ -875,7 +988,7 @@ class Reported(Message):
     totals: Totals = Totals()
 
 
-Command = Welcome | Open | Feed | Refeed | Draft | Verify | Close | Probe | Engage | Drain | Failed
+Command = Welcome | Open | Feed | Refeed | Draft | Verify | Close | Probe | Observe | Engage | Drain | Failed
 Event = Hello | Prefilled | Refed | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
-Request = Hello | Submit | Cancel | Status | Describe | Swap | Dismiss | Stop
-Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Progressed | Swapped | Dismissed | Failed
+Request = Hello | Submit | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
+Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Seen | Progressed | Swapped | Dismissed | Failed

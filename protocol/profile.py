@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -118,6 +118,21 @@ class Calibration(Frozen):
     limits: Limits
 
 
+class Reading(Frozen):
+    """What reading a prompt takes, with a model on the CPU: on the CPU itself, and with its weights streaming through a device."""
+
+    device: str
+    local: RowsSeconds
+    streamed: RowsSeconds
+
+    @property
+    def better_from(self) -> int | None:
+        """The fewest measured rows from which on the device is always the faster one; None: at the most rows that were measured it is not."""
+        points = sorted({*self.local.rows, *self.streamed.rows}, reverse=True)
+        better = list(takewhile(lambda rows: self.streamed.at(rows) < self.local.at(rows), points))
+        return better[-1] if better else None
+
+
 class Entry(Frozen):
     """Everything known under one key."""
 
@@ -127,6 +142,8 @@ class Entry(Frozen):
     """At most one for each back end."""
     levels: ContextCurve | None = None
     """Of a draft: t_D, a level of its tree."""
+    readings: tuple[Reading, ...] = ()
+    """Of a target on the CPU, at most one for each device."""
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
         """What was chosen for a shape: the entry of the smallest row class that holds `rows`."""
@@ -142,6 +159,11 @@ class Entry(Frozen):
         """This calibration in place of that of the same back end."""
         others = tuple(c for c in self.calibrations if c.backend != calibration.backend)
         return self.model_copy(update={"calibrations": (*others, calibration)})
+
+    def with_reading(self, reading: Reading) -> "Entry":
+        """This reading in place of that of the same device."""
+        others = tuple(r for r in self.readings if r.device != reading.device)
+        return self.model_copy(update={"readings": (*others, reading)})
 
     def with_levels(self, levels: ContextCurve) -> "Entry":
         """This t_D in place of what was known."""

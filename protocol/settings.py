@@ -18,14 +18,18 @@ BUILT_POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput"
 LOOKUP_POLICIES = ("dynamic", "budget", "goodput")
 """What a draft without a model can do."""
 DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
-BUILT_DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "none")
+BUILT_DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BUILT_TARGET_WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
-BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
+BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
+SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
+"""Of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
+MODELLESS_KINDS = ("ngram", "substitute", "none")
+"""The draft kinds that name no model of their own: none at all, or the target."""
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
 MAX_BINS = 8
 """Bins of entropy that heterospec may tell apart."""
@@ -47,6 +51,25 @@ def built(value: str, known: tuple[str, ...], available: tuple[str, ...], what: 
     raise ValueError(f"{state}; choose {' or '.join(repr(a) for a in available)}")
 
 
+DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+
+
+class SplitSettings(Frozen):
+    """A target whose last layers another device computes."""
+
+    device: str = Field("", description="device of the last layers and the head, such as cuda:0; cpu stands for a GPU in tests; empty: no split")
+    layers: Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"] = Field(
+        "auto", description="so many of the last layers, and the head; auto: as many as memory.vram, or the device's free memory, holds"
+    )
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if value and DEVICE.fullmatch(value) is None:
+            raise ValueError("write cuda:N, or cpu, or leave it empty")
+        return value
+
+
 class TargetSettings(Frozen):
     """The model whose output is decoded."""
 
@@ -64,6 +87,24 @@ class TargetSettings(Frozen):
         "auto", description="CPU threads; auto: one a physical core, leaving one to the draft"
     )
     inflate: str = Field("", description='fp32 size to which the linears are inflated without changing a token, e.g. "512MiB"')
+    resident: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
+        "auto",
+        description="of the layers that a device computes, so many keep their weights there, and those of the others stream through it; auto: as many as "
+        "memory.vram, or the device's free memory, holds",
+    )
+    prefill: str = Field(
+        "auto",
+        description="who reads prompts for layers on the CPU: local (the CPU), a device through which their weights stream (cuda:N; cpu stands for one in "
+        "tests), or auto (the device that the profile file says is faster for prompts of that length)",
+    )
+    split: SplitSettings = Field(SplitSettings(), description="whether another device computes the last layers")
+
+    @field_validator("prefill")
+    @classmethod
+    def _prefill(cls, value: str) -> str:
+        if value not in ("auto", "local") and DEVICE.fullmatch(value) is None:
+            raise ValueError("write auto, local, cuda:N or cpu")
+        return value
 
     @field_validator("numa")
     @classmethod
@@ -89,11 +130,19 @@ class DraftSettings(Frozen):
     kind: str = Field(
         "auto",
         description="auto (recognised from the folder), small (a smaller model), a head of the target's (eagle, eagle3, dovetail, jakiro), "
-        "ngram (looks up what was said before) or none (the target alone)",
+        "ngram (looks up what was said before), substitute (the target itself in a few bits) or none (the target alone)",
     )
     model: str = Field("", description="id, id@revision or folder; empty: the embedded one of that kind")
-    weights: str = Field("auto", description="fp32, fp16, bf16, int8 or, for a head, int4; auto: as the checkpoint has them on a CPU, fp16 on a GPU")
+    weights: str = Field(
+        "auto",
+        description="fp32, fp16, bf16, int8 or, for a head, int4; of a substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
+        "a GPU; of a substitute int4",
+    )
     device: str = Field("auto", description="auto (the first GPU if there is one, else the CPU), cpu or cuda:N")
+    share: bool | Literal["auto"] = Field(
+        "auto",
+        description="whether a substitute is one process with its target and shares embedding, norms, head, resident layers, keys and values with it; auto: no",
+    )
     contrast: bool | Literal["auto"] = Field(
         "auto", description="whether a head's contrast output (jakiro) guesses the last level without a pass of its own; auto: where the head has one"
     )
@@ -110,7 +159,7 @@ class DraftSettings(Frozen):
     @field_validator("weights")
     @classmethod
     def _weights(cls, value: str) -> str:
-        return built(value, ("int3", "int2", *BUILT_DRAFT_WEIGHTS), BUILT_DRAFT_WEIGHTS, "type of draft weights")
+        return built(value, BUILT_DRAFT_WEIGHTS, BUILT_DRAFT_WEIGHTS, "type of draft weights")
 
 
 def _listed(value: Any) -> Any:
@@ -291,6 +340,30 @@ class SamplingSettings(Sampling):
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(512, description="capped by the room left in the context")
 
 
+class MemorySettings(Frozen):
+    """What a target may take of memory: of a device for weights, buffers and one long conversation, of the host for weights."""
+
+    vram: str = Field("auto", description='of a device, such as "7GB" (10^9) or "7GiB" (2^30); auto: what is free there')
+    ram: str = Field("auto", description='of the host, such as "16GB"; auto: whatever there is')
+
+    @field_validator("vram", "ram")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        if value != "auto":
+            byte_count(value)
+        return value
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """None: auto."""
+        return None if self.vram == "auto" else byte_count(self.vram)
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """None: auto."""
+        return None if self.ram == "auto" else byte_count(self.ram)
+
+
 class CoordinatorSettings(Frozen):
     """The process that owns the token logs."""
 
@@ -318,6 +391,9 @@ class HttpSettings(Frozen):
     )
     body: str = Field("2MiB", description="largest body of a request")
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(4096, description="connections held at a time; further ones are refused with 503")
+    dashboard: Literal["auto", "full", "anonymous", "off"] = Field(
+        "auto", description="the page at /: full shows the tokens of all requests, anonymous none of them; auto: full without a key"
+    )
 
     @field_validator("body")
     @classmethod
@@ -333,6 +409,7 @@ class Settings(Frozen):
     draft: DraftSettings = DraftSettings()
     tree: TreeSettings = TreeSettings()
     sampling: SamplingSettings = SamplingSettings()
+    memory: MemorySettings = MemorySettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     http: HttpSettings = HttpSettings()
 

@@ -1,21 +1,64 @@
 """Intervals on a monotonic clock, and the offset between two machines' clocks.
 
-A span is (name, start_ns, duration_ns) on the clock of the process that measured it. Only durations decide anything; offsets serve display.
+A span is (name, start_ns, duration_ns) on the clock of the process that measured it. Only durations decide anything; offsets serve display. Coarse spans are
+always recorded, fine ones while somebody looks. What a worker does for a command goes with the answer; what it does beside its commands, such as growth
+ahead, goes with a later one and says what it was about.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 Span = tuple[str, int, int]
+Beside = tuple[int | None, int | None, Span]
+"""Session and round, where it is about one, and the span."""
+
+NAMES: Mapping[str, str] = {
+    "prefill": "a prompt is read, or a part of the log",
+    "verify": "a pass of the target over the trees of a round, and its verdicts",
+    "linears": "of a pass, the matrices of all layers (fine; a sum over the layers, as are the next two)",
+    "attention": "of a pass, attention, rotation and cache (fine)",
+    "other": "of a pass, the rest of the layers, the embedding and the final norm (fine)",
+    "head": "of a pass, the matrix that makes logits of states (fine)",
+    "choose": "sampling, and following the tree (fine)",
+    "commit": "rows of accepted nodes become rows of the log",
+    "draft": "an order: the root moves, the tree grows and is offered",
+    "move": "the root moves: the log grows, and of the tree what lies below stays (fine)",
+    "root": "a pass of the draft over what the log has more",
+    "level": "a pass of the draft over nodes of the tree",
+    "grow": "passes of the draft that nobody waits for",
+    "prepare": "work ahead of time that nobody waits for: noise, learning from verdicts",
+    "feed": "the draft reads features of its target",
+    "decode": "bytes become a message (fine)",
+    "encode": "a message becomes bytes (fine)",
+    "send": "bytes are handed to the network (fine)",
+    "receive": "the coordinator: bytes become a message (fine)",
+    "handle": "the coordinator: from an answer that a session waited for to the next command for it",
+    "plan": "the coordinator: how the next round is drafted (fine)",
+    "detokenise": "the coordinator: tokens become text (fine)",
+    "queue": "a session waits for a worker that serves others, or reads its prompt",
+    "link": "a command or its answer is on its way, decoded and encoded",
+    "lost": "a session waited for an answer that it has done without",
+}
+"""All there are, each with what it means. Those of a worker that are beside its commands are `grow`, `prepare`, `decode`, `encode` and `send`."""
+
+MAX_BESIDE = 1024
+"""Spans beside the commands that wait until they are taken; then the oldest go."""
+MERGED_NS = 200_000
+"""Coarse spans beside the commands that are no farther apart become one: between two passes ahead a worker looks whether a command has come."""
+JOINED = frozenset({"prepare"})
+"""Those that become one while somebody looks, too: they are short and many."""
 
 
 class Spans:
     """Records spans until they are taken away with the next event."""
 
     def __init__(self) -> None:
+        self.fine = False
+        """Whether fine spans are recorded."""
         self._spans: list[Span] = []
+        self._beside: list[Beside] = []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -25,13 +68,34 @@ class Spans:
         finally:
             self.add(name, start, time.monotonic_ns())
 
+    def finely(self, name: str) -> AbstractContextManager[None]:
+        """The same for a fine span."""
+        return self.measure(name) if self.fine else nullcontext()
+
     def add(self, name: str, start_ns: int, end_ns: int) -> None:
         self._spans.append((name, start_ns, end_ns - start_ns))
+
+    def add_beside(self, name: str, start_ns: int, end_ns: int, *, session: int | None = None, round: int | None = None) -> None:
+        """A span that belongs to no command. While nobody looks, what follows at once on one of its kind is joined to it."""
+        beside = self._beside
+        if beside and (not self.fine or name in JOINED) and beside[-1][:2] == (session, round):
+            last, since, duration = beside[-1][2]
+            if last == name and start_ns - since - duration <= MERGED_NS:
+                beside[-1] = (session, round, (name, since, end_ns - since))
+                return
+        beside.append((session, round, (name, start_ns, end_ns - start_ns)))
+        if len(beside) > MAX_BESIDE:
+            del beside[: MAX_BESIDE // 2]
 
     def take(self, limit: int) -> tuple[Span, ...]:
         """The spans since the last call, at most the newest `limit` of them."""
         spans, self._spans = tuple(self._spans[max(0, len(self._spans) - limit) :]), []
         return spans
+
+    def take_beside(self, limit: int) -> tuple[Beside, ...]:
+        """The oldest of those beside the commands, at most `limit`."""
+        taken, self._beside = tuple(self._beside[:limit]), self._beside[limit:]
+        return taken
 
 
 @dataclass
@@ -43,10 +107,12 @@ class ClockOffset:
 
     keep: int = 32
     _samples: list[tuple[int, int]] = field(default_factory=list)
+    _fastest: tuple[int, int] = (0, 0)
 
     def add(self, sent_ns: int, peer_ns: int, received_ns: int) -> None:
         round_trip = received_ns - sent_ns
         self._samples = [*self._samples, (round_trip, peer_ns - (sent_ns + received_ns) // 2)][-self.keep :]
+        self._fastest = min(self._samples)
 
     @property
     def known(self) -> bool:
@@ -54,11 +120,11 @@ class ClockOffset:
 
     @property
     def offset_ns(self) -> int:
-        return min(self._samples)[1] if self._samples else 0
+        return self._fastest[1]
 
     @property
     def bound_ns(self) -> int:
-        return min(self._samples)[0] // 2 if self._samples else 0
+        return self._fastest[0] // 2
 
     def to_ours(self, peer_ns: int) -> int:
         return peer_ns - self.offset_ns

@@ -16,7 +16,7 @@ from dovetail.runtime.live import Live
 from dovetail.runtime.placement import Placement
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.session import State
-from dovetail.runtime.swap import Action, Change, End, Keep, LetGo, Move, Party, Phase, Redirect, Say, Standing, Trial, TrialName, Try
+from dovetail.runtime.swap import Action, Change, End, Keep, LetGo, Move, Party, Phase, Redirect, Say, Standing, TakeBack, Trial, TrialName, Try
 
 TRIAL_TEXT = "one two three, one two three, one two three, one"
 """Its words come again, so that a draft that looks back has something to find."""
@@ -224,6 +224,8 @@ class Changes:
                 case Keep():
                     if self._old is not None:
                         self._old.leaving = False
+                case TakeBack():
+                    self._take_back()
                 case LetGo(party):
                     self._let_go(party)
                 case Say(text):
@@ -276,6 +278,15 @@ class Changes:
         self._house.send_to(self._newcomer, Engage(epoch=self._house.epoch))
         self._house.joined(self._newcomer)
 
+    def _take_back(self) -> None:
+        """Old worker and newcomer change places."""
+        assert self._old is not None
+        assert self._newcomer is not None
+        kept, self._old, self._newcomer = self._old, self._newcomer, None
+        kept.leaving, self._old.leaving = False, True
+        self._reading = {(client.peer, request) for client in self._registry.clients.values() for request in client.reading}
+        self._house.joined(kept)
+
     def _move(self, number: int) -> None:
         live = next(live for live in self._house.lives if live.session.number == number)
         if live.draft is self._old:
@@ -301,6 +312,7 @@ class Changes:
         elif self._newcomer is not None:
             self._answer(Swapped.model_validate({**about, **what}))
         else:
+            self._house.decide(f"{self._old.name if self._old is not None else 'a worker'} was let go")
             self._answer(Dismissed.model_validate({**about, **what}))
         self._change = self._client = self._newcomer = self._old = None
         self._ended.clear()

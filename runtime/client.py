@@ -24,12 +24,14 @@ from dovetail.protocol.messages import (
     Failed,
     Finished,
     Hello,
+    Look,
     Message,
     Progressed,
     PromptScored,
     Recorded,
     Reply,
     Reported,
+    Seen,
     Status,
     Stop,
     Submit,
@@ -40,7 +42,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import Sampling, TreeSettings
 
 REGISTRATION_S = 10.0
-R = TypeVar("R", Welcome, Reported, Described)
+R = TypeVar("R", Welcome, Reported, Described, Seen)
 
 
 class Client:
@@ -127,13 +129,24 @@ class Client:
 
     def status(self, timeout_s: float = 10.0) -> Reported:
         """The coordinator's state. Not while a completion streams: its replies would be mixed up."""
-        self._send(Status(epoch=self.epoch))
+        self.inquire()
         return self._wait_for(Reported, timeout_s)
+
+    def inquire(self) -> None:
+        """Ask for the coordinator's state, which comes as a Reported among the other replies."""
+        self._send(Status(epoch=self.epoch))
 
     def describe(self, timeout_s: float = 10.0) -> Described:
         """The target that a request would be decoded with; `RequestError` if there is none. Not while a completion streams, as with `status`."""
         self._send(Describe(epoch=self.epoch))
         return self._wait_for(Described, timeout_s)
+
+    def look(self, after: int = 0, *, spans: bool = False, timeout_s: float = 10.0) -> Seen:
+        """What has happened since number `after`, the `next` of the last answer; `spans`: with these, fine ones too from now on. Not while a completion
+        streams, as with `status`."""
+        self._requests += 1
+        self._send(Look(epoch=self.epoch, request=self._requests, after=after, spans=spans))
+        return self._wait_for(Seen, timeout_s)
 
     def swap(self, newcomer: int, old: int | None) -> int:
         """Ask for a worker on standby to be put in place, of another or beside those that are there; both are named by their epochs. The request's number."""

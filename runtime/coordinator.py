@@ -20,6 +20,7 @@ from typing import Literal
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, LinkError, ProtocolError, RequestError, StaleError
+from dovetail.protocol.keys import OPERATOR
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     MAX_DECISIONS,
@@ -41,7 +42,9 @@ from dovetail.protocol.messages import (
     Feed,
     Finished,
     Hello,
+    Look,
     Message,
+    Observe,
     Open,
     Opened,
     Prefilled,
@@ -52,6 +55,7 @@ from dovetail.protocol.messages import (
     Refed,
     Reported,
     Scored,
+    Seen,
     Status,
     Stop,
     Submit,
@@ -66,9 +70,10 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.changes import Changes
-from dovetail.runtime.live import MAX_TRACE_SPANS, Live
+from dovetail.runtime.live import Live, waits
 from dovetail.runtime.metrics import RoundTimes, Tally, extent_ns
 from dovetail.runtime.moving import Moving
+from dovetail.runtime.observing import Observing
 from dovetail.runtime.pilot import Plan, Round
 from dovetail.runtime.placement import Placement
 from dovetail.runtime.policies import cut
@@ -134,6 +139,7 @@ class Coordinator:
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with what became of it."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
+        self._observing = Observing(clock_ns)
         self._moving = Moving(self, self.registry, self._placement, settings)
         self._changes = Changes(self, self.registry, self._placement)
 
@@ -156,6 +162,7 @@ class Coordinator:
             self._strike(peer, error)
             self._part()
             return
+        self._observing.finely("receive", now_ns, message)
         if self._recorder is not None and (known := worker or client) is not None:
             self._recorder.received(known, message, frames)
         try:
@@ -232,6 +239,8 @@ class Coordinator:
                     self._worker_lost(misfit, "does not fit the target")
             for warning in self.registry.warnings(admitted):
                 log.warning("%s", warning)
+            for live in self._live.values():
+                live.heard_of(admitted)
             admitted.turns.cut = partial(self._cut, admitted)
             self._probe(admitted)
             if admitted.serves:
@@ -259,6 +268,7 @@ class Coordinator:
             self._dispatch(worker)
 
     def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+        self._observing.event(worker, event)
         match event:
             case Drafted():
                 self._drafted(worker, event, now_ns, size)
@@ -286,14 +296,13 @@ class Coordinator:
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         if worker is not live.target:
-            live.keep(worker, event.spans)
             live.draft_read(now_ns)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
             self._fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
             return
         live.answered(worker, now_ns, size, event.spans)
-        live.losses = 0
+        live.losses.clear()
         if not live.session.round:
             live.target_read(now_ns)
         if live.draft is not None and not live.session.complete:
@@ -332,13 +341,11 @@ class Coordinator:
 
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
-        live.keep(worker, event.spans)
         live.passed_on(size)
         live.draft_read(now_ns)
 
     def _refed(self, worker: Worker, event: Refed, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
-        live.keep(worker, event.spans)
         live.passed_on(size)
         self._perform(live, self._sensible(live, worker, lambda: live.session.refed(event)))
 
@@ -437,6 +444,9 @@ class Coordinator:
         if owed.type is Opened and self._open_anew(live, worker, event):
             return
         if self._changes.failed(live, worker, event.text):
+            if worker is live.target and worker.peer in self.registry.workers:
+                self._moving.lose_target(live, "could not do what was asked of it")
+                self._moving.resettle()
             return
         if (worker is live.draft and worker is not live.target) or owed.type is Refed:
             self._moving.drop_draft(live, shun=True)
@@ -473,7 +483,8 @@ class Coordinator:
         worker.awaiting_probe = False
         worker.probed = event
         if event.sent_ns <= now_ns:
-            worker.round_trip_ns = now_ns - event.sent_ns
+            worker.trips.append(now_ns - event.sent_ns)
+            worker.round_trip_ns = min(worker.trips)
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
 
     # -- requests of clients --------------------------------------------------------------------------------------------------------------------
@@ -493,6 +504,8 @@ class Coordinator:
                 self._tell(client, self.report())
             case Describe():
                 self._tell(client, self._describe())
+            case Look():
+                self._tell(client, self._look(client, request))
             case Swap() | Dismiss():
                 self._change(client, request, now_ns)
             case Stop() if self._hub.user(client.peer) is None:
@@ -503,9 +516,26 @@ class Coordinator:
             case Hello():
                 raise StaleError("a client said Hello again")
 
+    def _look(self, client: ClientPeer, request: Look) -> Seen:
+        """The answer to Look: over ipc, and to an operator, the tokens of all requests, else those of the client's own."""
+        key = self._hub.user(client.peer)
+        own = None if key is None or OPERATOR in key.roles else set(client.sessions.values())
+        seen = self._observing.look(request, self.epoch, self.registry.workers.values(), lambda worker: waits(worker, self.lives), own=own)
+        self._observe()
+        return seen
+
+    def _observe(self) -> None:
+        """Have the workers record what is looked for."""
+        for worker, fine in self._observing.orders(self.registry.workers.values()):
+            self._send_to_worker(worker, Observe(epoch=self.epoch, fine=fine))
+
     def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
-        """Have a worker come or go, if that is possible."""
+        """Have a worker come or go, if that is possible. Over ipc whoever is let in is the owner; over tcp the key says who may."""
+        key = self._hub.user(client.peer)
         try:
+            if key is not None and OPERATOR not in key.roles:
+                text = f"the key {key.name!r} is none of an operator's: only theirs change workers (`dovetail keygen --name NAME --role operator`)"
+                raise RequestError("role", text)
             if self.ending:
                 raise RequestError("swap", "the coordinator is ending")
             if isinstance(request, Swap):
@@ -517,7 +547,7 @@ class Coordinator:
 
     def _target(self) -> Worker | RequestError:
         """The target that a request would be decoded with."""
-        target = self._placement.target() or self.registry.pick("target")
+        target = self._placement.reader()
         if self.ending or target is None:
             text = "the coordinator is ending" if self.ending else "no target worker is registered: start one with `dovetail worker --role target`"
             return RequestError("no_target", text)
@@ -564,6 +594,7 @@ class Coordinator:
             return
         live = self._placement.house(client, submit, settled, request, self._tally, now_ns)
         live.session.plan, live.session.seek = partial(self._plan, live), partial(self._moving.seek, live)
+        self._begin_observing(live)
         if self._recorder is not None:
             self._recorder.begin(live)
         self._live[live.session.number] = live
@@ -577,6 +608,12 @@ class Coordinator:
             self._cancel(live)
         self._part()
 
+    def _begin_observing(self, live: Live) -> None:
+        """Have whoever looks hear of a session."""
+        self._observing.begin(live.session, trace=live.trace)
+        live.observing = self._observing
+        self._observe()
+
     def _plan(self, live: Live) -> Plan | None:
         """How to draft for a session's next round."""
         if live.draft is None:
@@ -585,7 +622,10 @@ class Coordinator:
         ready = not live.draft.turns.busy_with(session.number)
         live.joining &= not ready
         worth_waiting = session.round == 1 and pilot.awaits_draft(session.length, session.new_tokens)
-        return pilot.plan(session.length, ready=ready or worth_waiting, patient=not live.joining)
+        began_ns = self._observing.began_ns
+        plan = pilot.plan(session.length, ready=ready or worth_waiting, patient=not live.joining)
+        self._observing.finely("plan", began_ns, session)
+        return plan
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
         self._tally.ended["error"] += 1
@@ -595,6 +635,7 @@ class Coordinator:
 
     def _perform(self, live: Live, actions: Sequence[Action]) -> None:
         """Carry out what a session decided: workers before the client, so that they begin; at the end the client before the workers."""
+        live.tell_round()
         asks = [a for a in actions if isinstance(a, Ask)]
         ended = live.session.state is State.DONE
         if not ended:
@@ -706,7 +747,7 @@ class Coordinator:
 
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self._now()
-        live.session.accounts.add("coordinator", now_ns - live.mark_ns)
+        live.over(now_ns)
         result = live.session.result(now_ns, finish.reason)
         controls = min(live.pilot.controls, result.plain_rounds)  # the last one may have been cut short
         result = result.model_copy(update={"predicted_tokens_per_s": live.pilot.predicted_tokens_per_s, "control_rounds": controls})
@@ -714,7 +755,7 @@ class Coordinator:
             self._tally.ended[finish.reason] += 1
             self._rounds += result.rounds
             self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
-        spans = tuple(live.spans[:MAX_TRACE_SPANS])
+        spans = self._observing.traced(live.session.number)
         self._tell(live.client, Finished(epoch=self.epoch, request=live.request, result=result, margins=tuple(live.session.margins), spans=spans))
         self._forget(live)
 
@@ -729,6 +770,7 @@ class Coordinator:
         if self._live.pop(live.session.number, None) is None:
             return
         live.client.sessions.pop(live.request, None)
+        self._observing.traced(live.session.number)
         for worker in live.workers:
             worker.sessions -= 1
 
@@ -744,7 +786,7 @@ class Coordinator:
             return
         level = logging.INFO if self.ending else logging.WARNING
         log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
-        self._lost_draft |= worker.plays("draft")
+        self._lost_draft |= worker.plays("draft") and worker.serves
         self._placement.forget(worker)
         self._gone.append((worker, why))
 
@@ -759,10 +801,12 @@ class Coordinator:
     def _let_revoked_go(self) -> None:
         """What a peer says whose key was revoked, or may no longer play its role, does not arrive any more: nobody is to wait for it."""
         for worker in list(self.registry.workers.values()):
-            if (key := self._hub.user(worker.peer)) is not None and not set(worker.hello.roles) <= set(key.roles):
+            if (key := self._hub.user(worker.peer)) is not None and not key.may_be(worker.hello.roles):
+                farewell = Failed(epoch=self.epoch, code="session", text="the coordinator does not allow the key of this worker any more")
+                self._hub.turn_away(worker.peer, encode(farewell))
                 self._worker_lost(worker, "lost its key")
         for client in list(self.registry.clients.values()):
-            if (key := self._hub.user(client.peer)) is not None and "client" not in key.roles:
+            if (key := self._hub.user(client.peer)) is not None and not key.may_be(client.hello.roles):
                 self._client_lost(client)
 
     def _client_lost(self, client: ClientPeer) -> None:
@@ -782,6 +826,7 @@ class Coordinator:
         for worker in list(self.registry.workers.values()):
             if not worker.awaiting_probe:
                 self._probe(worker)
+        self._observe()
         self._changes.step(self._now())
         self._moving.tick()
         self._part()
@@ -841,6 +886,7 @@ class Coordinator:
         ours = ClientPeer(b"", Hello(epoch=self.epoch, roles=("client",), name="trial", host="", pid=os.getpid()), hear=hear)
         live = self._placement.try_out(ours, submit, target, draft, request, now_ns)
         live.session.plan = partial(self._plan, live)
+        self._begin_observing(live)
         self._live[live.session.number] = live
         for worker in live.workers:
             worker.sessions += 1
@@ -873,13 +919,16 @@ class Coordinator:
 
     def _send_to_worker(self, worker: Worker, message: Message) -> int:
         """Bytes sent; a worker that cannot be reached is lost."""
+        began_ns = self._observing.began_ns
         frames = encode(message)
+        began_ns = self._observing.finely("encode", began_ns, message)
         try:
             self._hub.send(worker.peer, frames)
         except LinkError as error:
             log.debug("%s", error)
             self._worker_lost(worker)
             return 0
+        self._observing.finely("send", began_ns, message)
         if self._recorder is not None:
             self._recorder.sent(worker, message, frames)
         size = sum(map(len, frames))
@@ -908,8 +957,11 @@ class Coordinator:
             self._client_lost(client)
 
     def _send_to_client(self, client: ClientPeer, message: Message) -> None:
+        began_ns = self._observing.began_ns
         frames = encode(message)
+        began_ns = self._observing.finely("encode", began_ns, message)
         self._hub.send(client.peer, frames)
+        self._observing.finely("send", began_ns, message)
         if self._recorder is not None:
             self._recorder.sent(client, message, frames)
 
@@ -936,6 +988,7 @@ class Coordinator:
         reasons += [words[:MAX_WORDS] for words in self._moving.words()]
         degraded = bool(reasons)
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
+        reasons += [medley[:MAX_WORDS]] if (medley := self.registry.medley()) else []
         reasons += [off[:MAX_WORDS] for live in self._live.values() if (off := live.pilot.off)]
         return Reported(
             epoch=self.epoch,

@@ -3,27 +3,30 @@
 Every nanosecond from the request's arrival on is put down to one account; `mark_ns` is the time up to which that has been done. Times are handed in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Draft, Message, Open, Verify
 from dovetail.protocol.spans import Span
 from dovetail.runtime.metrics import Account, RoundTimes
+from dovetail.runtime.observing import Observing, Waits, offset
 from dovetail.runtime.pilot import Pilot
 from dovetail.runtime.registry import ClientPeer, Worker
 from dovetail.runtime.session import Session, State
 
-MAX_TRACE_SPANS = 1 << 16
 ACCOUNT_OF: dict[State, Account] = {
     State.WAITING: "queue",
     State.OPENING: "prefill",
     State.DRAFTING: "draft_exposed",
     State.VERIFYING: "verify",
 }
-
+SPAN_OF: dict[Account, str] = {"coordinator": "handle", "queue": "queue", "prefill": "queue", "draft_exposed": "lost", "verify": "lost"}
+"""What stands in a trace for the time between two answers."""
 
 MOST_LOSSES = 3
-"""Targets that may be lost under one session, while they work on it, without a token in between."""
+"""Targets whose processes may end under one session, while they work on it, without a token in between."""
+MOST_BREAKS = 12
+"""Targets that may be lost so in any way: what only a connection did not survive was more likely the connection's fault."""
 AWAITED: dict[State, type[Message]] = {State.OPENING: Open, State.DRAFTING: Draft, State.VERIFYING: Verify}
 
 
@@ -50,7 +53,8 @@ class Live:
     pilot: Pilot
     queued: bool = False
     sent: bool = False
-    spans: list[tuple[str, Span]] = field(default_factory=list)
+    observing: Observing | None = None
+    """Hears where its time goes."""
     times: RoundTimes = field(default_factory=RoundTimes)
     """Of the round that runs."""
     opened_ns: int | None = None
@@ -65,8 +69,8 @@ class Live:
     """Drafts that the session has parted with for what they did or could not do."""
     loss: Loss | None = None
     """Of its target, while it waits for another."""
-    losses: int = 0
-    """Of targets, since the last token."""
+    losses: list[tuple[str, int] | None] = field(default_factory=list)
+    """Of targets, since the last token: host and number of each one's process, None if that was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
 
@@ -84,7 +88,12 @@ class Live:
     @property
     def doomed(self) -> bool:
         """Whether one target after the other was lost while it worked on the session, so that the next one is not given to it; nor is it to a trial."""
-        return self.trial or self.losses >= MOST_LOSSES
+        ended = sum(loss is not None for loss in self.losses)
+        return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
+
+    def heard_of(self, worker: Worker) -> None:
+        """A worker has registered: if it is one that was lost, what did not survive was its connection."""
+        self.losses = [None if loss == worker.process else loss for loss in self.losses]
 
     def awaited(self) -> Worker | None:
         """The worker whose answer the session waits for."""
@@ -118,8 +127,8 @@ class Live:
             self.times.verify_ns += worked
             self.times.target_hop_ns += waited - worked
         self.session.accounts.bytes += size
+        self._travelled(worker, now_ns, waited - worked, spans)
         self.mark_ns, self.sent = now_ns, False
-        self.keep(worker, spans)
 
     def interrupted(self, now_ns: int) -> None:
         """The session waits no longer for what it waited for."""
@@ -149,17 +158,34 @@ class Live:
         ended, self.times = self.times, RoundTimes()
         return ended
 
-    def keep(self, worker: Worker, spans: Sequence[Span]) -> None:
-        """Remember the spans of a worker, on our clock, if the client wants a trace."""
-        if self.trace and len(self.spans) < MAX_TRACE_SPANS:
-            self.spans.extend((worker.name, (name, max(0, worker.clock.to_ours(start)), duration)) for name, start, duration in spans)
+    def tell_round(self) -> None:
+        """Have whoever looks hear of the round that has ended, if one has."""
+        ended, self.session.ended = self.session.ended, None
+        if ended is not None and self.observing is not None and not self.trial:
+            self.observing.round_ended(self.session.number, self.draft, self.target, self.mark_ns, ended.light().record)
+
+    def over(self, now_ns: int) -> None:
+        """The session has ended; what was handled since its last round belongs to none."""
+        self.session.accounts.add("coordinator", now_ns - self.mark_ns)
+        if self.observing is not None:
+            self.observing.add_ours((("handle", self.mark_ns, now_ns - self.mark_ns),), self.session.number)
+
+    def _travelled(self, worker: Worker, now_ns: int, travel_ns: int, spans: Sequence[Span]) -> None:
+        """Command and answer have been on their way for so long; when the worker began says which of them was for how long, as far as its clock is known."""
+        if self.observing is None:
+            return
+        began_ns = min((start for _, start, _ in spans), default=0) - offset(worker.clock)
+        there_ns = min(max(0, began_ns - self.mark_ns), travel_ns)
+        number, round = self.session.number, self.session.round
+        back_ns = travel_ns - there_ns
+        self.observing.add_ours((("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)), number, round)
 
     def _spend(self, account: Account, now_ns: int) -> None:
-        """Put down the time since the mark to an account, and to the coordinator's row of a trace."""
+        """Put down the time since the mark to an account, and have whoever looks hear of it."""
         self.session.accounts.add(account, now_ns - self.mark_ns)
         self._time(account, now_ns - self.mark_ns)
-        if self.trace and len(self.spans) < MAX_TRACE_SPANS:
-            self.spans.append(("coordinator", (account, self.mark_ns, now_ns - self.mark_ns)))
+        if self.observing is not None:
+            self.observing.add_ours(((SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns),), self.session.number, self.session.round)
         self.mark_ns = now_ns
 
     def _time(self, account: Account, duration_ns: int) -> None:
@@ -175,3 +201,15 @@ class Live:
             times.draft_queue_ns += duration_ns
         else:
             times.target_queue_ns += duration_ns
+
+
+def waits(worker: Worker, lives: Iterable[Live]) -> Waits:
+    """What a worker waits for: nothing while it owes an answer; else what the sessions wait for that it holds."""
+    if worker.turns.owed:
+        return ""
+    states = {live.session.state for live in lives if worker in live.workers}
+    if states & {State.VERIFYING, State.OPENING, State.WAITING}:
+        return "target"
+    if State.DRAFTING in states:
+        return "draft"
+    return "coordinator" if states else "no work"

@@ -5,11 +5,14 @@ Knows no clock: all times are handed in, in nanoseconds on the coordinator's mon
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dovetail.protocol.messages import Drafted, FinishReason, Totals
+from dovetail.protocol.messages import Drafted, FinishReason, RoundRecord, Totals
 from dovetail.protocol.spans import Span
+
+OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
+"""What a record has of a proposal."""
 
 Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"]
 
@@ -56,6 +59,42 @@ class RoundTimes:
     @property
     def queue_ns(self) -> int:
         return self.draft_queue_ns + self.target_queue_ns
+
+
+@dataclass(frozen=True)
+class RoundFacts:
+    """A round that has ended, before anybody wants to hear of it."""
+
+    round: int
+    prefix: int
+    proposal: Drafted | None
+    verified: int
+    accepted: tuple[int, ...]
+    bonus: int
+    times: RoundTimes
+
+    def record(self) -> RoundRecord:
+        offered = {name: getattr(self.proposal, name) for name in OFFERED} if self.proposal is not None else dict.fromkeys(OFFERED[:3], ())
+        times = self.times
+        return RoundRecord(
+            round=self.round,
+            prefix=self.prefix,
+            verified=self.verified,
+            accepted=self.accepted,
+            bonus=self.bonus,
+            draft_ns=times.draft_ns,
+            verify_ns=times.verify_ns,
+            transport_ns=times.transport_ns,
+            queue_ns=times.queue_ns,
+            coordinator_ns=times.coordinator_ns,
+            **offered,
+        )
+
+    def light(self) -> "RoundFacts":
+        """The same without what the proposal's nodes were drawn from, which can be large and is in no record."""
+        if self.proposal is None or self.proposal.candidates is None:
+            return self
+        return replace(self, proposal=self.proposal.model_copy(update={"candidates": None, "probabilities": None}))
 
 
 @dataclass

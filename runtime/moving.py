@@ -131,7 +131,7 @@ class Moving:
 
     def move(self, live: Live, target: Worker) -> None:
         """Have a session go on on another target, though its own is there."""
-        losses = live.losses
+        losses = [*live.losses]
         self.lose_target(live, f"hands its session over to {target.name}")
         live.losses = losses
         self._recover(live, target)

@@ -66,24 +66,28 @@ class Placement:
         targets = [target for target in candidates(self._registry.workers.values(), "target") if wanted(target)]
         return best(targets, [target_rate(target, self._pairs, context) for target in targets])
 
+    def reader(self) -> Worker | None:
+        """The target for which requests are read, whose limits are theirs: that with the longest context, so that how long one may be hangs on no placement."""
+        targets = [worker for worker in self._registry.workers.values() if worker.plays("target") and worker.available]
+        longest = max((target.limits.context for target in targets), default=0)
+        roomiest = [target for target in targets if target.limits.context == longest]
+        return self.target(roomiest.__contains__) or next(iter(roomiest), None)
+
     def draft(self, target: Worker, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0) -> Worker | None:
         """The same of the drafts, for a session on this target."""
         drafts = [draft for draft in candidates(self._registry.workers.values(), "draft") if wanted(draft)]
         return best(drafts, [draft_rate(draft, target, self._pairs.get((draft.peer, target.peer)), context) for draft in drafts])
 
     def settle(self, target: Worker, request: Request) -> Worker | RequestError:
-        """Where a request runs that was read for this target: there, or, if it has gone or filled up meanwhile, on another one with its tokens.
+        """Where a request runs that was read for this target: on the best one with its tokens that can hold it.
 
-        Where it has gone and there is no other it is still this one, and the session has to wait.
+        Where there is none, since it has gone, it is still this one, and the session has to wait.
         """
-        here = target.peer in self._registry.workers
-        if here and target.available and target.sessions < target.limits.sessions:
-            return target
-        other = self.target(lambda other: other.reads_as(target) and request.capacity <= other.limits.context, context=len(request.prompt))
-        if other is None and here and target.sessions >= target.limits.sessions:
+        best = self.target(lambda other: other.reads_as(target) and request.capacity <= other.limits.context, context=len(request.prompt))
+        if best is None and target.peer in self._registry.workers and target.sessions >= target.limits.sessions:
             text = f"the target worker {target.name} holds {target.sessions} sessions, its limit: try again when one has ended"
             return RequestError("capacity", text)
-        return other or target
+        return best or target
 
     def house(self, client: ClientPeer, submit: Submit, target: Worker, request: Request, tally: Tally, now_ns: int) -> Live:
         """A session for a request, on its target and on the draft worker that promises most."""
@@ -172,10 +176,10 @@ def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
 
 
 def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
-    """By rate where all are known (0: not), of equals and otherwise by how few sessions they hold."""
+    """By rate where all are known (0: not), of equals and otherwise by how few sessions they hold, of those with as few one that is not known yet."""
     known = all(rates)
-    ranked = [(-rate if known else 0.0, worker.sessions, place) for place, (worker, rate) in enumerate(zip(workers, rates, strict=True))]
-    return workers[min(ranked)[2]] if ranked else None
+    ranked = [(-rate if known else 0.0, worker.sessions, rate > 0.0, place) for place, (worker, rate) in enumerate(zip(workers, rates, strict=True))]
+    return workers[min(ranked)[-1]] if ranked else None
 
 
 def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:

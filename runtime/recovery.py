@@ -28,7 +28,8 @@ class Recovery:
 
     def lost(self, live: Live, why: str, now_ns: int) -> None:
         """Note that its target has gone; with it a target was lost under the session if it was at work on it."""
-        live.losses += live.sent and live.awaited() is live.target
+        if live.sent and live.awaited() is live.target:
+            live.losses.append(live.target.process)
         live.loss = Loss(now_ns, f"the target worker {live.target.whereabouts} {why} after {len(live.session.tokens)} tokens")
 
     def end_of(self, live: Live, others: Iterable[Worker], now_ns: int) -> RequestError | None:
@@ -37,7 +38,7 @@ class Recovery:
         if live.trial:
             return RequestError("worker_lost", live.loss.words)
         if live.doomed:
-            text = f"{live.loss.words}, and {live.losses} in a row were lost without a token in between: look at why targets end that read this request"
+            text = f"{live.loss.words}, and {len(live.losses)} in a row were lost without a token in between: look at why targets end that read this request"
             return RequestError("worker_lost", text)
         if now_ns - live.loss.since_ns < self.recovery_ns:
             return None

@@ -4,6 +4,7 @@ Checks what only the coordinator can: protocol versions, that a key may play the
 draft which reads hidden states of its target finds them there. Knows no sockets; a refusal is a `RequestError` whose code and text go back to the peer.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,10 @@ from dovetail.runtime.scheduler import Turns
 from dovetail.runtime.text import TextCodec
 
 MAX_WORKERS = 64
-MAX_PEERS = 1024
+LATE_TRIPS = 16
+"""Probes that a worker's round trip is the least of."""
+MAX_CLIENTS = 960
+"""However many there are, a worker that was lost finds its place free."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Worker:
     clock: ClockOffset = field(default_factory=ClockOffset)
     probed: Probed | None = None
     round_trip_ns: int | None = None
+    """The least of the last ones, `trips`: a worker answers a probe when it has done what it computes."""
+    trips: deque[int] = field(default_factory=lambda: deque(maxlen=LATE_TRIPS))
     awaiting_probe: bool = False
     stuck: bool = False
     """It owes an answer for too long; it gets no sessions until it has given it."""
@@ -89,6 +95,11 @@ class Worker:
     def model(self) -> str:
         """What it computes with, in words."""
         return self.hello.model or self.hello.name
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """Where it runs, and its number there."""
+        return self.hello.host, self.hello.pid
 
     @property
     def facts(self) -> VocabularyFacts:
@@ -150,6 +161,7 @@ class Worker:
             rss_mb=probed.rss_bytes / 1e6 if probed else 0.0,
             stale=probed.stale if probed else 0,
             inflation=hello.inflation,
+            placement=hello.placement,
             standby=self.standby,
             leaving=self.leaving,
             stuck=self.stuck,
@@ -189,9 +201,10 @@ class Registry:
                 "version",
                 f"{hello.name} speaks protocol {_dotted(hello.version)}, this coordinator {_dotted(VERSION)}: run the same release of dovetail on both",
             )
-        if key is not None and not set(hello.roles) <= set(key.roles):
+        if key is not None and not key.may_be(hello.roles):
             raise RequestError("role", f"the key {key.name!r} may be {', '.join(key.roles)}, not {', '.join(hello.roles)}: use the key made for that role")
-        if len(self.workers) + len(self.clients) >= MAX_PEERS or (hello.roles != ("client",) and len(self.workers) >= MAX_WORKERS):
+        mates, most = (self.clients, MAX_CLIENTS) if hello.roles == ("client",) else (self.workers, MAX_WORKERS)
+        if len(mates) >= most:
             raise RequestError("capacity", f"{len(self.workers)} workers and {len(self.clients)} clients are registered, as many as there may be: end some")
         if hello.roles == ("client",):
             self.clients[peer] = ClientPeer(peer, hello)
@@ -199,8 +212,8 @@ class Registry:
         worker = self._worker(peer, hello, now_ns)
         for target in self._others(worker, "target"):
             _check_fit(worker, target)
-        if worker.standby:
-            self.check_place(worker)
+        if worker.standby or (worker.plays("target") and any(other.plays("target") and other.serves for other in self.workers.values())):
+            self.check_place(worker)  # the drafts that are there have their target
         self.workers[peer] = worker
         return worker
 
@@ -209,7 +222,7 @@ class Registry:
         return next((worker for worker in self.workers.values() if worker.hello.epoch == epoch), None)
 
     def check_place(self, newcomer: Worker) -> None:
-        """Passes a worker on standby that can be put in place beside all that are; else `RequestError` names what differs."""
+        """Passes a worker that can be put in place beside all that are; else `RequestError` names what differs."""
         for target in self._others(newcomer, "target"):
             _check_fit(newcomer, target)
         for draft in self._others(newcomer, "draft"):
@@ -228,7 +241,15 @@ class Registry:
     def warnings(self, worker: Worker) -> list[str]:
         """What is to be said of this worker together with those that were there: heads that were trained for another checkpoint work, but guess badly."""
         pairs = [(worker, target) for target in self._others(worker, "target")] + [(draft, worker) for draft in self._others(worker, "draft")]
-        return [_other_checkpoint(draft, target) for draft, target in pairs if _is_stranger(draft, target)]
+        told = [_other_checkpoint(draft, target) for draft, target in pairs if _is_stranger(draft, target)]
+        return [*told, *filter(None, [self.medley() if worker.plays("target") and worker.serves else ""])]
+
+    def medley(self) -> str:
+        """In words, that targets of different checkpoints serve; empty: all are of the same."""
+        serving = [worker for worker in self.workers.values() if worker.plays("target") and worker.serves]
+        if len({worker.hello.fingerprint.checkpoint for worker in serving if worker.hello.fingerprint is not None}) < 2:
+            return ""
+        return f"targets of different models serve, and a request gets any of them: {', '.join(f'{worker.name} has {worker.model}' for worker in serving)}"
 
     def pick(self, role: str) -> Worker | None:
         """The available worker of a role that holds the fewest sessions."""

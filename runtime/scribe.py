@@ -118,8 +118,11 @@ class Scribe:
         self._done_bytes += size
         while self._done_bytes > MAX_FOLDER_BYTES:
             oldest, size = self._done.popleft()
-            oldest.unlink(missing_ok=True)
             self._done_bytes -= size
+            try:
+                oldest.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("the recording %s should make room for others and stays: %s", oldest, error.strerror or error)
 
 
 def _for_its_owner(path: str, flags: int) -> int:

@@ -43,13 +43,11 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.briefing import Briefing, Joining
 from dovetail.runtime.kept import Base, Kept, pack
-from dovetail.runtime.metrics import Accounts, RoundTimes
+from dovetail.runtime.metrics import Accounts, RoundFacts, RoundTimes
 from dovetail.runtime.pilot import Plan
-from dovetail.runtime.text import Detokenizer, StopStrings
+from dovetail.runtime.text import StopStrings, Writer
 
 NO_TREE = TokenTree()
-OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
-"""What a record has of a proposal."""
 MAX_HELD_BYTES = 32 << 20
 """Features that are kept for a draft that is not asked for anything; beyond that it is given up. They have to fit into one message."""
 
@@ -147,7 +145,7 @@ class Session:
     number: int
     epoch: int
     request: Request
-    detokenizer: Detokenizer
+    detokenizer: Writer
     accounts: Accounts
     fingerprint: str = ""
     """Of its target."""
@@ -170,6 +168,8 @@ class Session:
     """Times that it went on on another target."""
     proposal: Drafted | None = None
     """What was offered in this round; None where nothing was asked for."""
+    ended: RoundFacts | None = None
+    """The round that has ended last, until somebody takes it."""
     _tree: TokenTree = NO_TREE
     """What is being verified."""
     _ordered: bool = False
@@ -178,6 +178,10 @@ class Session:
     """Whether a target has read the prompt."""
     _reused: int = 0
     """Tokens of it that it had read in an earlier session."""
+    _placement: str = ""
+    """Of its target's layers, in words."""
+    _read_by: str = ""
+    """The device that read the log for it; empty: those that compute the model."""
     _scored: int = 1
     """Position of the next token of the prompt that the target says what it thinks of."""
     _told: int = 1
@@ -331,6 +335,7 @@ class Session:
         if self.request.scored and not self.tokens and self._scored != len(self.request.prompt):
             raise ProtocolError(f"log-probabilities of {self._scored - 1} tokens of a prompt of {len(self.request.prompt)}")
         self._take_over()
+        self._placement, self._read_by = event.placement, event.read_by
         margins = (event.margin or 0.0,)
         if self._prompt_read:
             return self._decided((), (event.bonus,), margins, logprobs, self._root_rows[0] if self._root_rows else None, times)
@@ -418,7 +423,8 @@ class Session:
         times: RoundTimes | None,
     ) -> list[Action]:
         """A round is over: these nodes were accepted; `tokens` are theirs and the bonus."""
-        record = self._record(accepted, tokens[-1], times or RoundTimes()) if self.request.record else None
+        self.ended = RoundFacts(self.round, self.length, self.proposal, len(self._tree), accepted, tokens[-1], times or RoundTimes())
+        record = self.ended.record() if self.request.record else None
         if self.brief is not None:
             self.brief.committed(accepted, tokens[-1], features, ordered=self._ordered)
         before, drafted = len(self.tokens), len(self._tree)
@@ -440,22 +446,6 @@ class Session:
     def held_bytes(self) -> int:
         """Features that wait for the draft."""
         return self.brief.held_bytes if self.brief is not None else 0
-
-    def _record(self, accepted: tuple[int, ...], bonus: int, times: RoundTimes) -> RoundRecord:
-        offered = {name: getattr(self.proposal, name) for name in OFFERED} if self.proposal is not None else dict.fromkeys(OFFERED[:3], ())
-        return RoundRecord(
-            round=self.round,
-            prefix=self.length,
-            verified=len(self._tree),
-            accepted=accepted,
-            bonus=bonus,
-            draft_ns=times.draft_ns,
-            verify_ns=times.verify_ns,
-            transport_ns=times.transport_ns,
-            queue_ns=times.queue_ns,
-            coordinator_ns=times.coordinator_ns,
-            **offered,
-        )
 
     def draft_lost(self) -> list[Action]:
         """Go on with the target alone; the round in which the draft worker was lost is verified without a tree."""
@@ -537,6 +527,8 @@ class Session:
             fingerprints=tuple(self._served[-MAX_MOVES:]) if len(self._served) > 1 else (),
             moves=self.moves,
             reused_tokens=self._reused,
+            placement=self._placement,
+            prefill=self._read_by or "local",
             **self.accounts.figures(now_ns, len(self.tokens)),
         )
 

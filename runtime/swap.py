@@ -3,8 +3,8 @@
 A newcomer is on standby. It is tried with short sessions; then it is put in place, so that new sessions come to it and none to the old worker. Those that
 the old one has go over to whoever is there: from a draft at their next round; from a target one after the other, so that none waits for longer than its own
 log takes to be read, and those that may not, or have not begun, end where they are. When none is left and the newcomer is ready for all that came to it the
-old worker is let go. If the newcomer fails before that, it is let go itself and the old one stays. A worker that leaves without a newcomer goes the same
-way, without the trials.
+old worker is let go. If the newcomer fails before that, the old one stays and it is let go itself: a target that was in place as the old one would have been,
+since only it can end what it has begun. A worker that leaves without a newcomer goes the same way, without the trials.
 
 Pure: what happens is told, what is to be done comes back. Knows workers by address and name, sessions by number, and of a trial how it ended.
 """
@@ -74,6 +74,11 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class TakeBack:
+    """Give the old worker sessions again, and the newcomer none: it is the one that leaves."""
+
+
+@dataclass(frozen=True)
 class Say:
     """How far it has come."""
 
@@ -87,7 +92,7 @@ class End:
     why: str = ""
 
 
-Action = Try | Redirect | Move | LetGo | Keep | Say | End
+Action = Try | Redirect | Move | LetGo | Keep | TakeBack | Say | End
 
 
 class Phase(Enum):
@@ -115,6 +120,13 @@ class Change:
     _gone: set[int] = field(default_factory=set)
     _waits: bool = False
     """Whether it was said that sessions end where they are."""
+    _failure: str = ""
+    """Why the newcomer is taken back."""
+    _leaves: str = field(init=False)
+    """Who leaves, by name: it may be gone before its sessions are over."""
+
+    def __post_init__(self) -> None:
+        self._leaves = self.old.name if self.old is not None else ""
 
     @property
     def moved(self) -> int:
@@ -130,8 +142,7 @@ class Change:
     def words(self) -> str:
         """What is going on, for `status`."""
         if self.newcomer is None:
-            assert self.old is not None
-            return f"{self.old.name} leaves"
+            return f"{self._leaves} leaves"
         place = f" takes the place of {self.old.name}" if self.old is not None else " joins"
         return f"{self.newcomer.name}{place}{', it is being tried' if self.phase is Phase.TRYING else ''}"
 
@@ -199,7 +210,7 @@ class Change:
         coming = any(standings.get(number) == "coming" for number in self._gone)
         if not here and not coming:
             self.phase = Phase.OVER
-            return [*([LetGo(self.old)] if self.old is not None else []), End()]
+            return [*([LetGo(self.old)] if self.old is not None else []), End(self._failure)]
         movable = [number for number in here if standings[number] == "movable"]
         moves = self._moves(movable, coming=coming)
         self._asked |= set(moves)
@@ -232,10 +243,18 @@ class Change:
         return []
 
     def failed(self, peer: bytes, why: str) -> list[Action]:
-        """A worker could not do for a session what was asked of it."""
-        if self.phase is Phase.MOVING and self.newcomer is not None and peer == self.newcomer.peer:
-            return self._fail(why)
-        return []
+        """A worker could not do for a session what was asked of it. A newcomer that nobody could take back from is a worker like any other."""
+        if self.phase is not Phase.MOVING or self.newcomer is None or self.old is None or peer != self.newcomer.peer:
+            return []
+        return self._fail(why) if self.role == "draft" else self._take_back(why)
+
+    def _take_back(self, why: str) -> list[Action]:
+        """Have a target leave that was in place, in the same way as the old one was to."""
+        assert self.newcomer is not None
+        self._failure, self._leaves = self._told(why), self.newcomer.name
+        self.newcomer, self.old = None, self.newcomer
+        self._held, self._asked, self._gone, self._waits = set(), set(), set(), False
+        return [TakeBack(), Say(f"{self._leaves} is taken back: {why}")]
 
     def abandoned(self) -> list[Action]:
         """Whoever asked for it has gone. What has been begun for the sessions is brought to its end."""
@@ -244,7 +263,12 @@ class Change:
     def _fail(self, why: str) -> list[Action]:
         """Take everything back."""
         assert self.newcomer is not None
-        in_place, self.phase = self.phase is Phase.MOVING, Phase.OVER
-        what = "was in place and is let go again" if in_place else "was not put in place"
+        end, in_place, self.phase = End(self._told(why)), self.phase is Phase.MOVING, Phase.OVER
+        return [*([Keep()] if in_place else []), LetGo(self.newcomer), end]
+
+    def _told(self, why: str) -> str:
+        """What became of the newcomer, and why."""
+        assert self.newcomer is not None
+        what = "was in place and is let go again" if self.phase is Phase.MOVING else "was not put in place"
         stays = f"; {self.old.name} stays" if self.old is not None else ""
-        return [*([Keep()] if in_place else []), LetGo(self.newcomer), End(f"{self.newcomer.name} {what}: {why}{stays}")]
+        return f"{self.newcomer.name} {what}: {why}{stays}"

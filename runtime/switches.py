@@ -204,4 +204,5 @@ class AheadTrial:
         self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
         changed, self._told = self.ahead != self._told, self.ahead
         verb = "pays" if self.ahead else "does not pay"
-        return f"drafting ahead {verb}: {with_:.1f} tokens/s with it, {without:.1f} without" if changed else None
+        least = f"; it has to bring {100 * (WORTH - 1):.0f} % more" if without < with_ and not self.ahead else ""
+        return f"drafting ahead {verb}: {with_:.1f} tokens/s with it, {without:.1f} without{least}" if changed else None

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -102,6 +102,16 @@ class TextCodec:
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self._tokenizer)
+
+
+class Writer(Protocol):
+    """What makes text of tokens as they come: a Detokenizer, or what stands before one."""
+
+    def push(self, token: int, /) -> str:
+        """The text that a token completes."""
+
+    def flush(self) -> str:
+        """What is left when no token will follow."""
 
 
 class Detokenizer:

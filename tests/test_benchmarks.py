@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 from benchmarks.accuracy import judge
 from benchmarks.child import Side, SideError
-from benchmarks.figures import LLAMA_TYPES, llama_bound
+from benchmarks.figures import llama_bound
 from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
 from benchmarks.models import Shape, draw_tree, tree_mask, write_model
 from benchmarks.sameness import Record
+from dovetail.launch.llama.kinds import LLAMA_TYPES
 from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.verifier import tree_paths
 
@@ -123,3 +125,17 @@ def test_a_comparison_runs_from_beginning_to_end() -> None:
     arguments = ("transformers", "--shape", "small", "--layers", "1", "--pairs", "2", "--rows", "1,2", "--json")
     done = subprocess.run([sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True)
     assert '"rows"' in done.stdout
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_documentation_are_made_by_one_command(tmp_path: Path) -> None:
+    size = ("--limit", "1", "--max-tokens", "8", "--inflate", "32MiB", "--values", "1,2", "--out", str(tmp_path))
+    subprocess.run([sys.executable, BENCHMARKS, "pictures", "bench", "sweep-depth", *size], capture_output=True, check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.svg", "sweep-depth.svg"}
+
+
+@pytest.mark.parametrize("picture", sorted((BENCHMARKS.parent.parent / "launch" / "pictures").iterdir()), ids=lambda path: path.name)
+def test_a_picture_of_the_documentation_is_small_and_an_image(picture: Path) -> None:
+    content = picture.read_bytes()
+    assert len(content) < 60_000
+    assert ElementTree.fromstring(content).tag.endswith("svg") if picture.suffix == ".svg" else content.startswith(b"\x89PNG")

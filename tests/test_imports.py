@@ -21,6 +21,7 @@ DOORS = {
     "tokenizers": ("runtime/text.py", "workers/training/"),
     "jinja2": ("runtime/templates.py",),
     "safetensors": ("workers/models/checkpoint.py", "workers/training/"),
+    "hqq": ("workers/models/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoint.py",),
     "torch": ("workers/",),
     "transformers": ("workers/",),
@@ -30,6 +31,8 @@ DOORS = {
     "uvicorn": ("runtime/http/server.py",),
     "uvloop": ("launch/http.py",),
     "prometheus_client": ("runtime/http/exposition.py",),
+    "gguf": ("launch/llama/",),
+    "llama_cpp": ("launch/llama/",),
     "click": ("launch/",),
     "rich": ("launch/",),
 }

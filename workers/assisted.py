@@ -18,28 +18,9 @@ from transformers.utils import logging
 
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling
+from dovetail.workers.generated import Generated, Round
 from dovetail.workers.models.checkpoint import find_folder, read_tokenizer
 from dovetail.workers.models.inflate import write_inflated
-
-
-@dataclass(frozen=True)
-class Round:
-    """One pass of the target: what it committed, what it looked at, and when that was over."""
-
-    ended_ns: int
-    committed: int
-    rows: int
-    """Of the pass: in the first round the prompt's too."""
-    pass_ns: int
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A reply. The first round computes the prompt too."""
-
-    tokens: tuple[int, ...]
-    began_ns: int
-    rounds: tuple[Round, ...]
 
 
 class AssistedModel:

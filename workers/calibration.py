@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import Calibration, ContextCurve, Limits, ProfileKey, RowsSeconds, load_profile, machine_key, shapes_key
+from dovetail.protocol.profile import Calibration, ContextCurve, Limits, ProfileKey, Reading, RowsSeconds, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
 from dovetail.workers.devices import open_device
@@ -30,6 +30,7 @@ from dovetail.workers.models.language_model import LanguageModel, context_of, lo
 from dovetail.workers.models.loader import decoder_layers, random_skeleton
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import profile_key
+from dovetail.workers.readings import measure_reading
 
 MOST_ROWS = 64
 EVERY_ROW = tuple(range(1, MOST_ROWS + 1))
@@ -106,6 +107,7 @@ def calibrate(
     say("loading the model", LOADED / 3)
     subject = open_subject(settings, design, memory_bytes=memory_bytes, profile=profile)
     curves, skipped = _measure(subject, base, lengths, seconds, say)
+    reading = _measure_reading(settings, subject, threads, seconds, say)
     say("measuring the machine again", 0.98)
     limits = best_of(before, measure_limits(min(PROBE_S, seconds / 10)))
     limit = limit_curve(subject, limits)
@@ -126,6 +128,7 @@ def calibrate(
         "skipped_contexts": skipped,
         "key": calibration_key(subject).model_dump(),
         "calibration": calibration.model_dump(),
+        "reading": None if reading is None else reading.model_dump(),
     }
 
 
@@ -221,6 +224,16 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     if plan is not None:
         grow_skeleton(model, plan)
     return Design(folder, planned_shapes(model, plan), len(decoder_layers(model)[1]), context_of(model.config))
+
+
+def _measure_reading(settings: TargetSettings, subject: Subject, threads: int, seconds: float, say: Say) -> Reading | None:
+    """What prompts take where their reader is named (target.prefill)."""
+    if settings.prefill in ("auto", "local"):
+        return None
+    if subject.random or subject.scale != 1.0:
+        raise UserError(f"target.prefill = {settings.prefill!r} is measured with a model that is here and fits into memory: leave it out")
+    say(f"reading prompts by {settings.prefill}", 0.95)
+    return measure_reading(settings, threads=threads, seconds=seconds)
 
 
 def open_subject(settings: TargetSettings, design: Design, *, memory_bytes: int, profile: Path | None) -> Subject:

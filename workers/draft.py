@@ -35,7 +35,7 @@ from dovetail.protocol.messages import (
     VocabularyFacts,
 )
 from dovetail.protocol.profile import ContextCurve
-from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.kept import KeptSessions, Left, affordable_tokens
@@ -200,6 +200,10 @@ class DraftWorker(Generic[SessionT]):
         return self._engine
 
     @property
+    def spans(self) -> Spans:
+        return self._spans
+
+    @property
     def sessions(self) -> int:
         return len(self._held)
 
@@ -254,23 +258,34 @@ class DraftWorker(Generic[SessionT]):
 
     def idle(self) -> bool:
         """A bit of work ahead: what is needed whatever comes, a bit of learning after a verdict, the trees, a pass of each in turn, the rest of learning."""
+        began_ns = self._clock()
+        grown: int | None = None
+        worked = self._get_ready() or (grown := self._grow_ahead()) is not None or self._engine.learn()
+        if worked and grown is None:
+            self._spans.add_beside("prepare", began_ns, self._clock())
+        elif grown is not None:
+            self._spans.add_beside("grow", began_ns, self._clock(), session=grown, round=self._held[grown].round)
+        return worked
+
+    def _get_ready(self) -> bool:
+        """What is needed whatever comes; a bit of learning after a verdict."""
         if any(self._engine.prepare(held.session) for held in self._held.values()):
             return True
         to_learn, self._to_learn = self._to_learn, False
-        return (to_learn and self._engine.learn()) or self._grow_ahead() or self._engine.learn()
+        return to_learn and self._engine.learn()
 
     def forget(self) -> None:
         """Free every session, the kept ones too; what was learned stays."""
         self._held.clear()
         self._kept.clear()
 
-    def _grow_ahead(self) -> bool:
-        """A pass for the session whose turn it is; False: none of them has anything to grow."""
+    def _grow_ahead(self) -> int | None:
+        """A pass for the session whose turn it is, and which that was; None: none of them has anything to grow."""
         for number in [*self._held]:
             self._held[number] = held = self._held.pop(number)  # last in turn from now on
             if self._engine.grow_ahead(held.session):
-                return True
-        return False
+                return number
+        return None
 
     def _open(self, command: Open) -> Opened:
         number = command.session
@@ -377,18 +392,34 @@ class DraftWorker(Generic[SessionT]):
             candidates=proposal.candidates,
             probabilities=proposal.probabilities,
             spans=self._spans.take(MAX_SPANS),
+            beside=self._spans.take_beside(MAX_SPANS),
         )
 
 
-def open_draft_worker(settings: DraftSettings, *, name: str, threads: int, target: str, profile: Path | None = None) -> DraftWorker[Any]:
-    """The draft worker of `settings`: a lookup, or the model in the folder or hub id `settings.model`: a smaller one, or a head of the model `target`.
+def open_draft_worker(
+    settings: DraftSettings,
+    *,
+    name: str,
+    threads: int,
+    target: str,
+    inflate: str = "",
+    profile: Path | None = None,
+    cache: Path | None = None,
+    tell: Callable[[int, int], None] = lambda _done, _all: None,
+) -> DraftWorker[Any]:
+    """The draft worker of `settings`: a lookup, or the model in the folder or hub id `settings.model`: a smaller one, or a head of the model `target`, or that
+    model itself in a few bits, inflated as it is.
 
-    `profile`: the file that remembers what was measured on this machine.
+    `profile`: the file that remembers what was measured on this machine; `cache`: the folder that keeps what was quantised; `tell` hears how far that has got.
     """
     if settings.kind == "none":
         raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' or 'ngram'")
     if settings.kind == "ngram":
         return DraftWorker(Lookup(), Identity(name, "ngram", "cpu", 1, MAX_TOKENS), Spans())
+    if settings.kind == "substitute":
+        return _open_substitute(settings, name, threads, target, inflate, profile, cache, tell)
+    if settings.weights in ("int3", "int2"):
+        raise SettingsError(f"draft.weights = {settings.weights!r} is for a draft of kind 'substitute': set draft.kind to it, or use int4, int8, fp16 or bf16")
     if not settings.model:
         raise SettingsError(
             "draft.model is empty: name the folder or the hub id of a smaller model of the target's family or of a head for it, or choose draft.kind 'ngram'"
@@ -407,6 +438,40 @@ _KIND_NAMES = {None: "small", "jakiro*": "jakiro"}
 
 def _in_words(kind: str | None) -> str:
     return "an ordinary language model (kind 'small')" if kind == "small" else f"a head of kind {kind!r}"
+
+
+def _open_substitute(
+    settings: DraftSettings,
+    name: str,
+    threads: int,
+    target: str,
+    inflate: str,
+    profile: Path | None,
+    cache: Path | None,
+    tell: Callable[[int, int], None],
+) -> DraftWorker[Any]:
+    from dovetail.workers.devices import first_device, free_bytes, open_device
+    from dovetail.workers.draft_costs import known_levels
+    from dovetail.workers.drafter import SUBSTITUTE_SHARPENING, Drafter
+    from dovetail.workers.models.inflate import inflation_bytes
+    from dovetail.workers.models.substitute import load_substitute
+
+    if settings.model:
+        raise SettingsError(f"draft.kind = 'substitute' is made of the target, and draft.model names {settings.model!r}: leave one of the two out")
+    if settings.weights not in SUBSTITUTE_WEIGHTS:
+        raise SettingsError(f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use int8, int4, int3 or int2")
+    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    weights = "int4" if settings.weights == "auto" else settings.weights
+    model, made = load_substitute(target, weights=weights, device=device.name, inflate_bytes=inflation_bytes(inflate), folder=cache, tell=tell)
+    if said := made.report(name):
+        print(said, file=sys.stderr)
+    checkpoint, spans = model.checkpoint, Spans()
+    curves = known_levels(profile, model, device.library)
+    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
+    called = f"{checkpoint.source} ({weights} substitute)"
+    identity = Identity(name, called, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer, curves, kept_tokens)
+    engine = Drafter(model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING)
+    return DraftWorker(engine, identity, spans, keeper=engine)
 
 
 def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path | None) -> DraftWorker[Any]:

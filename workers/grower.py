@@ -290,7 +290,8 @@ class Grower(ABC, Generic[SessionT]):
         ahead = ahead and not drawn
         waiting = WaitingTime(ahead=ahead, width=shape.width, children=max(shape.width, self.kept if ahead else 0))
         tokens = [*(int(session.tree.tokens[session.offered[node]]) for node in accepted), bonus, *more]
-        hit, unused = self._follow(session, tokens, waiting.children)
+        with self._spans.finely("move"):
+            hit, unused = self._follow(session, tokens, waiting.children)
         session.tree.show(shape.width)
         session.price, session.waiting_time = FREE if drawn else price, waiting
         shape = session.within_reach(shape) if session.readable else NOTHING

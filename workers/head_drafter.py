@@ -262,7 +262,7 @@ class HeadDrafter(Grower[HeadSession]):
             raise RequestError("prefix", f"features from position {start} on follow those of {session.fed} positions; open the session anew")
         if session.fed + features.shape[0] > len(session.log):
             raise RequestError("prefix", f"features of {session.fed + features.shape[0]} positions have come, of a log of {len(session.log)} tokens")
-        with self._spans.measure("prefill"):
+        with self._spans.measure("feed"):
             self.take_features(session, features)
             self._read_true(session, predicted=False, contrast=False)
 

@@ -7,6 +7,7 @@ there is, not what it is good for.
 import json
 import os
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from dovetail.workers import kernels
 from dovetail.workers.devices import cuda
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
+from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
 
 SHAPE = (83, 70)
 """[out, in] of the self-test's matrix: no multiple of any register's width."""
@@ -45,6 +47,8 @@ def kernel_failures() -> Iterator[str]:
     try:
         for kind in Kind:
             yield from _failures_of(kind)
+        for bits in KINDS:
+            yield from _failures_of_codes(bits)
     finally:
         kernels.use_isa(best)
 
@@ -68,10 +72,30 @@ def _failures_of(kind: Kind) -> Iterator[str]:
             yield f"{kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on the rows beside it"
 
 
-def _complaints(kind: Kind, isa: Isa, found: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor) -> Iterator[str]:
+def _failures_of_codes(bits: int) -> Iterator[str]:
+    outputs, groups = SHAPE[0], 3
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 1 << bits, (outputs, groups * GROUP), dtype=torch.uint8, generator=generator)
+    scales, offsets = (torch.rand(outputs, groups, generator=generator).half() for _ in range(2))
+    x = torch.randn(max(ROWS), groups * GROUP, generator=generator)
+    matrix = CodedMatrix(bits, outputs, groups * GROUP)
+    matrix.pack_codes(codes, scales, offsets)
+    weight = (codes.double() - (1 << bits - 1)).view(outputs, groups, GROUP) * scales.double()[..., None] + offsets.double()[..., None]
+    expected = x.double() @ weight.view(outputs, -1).T
+    reference: torch.Tensor | None = None
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        whole = matrix.linear(x)
+        reference = whole if reference is None else reference
+        yield from _complaints(matrix.kind, isa, whole, reference, expected)
+        if any(not _same_bytes(matrix.linear(x[:rows].contiguous()), whole[:rows]) for rows in ROWS):
+            yield f"{matrix.kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on the rows beside it"
+
+
+def _complaints(kind: IntEnum, isa: Isa, found: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor) -> Iterator[str]:
     name = f"{kind.name.lower()} on {isa.name.lower()}"
     difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= TOLERANCE[kind]:
+    if not difference <= (TOLERANCE[kind] if isinstance(kind, Kind) else TOLERANCE[Kind.INT8]):  # rows are rounded to 8 bits too
         yield f"{name}: differs from the exact product by {difference:.1e}"
     if not _same_bytes(found, reference):
         yield f"{name}: other bytes than on {kernels.isas()[0].name.lower()}"

@@ -11,17 +11,18 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
 from dovetail.protocol.codec import COMMAND, encode
-from dovetail.protocol.errors import DecodeError, LinkClosed, RequestError, UserError, printable
+from dovetail.protocol.errors import DecodeError, DovetailError, LinkClosed, LinkRefused, RequestError, UserError, printable
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
+    MAX_SPANS,
     MAX_STRIKES,
     VERSION,
     Close,
@@ -33,6 +34,7 @@ from dovetail.protocol.messages import (
     Failed,
     Feed,
     Hello,
+    Observe,
     Open,
     Probe,
     Probed,
@@ -40,13 +42,14 @@ from dovetail.protocol.messages import (
     Verify,
     Welcome,
 )
+from dovetail.protocol.spans import Spans
 from dovetail.workers.failures import as_request_error
 from dovetail.workers.progress import Abandoned, Watchdog, heard
 
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Between two attempts to reach a coordinator that has gone: at first, and at most."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait half a minute for a target (coordinator.recovery_s)."""
 MAX_WAITING = 64
 """Messages that are taken in while something is computed; the others wait in the link."""
 LOOK_EVERY_S = 0.25
@@ -58,6 +61,10 @@ class Worker(Protocol):
 
     stale: int
     """Late, duplicate and stale commands that this worker has dropped."""
+
+    @property
+    def spans(self) -> Spans:
+        """In which it measures itself, and this loop itself."""
 
     @property
     def sessions(self) -> int:
@@ -133,9 +140,10 @@ def _register(link: Link, worker: Worker, standing: _Standing, watchdog: Watchdo
 
 
 def _register_again(reconnecting: Reconnecting, why: str, worker: Worker, standing: _Standing, watchdog: Watchdog | None) -> "_Loop | None":
-    """Look for the coordinator until it is found; None if that takes too long."""
+    """Look for the coordinator until it is found; None if that takes too long, `LinkRefused` if it was there and took no connection."""
     reconnecting.say(f"{why}; looking for it for up to {reconnecting.most_s:g} s")
     end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
+    refusal: LinkRefused | None = None
     while (left := end - time.monotonic()) > 0:
         try:
             link = reconnecting.connect()
@@ -144,12 +152,18 @@ def _register_again(reconnecting: Reconnecting, why: str, worker: Worker, standi
             except BaseException:
                 link.close()
                 raise
-        except LinkClosed:
+        except LinkClosed as lost:
+            if isinstance(lost, LinkRefused):
+                if str(lost) != str(refusal):
+                    reconnecting.say(str(lost))
+                refusal = lost
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
             reconnecting.say("registered anew")
             return loop
+    if refusal is not None:
+        raise refusal
     return None
 
 
@@ -165,7 +179,8 @@ def _welcome(link: Link) -> Welcome:
         except DecodeError:
             continue
         if isinstance(answer, Failed):
-            raise UserError(f"the coordinator refused this worker: {printable(answer.text)}")
+            text = f"the coordinator refused this worker: {printable(answer.text)}"
+            raise LinkClosed(text) if answer.code == "capacity" else UserError(text)  # there may be room later
         if isinstance(answer, Welcome):
             if answer.version != VERSION:
                 raise UserError(f"the coordinator speaks protocol {_dotted(answer.version)}, this worker {_dotted(VERSION)}: run the same release on both")
@@ -193,18 +208,29 @@ class _Loop:
                     if isinstance(command, Failed):
                         self._turned_away(command)
                     for event in self._do(command):
-                        self._link.send(encode(event))
+                        self._send(event)
         except (LinkClosed, Abandoned) as lost:
             if not self._was_let_go():
                 raise LinkClosed(str(lost)) from None
         finally:
             self._link.close()
 
+    def _send(self, event: Event) -> None:
+        spans, began_ns = self._worker.spans, time.monotonic_ns()
+        frames = encode(event)
+        encoded_ns = time.monotonic_ns()
+        self._link.send(frames)
+        if spans.fine:
+            about = subject(event)
+            spans.add_beside("encode", began_ns, encoded_ns, **about)
+            spans.add_beside("send", encoded_ns, time.monotonic_ns(), **about)
+
     def _turned_away(self, failed: Failed) -> None:
         """A failure that is about no command: either we were taken for lost, and come again, or we are not wanted."""
         if failed.code == "session":
             raise LinkClosed(printable(failed.text))
-        raise UserError(f"the coordinator turned this worker away: {printable(failed.text)}")
+        text = f"the coordinator turned this worker away: {printable(failed.text)}"
+        raise DovetailError(text) if failed.code == "protocol" else UserError(text)  # what we said wrong is our fault, not the user's
 
     def _was_let_go(self) -> bool:
         """Whether a Drain is among what the coordinator sent before it went."""
@@ -245,6 +271,7 @@ class _Loop:
         return worked
 
     def _decode(self, frames: list[bytes]) -> Command | None:
+        began_ns = time.monotonic_ns()
         try:
             command = COMMAND.decode(frames)
         except DecodeError as error:
@@ -256,6 +283,8 @@ class _Loop:
         if command.epoch != self._coordinator_epoch or isinstance(command, Welcome):  # Welcome answers a Hello, and that is done
             self._stale += 1
             return None
+        if self._worker.spans.fine:
+            self._worker.spans.add_beside("decode", began_ns, time.monotonic_ns(), **subject(command))
         return command
 
     def _do(self, command: Command) -> Iterator[Event]:
@@ -264,6 +293,9 @@ class _Loop:
             return
         if isinstance(command, Engage):
             self._standing.standby = False
+            return
+        if isinstance(command, Observe):
+            self._worker.spans.fine = command.fine
             return
         try:
             yield from self._answers(command)
@@ -312,7 +344,15 @@ class _Loop:
             stale=self._stale + self._worker.stale,
             sessions=self._worker.sessions,
             rss_bytes=self._process.memory_info().rss,
+            beside=self._worker.spans.take_beside(MAX_SPANS),
         )
+
+
+def subject(message: Command | Event) -> dict[str, int | None]:
+    """The session and the round that a message is about, if it is about one."""
+    items: Sequence[Any] = getattr(message, "items", ())
+    about = items[0] if len(items) == 1 else message
+    return {"session": getattr(about, "session", None), "round": getattr(about, "round", None)}
 
 
 def failures(command: Command, epoch: int, error: RequestError) -> list[Event]:

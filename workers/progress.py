@@ -51,7 +51,8 @@ class Watchdog:
     """Ends this process, with the stacks of all threads on stderr, when work goes on for `stuck_s` without a beat.
 
     It counts its own looks, not the time: a process that was stopped (SIGSTOP) and goes on has as long as before. Only where the interpreter's lock is held
-    for DEAF times as long does time alone count, by faulthandler's thread, which needs no lock.
+    for DEAF times as long does time alone count, by faulthandler's thread, which needs no lock ("Timeout (0:01:00)!" and the stacks). That thread cannot tell a
+    process that was stopped in the midst of its work for so long: it ends when it goes on.
     """
 
     def __init__(self, name: str, stuck_s: float) -> None:

@@ -6,15 +6,16 @@ Knows which command is stale, wrong or next; how tokens are computed is the veri
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
-from dovetail.protocol.errors import RequestError, SettingsError, StaleError
+from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_CURVES,
     MAX_SPANS,
@@ -38,16 +39,20 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.profile import ContextCurve, load_profile
-from dovetail.protocol.settings import MAX_GAMMA, TargetSettings, byte_count
+from dovetail.protocol.settings import MAX_GAMMA, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.calibration import Subject, calibration_key, read_design
 from dovetail.workers.devices import free_bytes, open_device
 from dovetail.workers.failures import as_request_error
 from dovetail.workers.kept import affordable_tokens
+from dovetail.workers.models.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.spread import known_readings, spread_of
 from dovetail.workers.verifier import MAX_SESSIONS, First, Part, ScoredPart, Verdict, Verifier
 from dovetail.workers.wire import to_array, to_tensor
+
+UNLIMITED = MemorySettings()
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,21 @@ class Identity:
     inflation: str = ""
     kept_tokens: int = 0
     """Of sessions that have ended, so many as it keeps the rows of."""
+    placement: str = ""
+    """In words, where it is spread over devices."""
+    reader: str = ""
+    """The device that reads prompts beside those that compute the model."""
+    reads_from: int = 1
+    """Rows of a prompt from which on it does."""
 
 
-def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None) -> "TargetWorker":
-    """A target worker with its model loaded on its device; `UserError` names what is wrong with the settings.
+def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None, memory: MemorySettings = UNLIMITED) -> "TargetWorker":
+    """A target worker with its model loaded on its device, or spread over several; `UserError` names what is wrong with the settings.
 
     `profile`: the file that remembers what was measured on this machine.
     """
     device = open_device(settings.device, threads)
+    spread = spread_of(settings, memory, device, threads, () if profile is None else known_readings(settings, profile))
     if settings.weights == "int8-per-tensor":
         print(f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes a token depend on what is computed beside it", file=sys.stderr)
     model = load_language_model(
@@ -79,18 +91,26 @@ def open_target_worker(settings: TargetSettings, *, name: str, threads: int, pro
         weights=settings.weights,
         device=device.name,
         backend=settings.backend,
-        inflate_bytes=_inflation(settings.inflate),
+        inflate_bytes=inflation_bytes(settings.inflate),
         profile=profile,
+        stage=None if spread is None else spread.stage,
     )
     if (device.name, settings.backend, model.backend) == ("cpu", "auto", "library"):
         print(f"{name}: torch's own operations compute this model, since {model.choice}", file=sys.stderr)
     # the kernels compute the same bytes with any instruction set and any number of threads, torch does not
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
-    fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family)
-    curves = _curves(settings, model, profile) if profile is not None and device.name == "cpu" else ()
+    others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
+    fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family, **others)
+    whole = spread is None or spread.demand is None
+    curves = _curves(settings, model, profile) if profile is not None and device.name == "cpu" and whole else ()
     # rows that are taken over are the same bytes as rows that are computed anew
-    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes) if model.backend == "kernels" else 0
-    return TargetWorker(model, Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate, kept_tokens))
+    keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
+    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes) if keeps else 0
+    identity = Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate, kept_tokens)
+    if spread is not None:
+        reader = "" if spread.reader is None else spread.reader.name
+        identity = replace(identity, placement=str(spread), reader=reader, reads_from=spread.reads_from)
+    return TargetWorker(model, identity)
 
 
 def _curves(settings: TargetSettings, model: LanguageModel, profile: Path) -> Sequence[ContextCurve]:
@@ -104,13 +124,6 @@ def _curves(settings: TargetSettings, model: LanguageModel, profile: Path) -> Se
     return found[0][:MAX_CURVES] if found else ()
 
 
-def _inflation(text: str) -> int:
-    try:
-        return byte_count(text) if text else 0
-    except ValueError as error:
-        raise SettingsError(f"target.inflate: {error}") from None
-
-
 class TargetWorker:
     """Open, Refeed, Verify and Close, answered. A `Worker` of the loop."""
 
@@ -118,8 +131,20 @@ class TargetWorker:
         self.stale = 0
         self._model, self._identity = model, identity
         self._spans = Spans()
-        self._verifier = Verifier(model, self._spans, kept_tokens=identity.kept_tokens)
+        self._verifier = Verifier(model, self._spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from)
         self._epoch = 0
+
+    @property
+    def model(self) -> LanguageModel:
+        return self._model
+
+    @property
+    def verifier(self) -> Verifier:
+        return self._verifier
+
+    @property
+    def spans(self) -> Spans:
+        return self._spans
 
     @property
     def sessions(self) -> int:
@@ -145,6 +170,7 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             inflation=identity.inflation,
+            placement=identity.placement,
         )
 
     def handle(self, command: Command) -> Iterable[Event]:
@@ -162,7 +188,11 @@ class TargetWorker:
                 raise RequestError("role", f"a target worker does not do {command.type!r}")
 
     def idle(self) -> bool:
-        return self._verifier.prepare_noise()
+        began_ns = time.monotonic_ns()
+        worked = self._verifier.prepare_noise()
+        if worked:
+            self._spans.add_beside("prepare", began_ns, time.monotonic_ns())
+        return worked
 
     def forget(self) -> None:
         self._verifier.clear()
@@ -201,6 +231,7 @@ class TargetWorker:
                 return Scored(**about, start=step.start, logprobs=step.logprobs)
             case First():
                 spans = self._spans.take(MAX_SPANS)
+                about |= {"placement": self._identity.placement, "read_by": self._identity.reader if step.apart else ""}
                 return Opened(**about, bonus=step.token, margin=step.margin, logprobs=step.logprobs, spans=spans)
 
     def _refeed(self, command: Refeed) -> Iterator[Event]:
@@ -237,6 +268,7 @@ class TargetWorker:
             epoch=self._epoch,
             items=tuple(verdict.item for verdict in verdicts),
             spans=tuple(spans),
+            beside=self._spans.take_beside(MAX_SPANS),
             features=to_array(torch.cat(features)) if features else None,
         )
 

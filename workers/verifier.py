@@ -17,7 +17,7 @@ models alone that compute the same bytes for it in whatever part of a prompt it 
 Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and nothing of links.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.failures import as_request_error
 from dovetail.workers.kept import KeptSessions, check_prefix
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.rounds import check_round, find_session
 from dovetail.workers.speculation.acceptance import walk
@@ -39,10 +39,11 @@ from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import Choices, Drawn, judge
 from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
+from dovetail.workers.timing import timed_pass
 from dovetail.workers.wire import narrowed
 
-PREFILL_ROWS = 256
-"""Rows of a prefill pass: enough to be bound by arithmetic, few enough that activations stay small, and the logits of all of them where they are scored."""
+PREFILL_ROWS = PROMPT_ROWS
+"""Rows of a prefill pass, unless weights stream; and of what is said of a prompt at a time."""
 MAX_SESSIONS = 64
 UNDRAWN: Mapping[int, Drawn] = {}
 
@@ -73,6 +74,8 @@ class First:
     margin: float
     logprobs: TokenLogprobs | None
     """If they were asked for."""
+    apart: bool = False
+    """Whether the model's reader read the prompt."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class _Session:
     logprobs: int | None
     """With how many alternatives the target says what it thinks of each token; None: it does not."""
     round: int = 0
+    own: int = 0
+    """Slots of the cache that verification writes to; those behind them are somebody else's."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -145,12 +150,16 @@ class _Left:
 class Verifier:
     """The sessions of a target. `RequestError` and `StaleError` say what cannot be done; then nothing has changed."""
 
-    def __init__(self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0) -> None:
-        """`kept_tokens`: so many of sessions that have ended are kept at most."""
+    def __init__(self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1) -> None:
+        """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the fewest rows of a prompt for which the model's reader is
+        used, where it has one."""
+        self._reads_from = reads_from
         self._model = model
         self._spans = spans
         self._sessions: dict[int, _Session] = {}
         self._kept: KeptSessions[_Left] = KeptSessions(kept_tokens)
+        self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
+        """Slots that a session's cache has besides, for a draft that shares it."""
 
     def __len__(self) -> int:
         """How many sessions are open."""
@@ -201,14 +210,17 @@ class Verifier:
             noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
             size, device = self._model.vocabulary_size, self._model.device
             back = LookingBack(sampling, prompt, end, size, device, replied=replied) if sampling.looks_back else None
-            cache = self._open_cache(capacity + tree.most_nodes, left, kept)
-            session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs, round)
-            logits = yield from self._prefill(session, scored, features_from)
+            own = capacity + tree.most_nodes
+            cache = self._open_cache(own + self.rows_beside(sampling, tree), left, kept)
+            session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs, round, own)
+            told = len(prompt) - replied
+            apart = self._model.reads_apart > 0 and not scored and not cache.length and told >= self._reads_from
+            logits = yield from self._prefill(session, scored, features_from, apart=min(told, self._model.reads_apart) if apart else 0)
             _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
             said = session.scores(logits, [0], [bonus])
         session.extend([bonus])
         self._sessions[number] = session
-        yield First(bonus, margin, said[0] if said else None)
+        yield First(bonus, margin, said[0] if said else None, apart)
 
     def refeed(self, number: int, reads: Reads, start: int, prefix: int) -> Iterator[Part]:
         """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside its cache; from now on verdicts come with theirs."""
@@ -219,10 +231,10 @@ class Verifier:
         with self._spans.measure("prefill"):
             rows = max(0, prefix - 1)
             cache = self._model.new_cache(rows)
-            for first in range(0, rows, PREFILL_ROWS):
-                _, part = self._read(session.log[first : min(first + PREFILL_ROWS, rows)], cache, reads, features_from=start)
-                if part is not None:
-                    yield part
+            step = self._step
+            for first in range(0, rows, step):
+                _, part = self._read(session.log[first : min(first + step, rows)], cache, reads, features_from=start)
+                yield from _slices(part)
         session.reads = reads
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
@@ -249,7 +261,8 @@ class Verifier:
         """
         with self._spans.measure("verify"):
             passed = self._forward(items)
-            verdicts = [self._judge(item, rows, drawn.get(item.session)) for item, rows in zip(items, passed, strict=True)]
+            with self._spans.finely("choose"):
+                verdicts = [self._judge(item, rows, drawn.get(item.session)) for item, rows in zip(items, passed, strict=True)]
         with self._spans.measure("commit"):
             return [self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict for item, verdict in zip(items, verdicts, strict=True)]
 
@@ -266,6 +279,11 @@ class Verifier:
         """Forget all sessions, and what is left of others."""
         self._sessions.clear()
         self._kept.clear()
+
+    def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
+        """A session's log, its cache, which has committed the rows of all of that but the last token, and the first slot that nothing here writes to."""
+        session = find_session(self._sessions, number)
+        return session.log, session.cache, session.own
 
     def prepare_noise(self) -> bool:
         """Compute the noise of one position that a coming round may ask for; False if all of it is there."""
@@ -301,27 +319,46 @@ class Verifier:
         left.cache.resize(rows)
         return left.cache
 
-    def _prefill(self, session: _Session, scored: bool, features_from: int) -> Generator[Part | ScoredPart, None, Tensor]:
-        """Compute and commit the rows of the prompt that are missing, some at a time; returns the logits [1, V] after its last token."""
+    @property
+    def _step(self) -> int:
+        """Rows of a prefill pass that computes the logits of the last one alone."""
+        return max(PREFILL_ROWS, self._model.prompt_rows)
+
+    def _prefill(self, session: _Session, scored: bool, features_from: int, apart: int = 0) -> Generator[Part | ScoredPart, None, Tensor]:
+        """Compute and commit the rows of the prompt that are missing, some at a time; returns the logits [1, V] after its last token.
+
+        `apart`: the first rows that the model's reader reads, of all that there are of the request's own prompt: a session that is begun anew elsewhere, or
+        on the same worker, has the same rows read by it, and those of its reply computed as they were.
+        """
         logits = torch.empty(0)
-        for start in range(session.cache.length, len(session.log), PREFILL_ROWS):
-            chunk = session.log[start : start + PREFILL_ROWS]
+        if apart:
+            logits, part = self._read(session.log[:apart], session.cache, session.reads, features_from=features_from, apart=True)
+            yield from _slices(part)
+        step = PREFILL_ROWS if scored else self._step
+        for start in range(session.cache.length, len(session.log), step):
+            chunk = session.log[start : start + step]
             logits, part = self._read(chunk, session.cache, session.reads, features_from=features_from, all_logits=scored)
-            if part is not None:
-                yield part
+            yield from _slices(part)
             if scored and (tokens := session.log[start + 1 : start + 1 + len(chunk)]):
                 yield ScoredPart(start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0))
         return logits[-1:]
 
-    def _read(self, tokens: Sequence[int], cache: Cache, reads: Reads | None, *, features_from: int, all_logits: bool = False) -> tuple[Tensor, Part | None]:
+    def _read(
+        self, tokens: Sequence[int], cache: Cache, reads: Reads | None, *, features_from: int, all_logits: bool = False, apart: bool = False
+    ) -> tuple[Tensor, Part | None]:
         """Compute and commit the rows of `tokens`, which stand behind those of `cache`: logits after the last or all of them, and the features of the rows
-        from `features_from` on, if a draft reads them and there are any."""
+        from `features_from` on, if a draft reads them and there are any. `apart`: by the model's reader."""
         start, count = cache.length, len(tokens)
         unwanted = min(max(0, features_from - start), count)
         places = _places(reads) if unwanted < count else ()
-        rows = None if all_logits else torch.tensor([count - 1])
+        last = torch.tensor([count - 1])
         positions, segment = torch.arange(start, start + count), Segment(cache, start, count)
-        logits, states = self._model.forward_with_states(torch.tensor(tokens), positions, [segment], wanted=places, rows=rows)
+        if apart:
+            logits, states = self._model.read_apart(torch.tensor(tokens), segment, wanted=places, rows=last)
+        else:
+            rows = None if all_logits else last
+            with timed_pass(self._spans):
+                logits, states = self._model.forward_with_states(torch.tensor(tokens), positions, [segment], wanted=places, rows=rows)
         cache.keep(range(start, start + count), count)
         features = _features(reads, states, slice(unwanted, None)) if places else None
         return logits, None if features is None else Part(start + unwanted, features)
@@ -339,7 +376,8 @@ class Verifier:
             positions += (min(root + depth, self._model.context - 1) for depth in (0, *tree.depths))
             segments.append(Segment(session.cache, root, len(tree) + 1, tree_paths(tree, root) if tree else None))
         wanted = {place for item in items for place in self._sessions[item.session].places}
-        logits, states = self._model.forward_with_states(torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted)
+        with timed_pass(self._spans):
+            logits, states = self._model.forward_with_states(torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted)
         counts = [segment.count for segment in segments]
         parts = {place: torch.split(kept, counts) for place, kept in states.items()}
         return [_Rows(rows, {place: parts[place][index] for place in wanted}) for index, rows in enumerate(torch.split(logits, counts))]
@@ -372,6 +410,13 @@ class Verifier:
         session.round = verdict.round
         if session.noise is not None:
             session.noise.drop_before(len(session.log))
+
+
+def _slices(part: Part | None) -> Iterator[Part]:
+    """The features of a pass, no more rows at a time than travel together."""
+    if part is not None:
+        for first in range(0, len(part.features), PREFILL_ROWS):
+            yield Part(part.start + first, part.features[first : first + PREFILL_ROWS])
 
 
 def _places(reads: Reads | None) -> Sequence[int]:

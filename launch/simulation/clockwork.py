@@ -143,6 +143,9 @@ class StillHub:
         sent = [bytes(frame) for frame in frames]
         self._agenda.plan(self.clock() + in_ns(self._costs.hop_s), lambda time_ns: self._peers[peer](sent, time_ns))
 
+    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        self.send(peer, frames)
+
     def user(self, peer: bytes) -> PeerKey | None:
         return None
 

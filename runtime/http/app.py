@@ -7,6 +7,7 @@ and sees to it that a client who leaves, a deadline or the end of the server can
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -21,12 +22,13 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dovetail.runtime.http.dashboard import Shown, Watch, add_dashboard, page_files
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.document import describe, documented
 from dovetail.runtime.http.errors import ApiError, place, unavailable
 from dovetail.runtime.http.exposition import CONTENT_TYPE, Exposition
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.http.guard import STRAIGHT, App, Guard
+from dovetail.runtime.http.guard import OPEN_PATHS, STRAIGHT, App, Guard
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.server import Connections
@@ -55,6 +57,8 @@ class Terms:
     deadline_s: float = 600.0
     most_body_bytes: int = 8 << 20
     only_local_names: bool = False
+    dashboard: Shown = "off"
+    """Whether the page shows the tokens of requests."""
 
 
 class Service:
@@ -245,8 +249,13 @@ def open_app(service: Service) -> App:
     _add_texts(app, service)
     _add_state(app, service)
     _add_errors(app)
+    open_paths = OPEN_PATHS
+    if terms.dashboard != "off":
+        about = {"version": terms.version, "began": service.began, "pid": os.getpid()}
+        add_dashboard(app, Watch(service.gateway, shown=terms.dashboard, name=service.name_of, about=about))
+        open_paths += tuple(page_files())
     describe(app, keyed=bool(terms.keys))
-    return Guard(app, keys=terms.keys, most_body_bytes=terms.most_body_bytes, only_local_names=terms.only_local_names)
+    return Guard(app, keys=terms.keys, most_body_bytes=terms.most_body_bytes, only_local_names=terms.only_local_names, open_paths=open_paths)
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:

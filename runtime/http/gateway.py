@@ -27,10 +27,12 @@ from dovetail.protocol.messages import (
     Failed,
     Finished,
     Hello,
+    Look,
     Message,
     PromptScored,
     Reply,
     Reported,
+    Seen,
     Status,
     Submit,
     Welcome,
@@ -44,11 +46,14 @@ RETRY_S, MOST_RETRY_S = 0.1, 2.0
 """How long a coordinator that has gone is waited for before it is looked for again: at first, and at most."""
 ANSWER_S = 10.0
 """Within so long the coordinator says what it is asked."""
+FRESH_S = 0.5
+"""For so long the target that was described last is taken to be there; then the coordinator, which may have another by now, is asked for its state."""
 BUSY_S = 0.005
 MAX_UNSENT = 4096
 
 Told = Emitted | PromptScored | Finished | Failed
-A = TypeVar("A", Described, Reported)
+A = TypeVar("A", Described, Reported, Seen)
+Answer = Described | Reported | Seen
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,13 @@ class Gateway:
         self._tried = asyncio.Event()
         self._number = 0
         self._told: dict[int, Callable[[Told], None]] = {}
-        self._questions: deque[tuple[type[Described | Reported], asyncio.Future[Described | Reported]]] = deque()
+        self._questions: deque[tuple[type[Answer], asyncio.Future[Answer]]] = deque()
         """They are answered in their order."""
         self._unsent: deque[Message] = deque()
         self._due = False
         self._target: Target | None = None
+        self._target_s = 0.0
+        """When it was last known to be there, on the loop's clock."""
         self._describing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -146,10 +153,17 @@ class Gateway:
         """What a request is decoded with: asked for once, and again when that may have changed. `ApiError` if there is none."""
         self._check_there()
         async with self._describing:
+            now_s = asyncio.get_running_loop().time()
+            if self._target is not None and now_s - self._target_s > FRESH_S:
+                fingerprint = self._target.described.fingerprint
+                serving = [worker for worker in (await self.status()).workers if not (worker.standby or worker.leaving)]
+                self._target_s = now_s
+                if all(worker.fingerprint != fingerprint for worker in serving):
+                    self._target = None
             if self._target is None:
                 described = await self._ask(Describe(epoch=self._epoch), Described)
                 text = await asyncio.get_running_loop().run_in_executor(None, TextCodec, described.tokenizer.data, described.vocabulary)
-                self._target = Target(described, text)
+                self._target, self._target_s = Target(described, text), now_s
             return self._target
 
     def forget_target(self) -> None:
@@ -160,9 +174,13 @@ class Gateway:
         """The coordinator's state; `ApiError` if nobody is there."""
         return await self._ask(Status(epoch=self._epoch), Reported)
 
-    async def _ask(self, question: Describe | Status, kind: type[A]) -> A:
+    async def look(self, after: int) -> Seen:
+        """What has happened since a number; `ApiError` if nobody is there."""
+        return await self._ask(Look(epoch=self._epoch, request=0, after=after), Seen)
+
+    async def _ask(self, question: Describe | Status | Look, kind: type[A]) -> A:
         self._check_there()
-        answer: asyncio.Future[Described | Reported] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._questions.append((kind, answer))
         self._send(question)
         try:
@@ -288,7 +306,7 @@ class Gateway:
             case Welcome():
                 self._there = True
                 self._changed.set()
-            case Described() | Reported():
+            case Described() | Reported() | Seen():
                 kind, answer = self._questions.popleft() if self._questions else (None, None)
                 if kind is not None and answer is not None and isinstance(reply, kind) and not answer.done():
                     answer.set_result(reply)

@@ -6,7 +6,7 @@ Knows headers and addresses, nothing of models.
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Container, MutableMapping, Sequence
 from typing import Any
 
 from dovetail.runtime.http.errors import ApiError
@@ -17,7 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health", "/readyz")
+OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")
 """A supervisor asks these, and has no key."""
 LOCAL_PATHS = ("/metrics",)
 """These answer on the machine itself without a key too."""
@@ -29,12 +29,14 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 class Guard:
     """Passes on what may pass, and answers the rest."""
 
-    def __init__(self, app: App, *, keys: Sequence[str], most_body_bytes: int, only_local_names: bool) -> None:
-        """`only_local_names`: without a key, a browser on this machine must not be led here by a web page whose host's name is made to mean this machine."""
+    def __init__(self, app: App, *, keys: Sequence[str], most_body_bytes: int, only_local_names: bool, open_paths: Container[str] = OPEN_PATHS) -> None:
+        """`open_paths` answer without a key. `only_local_names`: without a key, a browser on this machine must not be led here by a web page whose host's name
+        is made to mean this machine."""
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._most = most_body_bytes
         self._only_local_names = only_local_names
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +57,9 @@ class Guard:
         if self._only_local_names and host_name(headers.get(b"host", b"")) not in LOCAL_NAMES:
             text = "without an API key only this machine is served, under the name localhost: set http.api_key_file to serve others"
             return ApiError(403, text, code="host")
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers) and not (scope["path"] in LOCAL_PATHS and is_local(scope, headers)):
+        path = scope["path"]
+        free = path in self._open_paths or (path in LOCAL_PATHS and is_local(scope, headers))
+        if self._keys and not free and not self._has_key(headers):
             return ApiError(401, "the API key is missing or wrong: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None

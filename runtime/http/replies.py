@@ -120,9 +120,10 @@ class Writer(ABC):
             text, tokens = "".join(part.text for part in parts), [shown for part in parts for shown in part.tokens]
             choices.append(self._whole_choice(reply.index, text, tokens, reply.result.finish_reason))
             metrics.append(metrics_of(reply.result, self._gamma))
+            head = {**self._head, "system_fingerprint": reply.result.fingerprint}
         if len(choices) == 1:
-            return {**self._head, "choices": choices, "usage": self.usage(), "metrics": metrics[0]}
-        return {**self._head, "choices": [{**choice, "metrics": own} for choice, own in zip(choices, metrics, strict=True)], "usage": self.usage()}
+            return {**head, "choices": choices, "usage": self.usage(), "metrics": metrics[0]}
+        return {**head, "choices": [{**choice, "metrics": own} for choice, own in zip(choices, metrics, strict=True)], "usage": self.usage()}
 
     @abstractmethod
     def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Both ends of the pipe to a side of a comparison: a process of its own that does what a line of JSON asks and answers with one.
 
-Only one side works at a time, on the same cores as every other; the rest sleep in `read`. Needs nothing but the standard library, because a side may
-run under another Python.
+Only one side works at a time, on the same cores as every other; the rest sleep in `read`. Needs nothing but the standard library, here and in what it
+imports, because a side may run under another Python.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from dovetail.launch.llama.start import command_of
 
 PATIENCE_S = 10
 """For a side to end by itself once nothing more is asked of it."""
@@ -28,12 +30,12 @@ class Side:
     """A child process, started with `python -m benchmarks.MODULE ARGUMENTS` and ended with the block."""
 
     def __init__(self, module: str, arguments: Sequence[str], *, python: str = sys.executable, threads: int = 1) -> None:
-        paths = [str(TESTS), *filter(None, (os.environ.get("PYTHONPATH"),))] if python == sys.executable else [str(TESTS)]
+        ours = python == sys.executable
+        paths = [str(TESTS), *filter(None, (os.environ.get("PYTHONPATH"),))] if ours else [str(TESTS)]
+        run = [python, "-P", "-m", f"benchmarks.{module}", *arguments] if ours else command_of(python, f"benchmarks.{module}", arguments)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self.name = module
-        self._process = subprocess.Popen(
-            [python, "-P", "-m", f"benchmarks.{module}", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             self.hello = self._read()
         except SideError:

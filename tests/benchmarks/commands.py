@@ -9,6 +9,7 @@ from benchmarks.accuracy import accuracy
 from benchmarks.ahead import ahead
 from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
+from benchmarks.gains import gains, picture, utilisation
 from benchmarks.goodput import goodput
 from benchmarks.heterospec import heterospec
 from benchmarks.http import http
@@ -17,7 +18,9 @@ from benchmarks.limit import limit
 from benchmarks.links import links
 from benchmarks.loading import loading
 from benchmarks.losses import losses
+from benchmarks.observed import observed
 from benchmarks.papers import papers
+from benchmarks.pictures import pictures
 from benchmarks.reliability import reliability
 from benchmarks.rest import rest
 from benchmarks.rounds import rounds
@@ -46,15 +49,20 @@ for command in (
     coupling,
     levels,
     papers,
+    pictures,
     reliability,
     heterospec,
     training,
     ahead,
     goodput,
     rounds,
+    observed,
     turns,
     http,
     losses,
     links,
+    gains,
+    utilisation,
+    picture,
 ):
     main.add_command(command)

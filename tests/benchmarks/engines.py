@@ -7,10 +7,11 @@ from typing import Any
 import click
 
 from benchmarks.child import Side
-from benchmarks.figures import LIBRARY_GROWTH, LLAMA_TYPES, eager_bound, llama_bound
+from benchmarks.figures import LIBRARY_GROWTH, eager_bound, llama_bound
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import BEHIND, Command, Numbers, checkpoint_type, find_llama, holds, option, options, our_side, pin, report, verdict, written_model
 from benchmarks.verification import WARM_UP, Comparison, Pass, compare
+from dovetail.launch.llama.kinds import type_of
 from dovetail.launch.terminal import print_table, progress_bar
 
 MODEL_OPTIONS = ("weights", "backend", "checkpoint", "shape", "layers", "pairs", "threads", "clock", "models", "json")
@@ -29,7 +30,7 @@ def llama(rows: tuple[int, ...], prefill: tuple[int, ...], llama_python: Path | 
     default), ours 32.
     """
     python = find_llama(llama_python)
-    kind = LLAMA_TYPES["bf16" if checkpoint_type(**chosen) == "bf16" and chosen["weights"] == "half" else chosen["weights"]]
+    kind = type_of(chosen["weights"], {"dtype": {"bf16": "bfloat16"}.get(checkpoint_type(**chosen))})
     capacity = max((BEHIND + max(rows, default=0), *prefill))
 
     def peer(folder: Path, threads: int) -> Side:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-LLAMA_TYPES = {"fp32": "F32", "half": "F16", "bf16": "BF16", "int8": "Q8_0"}
-"""Our weights -> llama.cpp's type of as many bytes (Q8_0 has one 16-bit scale for 32 weights, 6 % more). Half of a bf16 checkpoint is compared with BF16."""
 EAGER = {"fp32": 0.48, "half": 0.48, "int8": 0.16}
 """T_V(16) against transformers eager fp32, the library back end."""
 LIBRARY_GROWTH = 2.0
@@ -53,6 +51,8 @@ BEST_FIXED, RIVALS, ADVERSARY = 0.97, 1.0, 0.95
 draft guesses at random; at least."""
 ADDS_UP, ACCOUNTED = 0.02, 0.95
 """By how much the parts of a round may miss it; the rate over tau / the parts that two workers and the wire between them need, at least."""
+RECORDING = 0.01
+"""Processor time of recording spans over the time of a round; at most."""
 
 SECOND_TURN = 0.15
 """Time to the first token of a conversation's second turn, over that of its first; at most."""

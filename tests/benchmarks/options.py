@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import click
 
 from benchmarks.child import Side, SideError
-from benchmarks.figures import LLAMA_TYPES
 from benchmarks.measure import Estimate
 from benchmarks.models import SHAPES, TYPES, model_folder, write_model
+from dovetail.launch.llama.kinds import LLAMA_TYPES
+from dovetail.launch.llama.start import INSTALL, has_llama
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import Isa
 
-INSTALL = "python -m venv llama && llama/bin/pip install llama-cpp-python gguf; then --llama-python llama/bin/python"
 BEHIND = 512
 """Cached tokens behind which a verification is measured."""
 ISAS = tuple(isa.name for isa in Isa)
@@ -60,7 +59,7 @@ def option(*names: str, **options: Any) -> Callable[[Any], Any]:
 
 
 OPTIONS = {
-    "weights": option("--weights", type=click.Choice(tuple(LLAMA_TYPES)), default="fp32"),
+    "weights": option("--weights", type=click.Choice([kind for kind in LLAMA_TYPES if kind != "int8-per-tensor"]), default="fp32"),
     "backend": option("--backend", type=click.Choice(("auto", "kernels", "library")), default="auto"),
     "checkpoint": option(
         "--checkpoint", type=click.Choice(("fp16", "bf16")), help="Type of the random checkpoint.  [default: bf16 for bf16 weights, else fp16]"
@@ -116,7 +115,7 @@ def find_llama(python: Path | None) -> Path:
     """The interpreter that has the peer's engine; `UserError` says how to get one."""
     if python is None:
         raise UserError(f"--llama-python is missing: the python of an environment with llama.cpp. To get one: {INSTALL}")
-    if subprocess.run([python, "-c", "import llama_cpp, gguf"], capture_output=True, check=False).returncode:
+    if not has_llama(python):
         raise UserError(f"--llama-python {python} cannot import llama_cpp and gguf. To get one that can: {INSTALL}")
     return python
 

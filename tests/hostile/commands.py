@@ -34,7 +34,7 @@ INPUTS = ("models", "templates", "requests")
 Step = Callable[[int], None]
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--messages", default=1_000_000, show_default=True, type=click.IntRange(min=1000), help="At the codec, a coordinator, and each kind of worker.")
 @click.option("--seed", default=1, show_default=True, help="Of the messages.")
 @click.option("--only", multiple=True, type=click.Choice((*VICTIMS, *INPUTS)), help="These alone; can be repeated.")

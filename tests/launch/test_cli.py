@@ -292,5 +292,8 @@ def test_over_tcp_keys_are_made_and_what_to_type_elsewhere_is_said(start: Start,
     assert process.stderr.readline().startswith(f"  dovetail worker --role target --target MODEL --connect {address} --keys FOLDER")
     assert json.loads(run("status", "--connect", address, "--keys", keys, "--json").stdout)["address"] == address
     assert json.loads(run("status", "--json").stdout)["address"] == address, "found without --connect, with the keys that it was announced with"
-    assert run("keygen", "--out", keys, "--revoke", "client").returncode == 0
-    assert run("status", "--connect", address, "--keys", keys).returncode == 2
+    for name in ("client", "operator"):  # an operator is a client, too
+        assert run("keygen", "--out", keys, "--revoke", name).returncode == 0
+    refused = run("status", "--connect", address, "--keys", keys)
+    assert refused.returncode == 2
+    assert f"no client.key; make it with `dovetail keygen --out {keys} --name client --role client`" in one_line(refused)

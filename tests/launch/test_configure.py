@@ -25,6 +25,16 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert origins == ["--tree.gamma", "DOVETAIL_TREE__DEPTH", str(file), "default"]
 
 
+def test_a_setting_of_a_table_within_a_table_has_a_flag_a_variable_and_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[target]\nmodel = "m"\n[target.split]\ndevice = "cpu"\nlayers = 3\n')
+    found = configure(file=file, environment={"DOVETAIL_TARGET__SPLIT__LAYERS": "4"})
+    assert (found.settings.target.split.device, found.settings.target.split.layers) == ("cpu", 4)
+    assert [found.origins[f"target.split.{key}"] for key in ("device", "layers")] == [str(file), "DOVETAIL_TARGET__SPLIT__LAYERS"]
+    assert configure(flags={"target.split.layers": "5"}, file=file, environment={}).value("target.split.layers") == 5
+    assert found.arguments("target", "memory") == ["--target.model=m", "--target.split.device=cpu", "--target.split.layers=4"]
+
+
 def test_without_anything_the_settings_are_the_defaults_where_a_target_is_named() -> None:
     settings = configure(flags={"target.model": "m"}, environment={}).settings
     assert settings == Settings().model_copy(update={"target": Settings().target.model_copy(update={"model": "m"})})
@@ -59,6 +69,13 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         ({"sampling.logit_bias": "5=101"}, {}, ("'5=101'", "B a number from -100.0 to 100.0")),
         ({"sampling.presence_penalty": "3"}, {}, ("a number from -2.0 to 2.0",)),
         ({"tree.thresholds": "1,2,3,4,5,6,7,8"}, {}, ("tree.thresholds", "write text or one or more with commas between them", ", at most 7 of them")),
+        ({"target.split.device": "gpu"}, {}, ("target.split.device = 'gpu'", "write cuda:N, or cpu")),
+        ({"target.split.layers": "0"}, {}, ("target.split.layers = '0'", "a whole number from 1 to 65536 or 'auto'")),
+        ({"target.split.layer": "3"}, {}, ("target.split.layer", "did you mean 'target.split.layers'")),
+        ({"target.resident": "-1"}, {}, ("target.resident = '-1'", "a whole number from 0")),
+        ({"target.prefill": "gpu"}, {}, ("target.prefill = 'gpu'", "write auto, local, cuda:N or cpu")),
+        ({"memory.vram": "much"}, {}, ("memory.vram = 'much'", "such as 512MiB or 7GB")),
+        ({}, {"DOVETAIL_TARGET__SPLIT__LAYER": "6"}, ("did you mean 'DOVETAIL_TARGET__SPLIT__LAYERS'",)),
         ({}, {"DOVETAIL_TREE__GAMA": "6"}, ("DOVETAIL_TREE__GAMA", "did you mean 'DOVETAIL_TREE__GAMMA'")),
         ({}, {"DOVETAIL_TREE_GAMMA": "6"}, ("did you mean DOVETAIL_TREE__GAMMA",)),
         ({}, {"DOVETAIL_TREE__GAMMA": "-1"}, ("'-1'", "DOVETAIL_TREE__GAMMA")),
@@ -80,6 +97,9 @@ def test_a_wrong_setting_is_named_with_value_origin_and_remedy(flags: dict[str, 
         ("[[tree]]\ngamma = 6\n", ("tree in ", "must be a table")),
         ("[tree]\ngamma = '6'\n", ("tree.gamma = '6'", "whole number")),
         ("[tree\n", ("no TOML",)),
+        ("[target]\nsplit = 3\n", ("there is no setting 'target.split'", "did you mean 'target.split.")),
+        ("[target.split]\nlayers = 'few'\n", ("target.split.layers = 'few'", "whole number")),
+        ("[target.spli]\nlayers = 3\n", ("target.spli.layers", "did you mean 'target.split.layers'")),
         ("[sampling]\nlogit_bias = 3\n", ("sampling.logit_bias = 3", "A=B with commas between them")),
         ("[sampling.logit_bias]\nfive = 3\n", ("sampling.logit_bias = {'five': 3}", "{ 17 = -100, 5 = 2.5 }")),
     ],

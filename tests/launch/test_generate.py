@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.records import read_records
 from dovetail.launch.supervise import Stack, Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
-from dovetail.protocol.messages import MAX_TEXT, Result, Submit
+from dovetail.protocol.messages import MAX_TEXT, Limits, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
 from support.golden import representative
+from support.scripted import ScriptedTarget
+from support.web import PATIENCE_S, Backend, backend
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -66,6 +69,8 @@ RESULT_FIELDS = [
     "reused_tokens",
     "moves",
     "fingerprints",
+    "placement",
+    "prefill",
 ]
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
 STORY = "Tell me a story about a small owl who is afraid of the dark."
@@ -209,6 +214,11 @@ def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() ->
     assert "· draft 20 % verify 70 % ·" in summary(a_result(prefill_s=0.05), "")
 
 
+def test_the_summary_tells_of_waiting_where_it_is_more_than_a_twentieth() -> None:
+    assert "· prefill 6 % draft 20 % verify 70 % waiting 9 % ·" in summary(a_result(queue_s=0.09), "")
+    assert "waiting" not in summary(a_result(queue_s=0.05), "")
+
+
 def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_differ() -> None:
     assert "move" not in summary(a_result(), "")
     assert "· 2 moves to another target ·" in summary(a_result(moves=2), "")
@@ -219,7 +229,7 @@ def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:
     report = representative()["reported"]
     serving = [worker.model_copy(update={"standby": False, "leaving": False}) for worker in report.workers]
     told = Connection(cast(Any, None), report.model_copy(update={"workers": tuple(serving)})).models()  # nothing is asked of the client
-    assert "target demo/target (fp32, inflated to 512MiB)" in told
+    assert "target demo/target (fp32, inflated to 512MiB, cpu 0-4, cuda:0 5-7 (1 resident, 2 streamed) and head)" in told
 
 
 def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_of_hits_where_drafting_went_on() -> None:
@@ -240,6 +250,8 @@ def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_sess
     told = without_speculation(measured, (), policy="goodput", last=2)
     assert told == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
     assert without_speculation(measured, decisions, policy="goodput", last=2).endswith("a single row; session 2: drafting stops, it loses")
+    told = without_speculation(some, (), policy="goodput", last=3, missing="its draft worker was lost")
+    assert told == "without speculation in 12 of 40 rounds: its draft worker was lost"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +301,8 @@ def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_th
 def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path: Path) -> None:
     assert run("generate", STORY, "--connect", stack.address, "--max-tokens", "8", "--trace", str(tmp_path / "trace.json")).returncode == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"target", "draft"} <= {event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert all(any(name.startswith(f"{process} (aligned within ") for name in names) for process in ("target", "draft"))
 
 
 def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack) -> None:
@@ -309,6 +322,49 @@ def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack)
 
 
 # -- files of prompts --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_waits_for_a_target_says_so_and_goes_on_with_the_next(start: Start) -> None:
+    with backend(draft=False) as house:
+        house.token_s = 0.05
+        process = begun_at(start, house)
+        assert process.stderr is not None
+        house.lose(house.workers[0])
+        told = iter(process.stderr.readline, "")
+        line = next(line for line in told if line.startswith("waiting: "))
+        assert "waits for a target, for " in line
+        house.add(ScriptedTarget, "target")
+        assert process.wait(PATIENCE_S) == 0
+        rest = "".join(told)
+        assert re.search(r"waiting \d+ %", rest)
+        assert rest.endswith("without speculation in every round: no draft worker is there\n")
+
+
+def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start: Start) -> None:
+    with backend(draft=False) as house:
+        house.token_s = 0.05
+        process = begun_at(start, house)
+        house.die()
+        said, complained = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert said.endswith("\n")
+    assert "has gone, and the reply is not finished: ask again when there is a coordinator" in complained
+
+
+def test_a_reply_that_fills_the_context_says_so(run: Run) -> None:
+    with backend(target=False, draft=False) as house:
+        house.add(ScriptedTarget, "target", limits=Limits(context=24))
+        done = run("generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6")
+    assert done.returncode == 0, done.stderr
+    assert "the reply ends where the context of the target is full, before --max-tokens 40" in done.stderr
+
+
+def begun_at(start: Start, house: Backend) -> "subprocess.Popen[str]":
+    """A reply of forty tokens of which the first have come."""
+    process = start("generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6")
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    return process
 
 
 def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopped(run: Run, stack: Stack, tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dovetail.launch.cli import run
-from dovetail.launch.http import is_here_only, read_keys, url_of
+from dovetail.launch.http import is_here_only, read_keys, shown, url_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import HttpSettings
 
@@ -53,3 +54,10 @@ def test_addresses_of_this_machine_alone_are_known() -> None:
 def test_the_url_has_the_real_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert url_of("127.0.0.1", listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("dashboard", "keyed", "expected"), [("auto", False, "full"), ("auto", True, "anonymous"), ("full", True, "full"), ("anonymous", False, "anonymous")]
+)
+def test_the_dashboard_shows_texts_by_itself_only_where_no_key_is_set(dashboard: Any, keyed: bool, expected: str) -> None:
+    assert shown(HttpSettings(dashboard=dashboard), keyed=keyed) == expected

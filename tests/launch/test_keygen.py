@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol import keys
+from dovetail.protocol.links import open_link
+from dovetail.runtime.client import Client
+from support.wires import until
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -49,8 +52,41 @@ def test_a_key_is_revoked_under_a_running_coordinator(run: Run, start: Start, fo
     assert status(run, address, old) == 1
 
 
+def test_whoever_has_no_operators_key_is_told_so_before_anything_is_asked(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+    address, desk = listening(start, folder), tmp_path / "desk"
+    desk.mkdir(mode=0o700)
+    for name in ("client.key", "coordinator.pub"):
+        shutil.copy2(folder / name, desk)
+    refused = run("drain", "draft", "--connect", address, "--keys", str(desk))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "holds no operator.key; copy it from where `dovetail keygen` made it, or make it there with --name operator --role operator" in refused.stderr
+    assert "there is no worker 'draft'" in run("drain", "draft", "--connect", address, "--keys", str(folder)).stderr
+
+
 def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(run: Run, folder: Path) -> None:
-    assert "coordinator.pub to the machine of every peer" in run("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
+    said = run("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
+    assert "until when it goes by the old key, and bring coordinator.pub to the machine of every peer" in said
+
+
+def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+    coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(folder))
+    assert coordinator.stdout is not None
+    address, machine = str(coordinator.stdout.readline().strip()), tmp_path / "machine"
+    machine.mkdir(mode=0o700)
+    for name in ("draft.key", "coordinator.pub"):
+        shutil.copy2(folder / name, machine)
+    worker = start("worker", "--role=draft", "--draft=ngram", f"--connect={address}", f"--keys={machine}", "--reconnect-s=2")
+    with Client(open_link(address, keys=folder, role="client")) as client:
+        until(lambda: bool(client.status().workers), worker.poll)
+    assert run("keygen", "--out", str(folder), "--revoke", "draft").returncode == 0
+    assert worker.wait(30.0) == 1
+    assert worker.stderr is not None
+    said = worker.stderr.read()
+    assert "the coordinator does not allow the key of this worker any more; looking for it for up to 2 s" in said
+    assert said.splitlines()[-1].startswith(f"dovetail: the coordinator at {address} refuses the key 'draft': allow its public key there")
+    coordinator.terminate()
+    assert coordinator.stderr is not None
+    assert "refused at the door: 127.0.0.1 shows the key 'draft', which is not allowed any more" in coordinator.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -61,6 +97,7 @@ def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(run: R
         (("--revoke", "coordinator"), "cannot be revoked"),
         (("--name", "../evil", "--role", "draft"), "cannot name a key"),
         (("--name", "box"), "a key needs roles"),
+        (("--name", "box"), "given with --role"),
         (("--role", "draft"), "--name"),
     ],
 )

@@ -4,10 +4,11 @@ import contextlib
 import logging
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from dovetail.launch.logs import OneLine
+from dovetail.launch.logs import OneLine, cut
 from dovetail.protocol.codec import encode
 from dovetail.protocol.links import open_link
 from support.scripted import hello
@@ -22,6 +23,20 @@ def test_a_record_is_one_printable_line(words: str) -> None:
     line = OneLine("%(levelname)s %(message)s").format(logging.LogRecord("x", logging.INFO, "", 0, "worker %s", (words,), None))
     assert line.isprintable()
     assert line.startswith("INFO worker ")
+
+
+def test_a_file_that_has_become_long_keeps_its_last_lines_and_takes_more(tmp_path: Path) -> None:
+    lines = [f"line {number}\n".encode() for number in range(100)]
+    with (tmp_path / "log").open("a+b", buffering=0) as log:
+        log.writelines(lines)
+        before = (tmp_path / "log").read_bytes()
+        cut(log.fileno(), len(before))
+        assert (tmp_path / "log").read_bytes() == before
+        cut(log.fileno(), 200)
+        log.write(b"more\n")
+    kept = (tmp_path / "log").read_bytes()
+    assert 80 < len(kept) <= 105
+    assert kept.splitlines(keepends=True) == [*lines, b"more\n"][-len(kept.splitlines()) :]
 
 
 def test_a_name_forges_no_line_in_the_log_and_clears_no_screen(start: Start, run: Run) -> None:

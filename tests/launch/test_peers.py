@@ -12,7 +12,7 @@ from dovetail.launch.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text import TextCodec
-from dovetail.workers.assisted import Generated, Round
+from dovetail.workers.generated import Generated, Round
 from dovetail.workers.models.checkpoint import read_tokenizer
 from support.heads import write_head
 

@@ -18,7 +18,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def finished(tokens: list[int], margins: list[float]) -> Finished:
     nothing = dict.fromkeys(Result.model_fields, 0)
-    lists = {"token_ids": tuple(tokens), "completion_tokens": len(tokens), "accepted_per_position": (), "fingerprints": ()}
+    lists = {"token_ids": tuple(tokens), "completion_tokens": len(tokens), "accepted_per_position": (), "fingerprints": (), "placement": "", "prefill": "local"}
     result = Result.model_validate({**nothing, **lists, "text": "", "finish_reason": "length", "fingerprint": ""})
     return Finished(epoch=0, request=1, result=result, margins=tuple(margins))
 

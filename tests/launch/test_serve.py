@@ -17,10 +17,11 @@ import pytest
 
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.holders import check_coordinator, check_port
-from dovetail.launch.service import LOG_BYTES, Ear
+from dovetail.launch.service import LOG_BYTES, Ear, registered
 from dovetail.launch.supervise import Supervisor
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
+from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -275,6 +276,34 @@ def test_an_address_that_a_coordinator_has_is_told_with_its_pid(start: Start, ru
 
 
 # -- what processes say ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes_back(start: Start, run: Run) -> None:
+    process = start("serve", *PAIR, "--coordinator.stuck_s=2")
+    address = ready(process)["address"]
+    swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={address}", "--json")
+    assert swapped.returncode == 0, swapped.stderr
+    told(process, "another worker is in the place of the draft worker")
+    os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
+    told(process, "nobody is in the place of the draft worker any more; it is started again")
+    told(process, "the draft worker is ready again")
+
+
+def test_a_worker_of_another_machine_is_not_taken_for_ours_that_has_its_number() -> None:
+    nothing = {
+        "threads": 1,
+        "sessions": 0,
+        "busy_share": 0.0,
+        "rss_mb": 0.0,
+        "stale": 0,
+        "round_trip_us": None,
+        "clock_offset_us": None,
+        "clock_bound_us": None,
+    }
+    about = {"roles": ("target",), "model": "", "device": "cpu", "fingerprint": "", **nothing}
+    workers = [WorkerState.model_validate({"name": host, "host": host, "pid": pid, "worker_epoch": pid, **about}) for host, pid in (("box", 7), ("here", 8))]
+    assert registered({"target worker": 7, "draft worker": 8}, workers, "here") == {"draft worker"}
 
 
 def test_what_a_process_says_is_heard_line_by_line_to_the_last_word() -> None:

@@ -130,15 +130,14 @@ def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> 
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 def test_a_target_is_swapped_under_eight_streams(weights: str) -> None:
     with under_streams({"draft.kind": "small"}) as (stack, client, streams):
-        flags = ["--target.inflate=64MiB", f"--weights={weights}"]
-        result = check_swapped(streams.run_beside(swap(stack, "target", *flags)), f"target fp32 -> {weights}")
+        result = check_swapped(streams.run_beside(swap(stack, "target", f"--weights={weights}")), f"target fp32 -> {weights}")
         if weights == "fp32":
             assert {kind for kind in streams.kinds if kind[0]} == {(1, ())}
         else:
             assert result["moved"] == 0
             assert {moves for moves, _ in streams.kinds} == {0}
         (target,) = (worker for worker in client.status().workers if "target" in worker.roles)
-        assert (target.name, target.fingerprint.split("/")[1]) == ("target-2", weights)
+        assert (target.name, target.fingerprint.split("/")[1], target.inflation) == ("target-2", weights, INFLATE["target.inflate"])
         client.stop()
         wait_until_gone(result["pid"])
 
@@ -228,6 +227,31 @@ def test_an_interrupted_swap_takes_its_worker_along() -> None:
         assert names(client) == ["draft", "target"]
 
 
+@pytest.mark.slow
+def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_them() -> None:
+    """The old target ends what it has, since the new one decides otherwise: that takes longer than whoever asked has patience."""
+    interrupted: list[int] = []
+    with under_streams({"draft.kind": "small"}) as (stack, client, streams), stack.connect() as admin:
+
+        def interrupt() -> None:
+            placed = [worker for worker in admin.status().workers if worker.name == "target-2" and not worker.standby]
+            if placed and not interrupted:
+                (process,) = [child for child in psutil.Process().children() if "swap" in child.cmdline()]
+                process.send_signal(signal.SIGINT)
+                interrupted.append(placed[0].pid)
+
+        done = streams.run_beside(swap(stack, "target", "--target.weights=int8", f"--target.inflate={INFLATE['target.inflate']}"), interrupt)
+        assert (done.returncode, len(interrupted)) == (130, 1), done.stderr
+        assert "target-2 is in place and stays" in done.stderr
+        try:
+            assert stack.workers[0].process.wait(GONE_S) is not None
+            assert names(client) == ["draft", "target-2"]
+            complete_all(client, [streams._ask(0, TREE)])
+        finally:
+            os.kill(interrupted[0], signal.SIGTERM)
+            wait_until_gone(interrupted[0])
+
+
 def state(name: str, pid: int) -> WorkerState:
     nothing = {"threads": 1, "worker_epoch": pid, "sessions": 0, "busy_share": 0.0, "rss_mb": 0.0, "stale": 0}
     unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
@@ -244,6 +268,20 @@ def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
         named(workers, "draft")
     with pytest.raises(UserError, match=r"there is no worker 'target': choose one of draft \(pid 11"):
         named(workers, "target")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--role=draft", "--draft=ngram", "--weights=int8"], "--target.weights is a setting of a target, and --role draft starts none"),
+        (["--role=target", "--draft.device=cpu"], "--draft.device is a setting of a draft, and --role target starts none"),
+    ],
+)
+def test_a_setting_of_the_other_role_is_refused(flags: list[str], words: str) -> None:
+    process = dovetail("swap", *flags)
+    _, complained = process.communicate()
+    assert (process.returncode, complained.count("\n")) == (2, 1)
+    assert words in complained
 
 
 def test_a_newcomer_gets_a_name_that_is_free() -> None:

@@ -95,8 +95,16 @@ def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() 
         sweep.points(method(shaped))
 
 
-@pytest.mark.parametrize(("options", "words"), [(("--values", "1"), "--values belongs to a sweep"), (("--plot", "a.svg"), "--plot belongs to a sweep")])
-def test_options_of_a_sweep_without_one_are_refused(run: RunCommand, options: tuple[str, ...], words: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--values", "1"), "--values belongs to a sweep"),
+        (("--plot", "a.svg", "--transport"), "--plot is of methods"),
+        (("--plot", "a.svg", "--method", "none"), "--plot draws speed-ups over none, and no other method is measured"),
+        (("--csv", "a.csv", "--transport"), "--csv is of methods"),
+    ],
+)
+def test_options_without_what_they_belong_to_are_refused(run: RunCommand, options: tuple[str, ...], words: str) -> None:
     done = run("bench", *options)
     assert done.returncode == 2
     assert words in done.stderr
@@ -121,5 +129,5 @@ def test_a_figure_says_what_was_measured() -> None:
     methods = [read_method(inflated, text) for text in ("none", "small", "small,tree.policy=budget")]
     root = ElementTree.fromstring(draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]})))
     weights = inflated.settings.target.weights
-    origin = f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget"
+    origin = f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget · T 0"
     assert {"What gamma brings", origin} <= {text.text for text in root.iter(f"{SVG}text")}

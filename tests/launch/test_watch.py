@@ -47,11 +47,11 @@ def serving() -> Watch:
     return watch
 
 
-def look(watch: Watch, first_s: float, last_s: float, known: Collection[str] | None = WORKERS) -> list[tuple[float, Action]]:
+def look(watch: Watch, first_s: float, last_s: float, known: Collection[str] | None = WORKERS, served: Collection[str] = ()) -> list[tuple[float, Action]]:
     """What is done, and when, as the watch looks once a second; the root answers each time that it knows these, None: it does not answer."""
     actions = []
     for second in range(math.ceil(first_s), math.floor(last_s) + 1):
-        answers = [] if known is None else watch.answered(known, second)
+        answers = [] if known is None else watch.answered(known, second, served)
         actions += [(float(second), action) for action in [*answers, *watch.due(second)] if not isinstance(action, Tell)]
     return actions
 
@@ -216,6 +216,28 @@ def test_a_worker_that_was_let_go_stays_away() -> None:
     assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [Tell("the draft was let go")]
     assert look(watch, 11.0, 60.0, ["target"]) == []
     assert watch.missing == ()
+
+
+def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_gone() -> None:
+    watch = serving()
+    watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0)
+    assert look(watch, 1.0, 20.0, ["target"], ["target", "draft"]) == []
+    assert look(watch, 21.0, 29.0, ["target"]) == []
+    assert watch.answered(["target"], 20.0 + STUCK_S) == [Tell("nobody is in the place of the draft any more; it is started again")]
+    assert watch.due(20.0 + STUCK_S) == [Start("draft")]
+    assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
+
+
+def test_whoever_is_in_the_place_of_a_worker_has_as_long_as_a_worker_to_come_back_to_the_next_root() -> None:
+    watch = serving()
+    watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0)
+    assert look(watch, 1.0, 11.0, ["target"], ["draft"]) == []
+    watch.ended("hub", KILLED, 12.0)
+    assert look(watch, 12.0, 13.0, None) == [(13.0, Start("hub"))]
+    assert look(watch, 14.0, 30.0, None) == []
+    watch.ready("hub", 30.0)
+    assert look(watch, 31.0, 39.0, ["target"]) == []
+    assert look(watch, 40.0, 40.0, ["target"]) == [(40.0, Start("draft"))]
 
 
 def test_what_the_user_did_wrong_no_restart_mends() -> None:

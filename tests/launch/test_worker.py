@@ -21,6 +21,7 @@ from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import Draft, Event, Hello, Open, Opened, Welcome, WorkerState
 from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
 from dovetail.runtime.client import Client
+from support.fleets import Fleet
 
 Start = Callable[..., "subprocess.Popen[str]"]
 BACK_S = 60.0
@@ -128,6 +129,17 @@ def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(
     worker.send_signal(signal.SIGCONT)
     after = registered(address)
     assert (after.pid, after.worker_epoch == before.worker_epoch) == (worker.pid, False)
+
+
+def test_a_worker_behind_a_slow_line_comes_back_when_its_connection_breaks() -> None:
+    with Fleet() as fleet, fleet.client() as client:
+        member = fleet.add("draft", "draft", "--draft.kind=ngram", proxied=True)
+        assert member.proxy is not None
+        member.proxy.delay(0.2)
+        (before,) = fleet.wait_until(client, lambda state: bool(state.workers), "nobody has registered").workers
+        member.proxy.cut()
+        state = fleet.wait_until(client, lambda state: any(worker.worker_epoch != before.worker_epoch for worker in state.workers), "it has not come back")
+        assert {worker.pid for worker in state.workers} == {member.pid}
 
 
 def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(start: Start, address: str) -> None:

@@ -169,7 +169,7 @@ def test_the_coordinator_is_rotated_but_not_revoked(folder: Path) -> None:
 def test_revoking_removes_both_halves(folder: Path) -> None:
     keys.revoke(folder, "draft")
     assert not list(folder.glob("draft.*"))
-    with pytest.raises(KeysError, match="has no key named 'draft'; it has client, coordinator, target"):
+    with pytest.raises(KeysError, match="has no key named 'draft'; it has client, coordinator, operator, target"):
         keys.revoke(folder, "draft")
 
 
@@ -205,6 +205,15 @@ def test_a_role_is_taken_with_the_key_of_its_name_or_the_only_one_that_may(folde
     shutil.copy2(folder / "other.key", one / "other.key")
     with pytest.raises(KeysError, match="several keys for it: box, other"):
         keys.own_key_for(one, "draft")
+
+
+def test_a_machine_with_an_operators_key_is_a_clients_too_and_no_other_key_is_an_operators(folder: Path, tmp_path: Path) -> None:
+    desk = only(folder, tmp_path / "desk", "operator.key", "coordinator.pub")
+    assert {keys.own_key_for(desk, role).name for role in ("client", "operator")} == {"operator"}
+    with pytest.raises(KeysError, match=r"no draft\.key"):
+        keys.own_key_for(desk, "draft")
+    with pytest.raises(KeysError, match=r"no operator\.key.*--role operator"):
+        keys.own_key_for(only(folder, tmp_path / "other", "client.key", "coordinator.pub"), "operator")
 
 
 # -- a live hub --------------------------------------------------------------------------------------------------------------------------------

@@ -403,6 +403,11 @@ def test_a_place_to_which_one_cannot_connect_is_refused(deployment: Path) -> Non
             open_link(f"tcp://{place}", keys=deployment, role="draft", timeout_s=0.2)
 
 
+def test_a_host_that_is_none_is_named(deployment: Path) -> None:
+    with pytest.raises(LinkClosed, match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is no host that is known here"):
+        open_link("tcp://no-such-host.invalid:5", keys=deployment, role="draft", timeout_s=0.2)
+
+
 # -- ipc ---------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -477,7 +482,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
     folder.mkdir()
     folder.chmod(mode)
     for opening in (lambda: open_hub(f"ipc://{folder}/socket"), lambda: open_link(f"ipc://{folder}/socket", role="draft")):
-        with pytest.raises(UserError, match=f"the folder {folder} of the socket is open to others: chmod 700 {folder}"):
+        with pytest.raises(UserError, match=f"the folder {folder} of the socket is open to others: choose a path in a folder that only you can enter"):
             opening()
     assert list(folder.iterdir()) == []
 

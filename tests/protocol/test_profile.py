@@ -16,6 +16,7 @@ from dovetail.protocol.profile import (
     Profile,
     ProfileError,
     ProfileKey,
+    Reading,
     RowsSeconds,
     load_profile,
     machine_key,
@@ -92,6 +93,19 @@ def test_what_a_level_of_a_draft_takes_is_kept_beside_the_rest_and_a_file_withou
     del content["entries"][0]["levels"]
     path.write_text(json.dumps(content))
     assert load_profile(path).find(key()) == Entry(key=key()).with_calibration(calibration())
+
+
+def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read(tmp_path: Path) -> None:
+    slow, fast = (RowsSeconds(rows=(16, 256), seconds=seconds) for seconds in ((1.0, 9.0), (2.0, 3.0)))
+    first, second = Reading(device="cuda:0", local=slow, streamed=fast), Reading(device="cuda:1", local=slow, streamed=slow)
+    path = tmp_path / "profile.json"
+    update_profile(path, key(), lambda entry: entry.with_reading(first.model_copy(update={"streamed": slow})).with_reading(second).with_reading(first))
+    assert load_profile(path).find(key()).readings == (second, first)
+    assert (first.better_from, second.better_from) == (256, None)
+    content = json.loads(path.read_text())
+    del content["entries"][0]["readings"]
+    path.write_text(json.dumps(content))
+    assert load_profile(path).find(key()) == Entry(key=key())
 
 
 def test_a_curve_is_linear_between_its_points() -> None:

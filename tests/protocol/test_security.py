@@ -17,7 +17,7 @@ import zmq
 from dovetail.protocol import keys
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.links import Link, ZmqHub, open_hub, open_link
-from dovetail.protocol.messages import Failed, Finished, Hello
+from dovetail.protocol.messages import Dismissed, Failed, Finished, Hello
 from dovetail.protocol.settings import CoordinatorSettings, HttpSettings, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.coordinator import Coordinator
@@ -126,8 +126,8 @@ class Deployment:
         """The address of the worker of a role."""
         return next(peer for peer, worker in self.coordinator.registry.workers.items() if worker.hello.roles == (role,))
 
-    def client(self) -> Client:
-        link = self.wire.dial("client")
+    def client(self, role: str = "client") -> Client:
+        link = self.wire.dial(role)
         receive = link.receive
         link.receive = lambda timeout_s: (self.step(), receive(0.01))[1]  # type: ignore[method-assign,assignment]
         return Client(link)
@@ -195,6 +195,45 @@ def test_a_worker_whose_key_is_revoked_in_the_middle_costs_its_session_no_token(
     until(ended, house.step)
     assert ends[0].request == request
     assert list(ends[0].result.token_ids) == continuation((5, 6, 7), 60)
+
+
+def changed(house: Deployment, client: Client) -> object:
+    """What a client is answered that has asked for a change of workers."""
+    answers: list[object] = []
+
+    def answered() -> bool:
+        reply = client.receive(0.01)
+        answers.extend([reply] if isinstance(reply, Failed | Dismissed) else [])
+        return bool(answers)
+
+    until(answered, house.step)
+    return answers[0]
+
+
+def test_over_tcp_only_an_operators_key_changes_workers(deployment_over_tcp: Deployment) -> None:
+    house = deployment_over_tcp
+    house.add(ScriptedTarget, "target")
+    draft = house.add(ScriptedDraft, "draft")
+    client, operator = house.client(), house.client("operator")
+    for ask in (lambda: client.swap(draft.epoch, None), lambda: client.dismiss(draft.epoch)):
+        ask()
+        refusal = changed(house, client)
+        assert isinstance(refusal, Failed)
+        assert refusal.code == "role"
+        assert "the key 'client' is none of an operator's: only theirs change workers" in refusal.text
+    assert len(house.coordinator.registry.workers) == 2
+    operator.dismiss(draft.epoch)
+    assert isinstance(changed(house, operator), Dismissed)
+    assert len(house.coordinator.registry.workers) == 1
+
+
+def test_over_ipc_whoever_is_let_in_changes_workers(ipc_wire: Wire) -> None:
+    with contextlib.ExitStack() as stack:
+        house = Deployment(ipc_wire, stack)
+        house.add(ScriptedTarget, "target")
+        draft, owner = house.add(ScriptedDraft, "draft"), house.client("operator")
+        owner.dismiss(draft.epoch)
+        assert isinstance(changed(house, owner), Dismissed)
 
 
 def test_a_stranger_is_neither_heard_nor_answered(tcp_wire: Wire) -> None:

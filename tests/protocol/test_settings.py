@@ -29,9 +29,8 @@ def test_a_misspelt_policy_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "field", "value", "complaint"),
     [
-        (DraftSettings, "kind", "substitute", "draft kind 'substitute' is not built yet"),
         (DraftSettings, "kind", "eagle4", "there is no draft kind 'eagle4'"),
-        (DraftSettings, "weights", "int3", "type of draft weights 'int3' is not built yet"),
+        (DraftSettings, "weights", "int5", "there is no type of draft weights 'int5'"),
         (TargetSettings, "weights", "int7", "there is no type of target weights 'int7'"),
         (TargetSettings, "numa", "everywhere", "write auto, off, a memory node such as 0"),
         (TargetSettings, "numa", -1, "greater than or equal to 0"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.protocol.spans import ClockOffset, Spans
+from dovetail.protocol.spans import MAX_BESIDE, MERGED_NS, NAMES, Beside, ClockOffset, Spans
 
 
 def test_a_measured_span_lies_between_the_readings_around_it() -> None:
@@ -34,6 +34,51 @@ def test_take_gives_the_newest_and_forgets_all(count: int, limit: int) -> None:
         spans.add(str(i), i, i + 1)
     assert [int(name) for name, _, _ in spans.take(limit)] == list(range(count))[max(0, count - limit) :]
     assert spans.take(100) == ()
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@given(st.lists(st.tuples(st.sampled_from([(1, 1), (1, 2), (None, None)]), st.sampled_from([0, MERGED_NS, MERGED_NS + 1]), st.integers(0, 9)), max_size=8))
+def test_what_is_done_beside_commands_without_a_pause_is_one_span_unless_somebody_looks(
+    fine: bool, steps: list[tuple[tuple[int | None, int | None], int, int]]
+) -> None:
+    spans, expected, now = Spans(), list[Beside](), 1000
+    spans.fine = fine
+    for place, ((session, round), pause, duration) in enumerate(steps):
+        last = expected[-1] if expected else None
+        spans.add_beside("grow", now + pause, now + pause + duration, session=session, round=round)
+        if last is not None and not fine and last[:2] == (session, round) and pause <= MERGED_NS and place:
+            expected[-1] = (session, round, ("grow", last[2][1], now + pause + duration - last[2][1]))
+        else:
+            expected.append((session, round, ("grow", now + pause, duration)))
+        now += pause + duration
+    assert spans.take(100) == ()
+    assert spans.take_beside(3) == tuple(expected[:3])
+    assert spans.take_beside(100) == tuple(expected[3:])
+
+
+def test_nothing_piles_up_that_nobody_takes() -> None:
+    spans = Spans()
+    spans.fine = True
+    for number in range(3 * MAX_BESIDE):
+        spans.add_beside("send", number, number)
+    taken = spans.take_beside(10 * MAX_BESIDE)
+    assert MAX_BESIDE // 2 <= len(taken) <= MAX_BESIDE
+    assert taken[-1] == (None, None, ("send", 3 * MAX_BESIDE - 1, 0))
+
+
+def test_a_fine_span_is_measured_while_somebody_looks() -> None:
+    spans = Spans()
+    with spans.finely("choose"):
+        pass
+    assert spans.take(10) == ()
+    spans.fine = True
+    with spans.finely("choose"):
+        pass
+    assert [name for name, _, _ in spans.take(10)] == ["choose"]
+
+
+def test_the_names_of_spans_fit_into_a_message() -> None:
+    assert all(0 < len(name) <= 64 and meaning for name, meaning in NAMES.items())
 
 
 @given(st.integers(-(10**15), 10**15), st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=40))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import encode
-from dovetail.protocol.errors import PeerBusy
+from dovetail.protocol.errors import PeerBusy, RequestError
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
@@ -21,10 +21,12 @@ from dovetail.protocol.messages import (
     Event,
     Failed,
     Feed,
+    Fingerprint,
     Finished,
     Hello,
     Prefilled,
     Probe,
+    Probed,
     Reads,
     Recorded,
     Submit,
@@ -40,10 +42,10 @@ from dovetail.runtime.coordinator import DEFAULTS, MAX_STRIKES
 from dovetail.runtime.live import Live
 from dovetail.runtime.metrics import RoundTimes
 from dovetail.runtime.pilot import Plan
-from dovetail.runtime.registry import MAX_WORKERS
+from dovetail.runtime.registry import MAX_CLIENTS, MAX_WORKERS, Registry
 from dovetail.runtime.session import Session
 from support.houses import PROMPT, House, pumped
-from support.scripted import END, READS, VOCABULARY, DrawingDraft, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, tokenizer_bytes
+from support.scripted import END, READS, VOCABULARY, DrawingDraft, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello, tokenizer_bytes
 
 
 def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
@@ -284,6 +286,15 @@ def test_a_draft_without_a_model_goes_with_any_target() -> None:
     assert len(early.report().workers) == 2
 
 
+def test_a_target_of_another_vocabulary_takes_no_draft_from_the_target_that_is_there() -> None:
+    house = House()
+    stranger = house.add(ScriptedTarget, "target", tokenizer=tokenizer_bytes(prefix="v"))
+    assert stranger.failures[0].code == "vocabulary"
+    assert house.draft is not None
+    assert not house.draft.failures
+    assert [worker.name for worker in house.report().workers] == ["target", "draft"]
+
+
 def test_a_target_without_a_vocabulary_is_refused() -> None:
     stranger = House(target=False).add(ScriptedTarget, "target", vocabulary=None)
     assert stranger.failures[0].code == "protocol"
@@ -470,6 +481,18 @@ def test_there_is_a_limit_to_the_workers_that_may_register() -> None:
     assert len(house.report().workers) == MAX_WORKERS
 
 
+def test_however_many_clients_there_are_a_worker_finds_its_place() -> None:
+    registry = Registry(epoch=1)
+    client = Hello(epoch=7, roles=("client",), name="me", host="here", pid=1)
+    for number in range(MAX_CLIENTS):
+        registry.admit(b"client %d" % number, client, None, 0)
+    with pytest.raises(RequestError, match="as many as there may be") as refused:
+        registry.admit(b"one more", client, None, 0)
+    assert refused.value.code == "capacity"
+    for number in range(MAX_WORKERS):
+        registry.admit(b"worker %d" % number, hello("target", epoch=number), None, 0)
+
+
 @pytest.mark.parametrize("max_tokens", range(2, 12))
 def test_no_more_is_accepted_than_was_drafted(max_tokens: int) -> None:
     result = House().complete(max_tokens=max_tokens, tree=TreeSettings(policy="dynamic", gamma=2, depth=1, width=2)).result
@@ -550,6 +573,26 @@ def test_status_tells_workers_round_trips_and_tau() -> None:
     assert not report.degraded
 
 
+def test_status_tells_that_targets_of_different_models_serve() -> None:
+    house = House()
+    house.add(ScriptedTarget, "target", name="same", fingerprint=Fingerprint(checkpoint="0" * 64, weights="int8", kernels="scripted"))
+    assert house.report().reasons == ()
+    house.add(ScriptedTarget, "target", name="other", fingerprint=Fingerprint(checkpoint="1" * 64, weights="fp32", kernels="scripted"))
+    (reason,) = house.report().reasons
+    assert "targets of different models serve" in reason
+    assert not house.report().degraded
+
+
+def test_a_round_trip_is_the_quickest_of_late() -> None:
+    house = House()
+    target = next(iter(house.coordinator.registry.workers.values()))
+    target.trips.clear()
+    for trip_ns in (9_000, 5_000, 7_000):
+        answer = Probed(epoch=1, sent_ns=100_000 - trip_ns, clock_ns=0, busy_ns=0, stale=0, sessions=0, rss_bytes=0)
+        house.coordinator._probed(target, answer, 100_000)
+    assert target.round_trip_ns == 5_000
+
+
 def test_ending_cancels_what_runs_and_drains_the_workers() -> None:
     house = House()
     house.submit(max_tokens=300)
@@ -562,8 +605,8 @@ def test_ending_cancels_what_runs_and_drains_the_workers() -> None:
 
 def test_a_trace_holds_the_spans_of_all_processes() -> None:
     finished = House().complete(trace=True)
-    assert {process for process, _ in finished.spans} >= {"target", "coordinator"}
-    assert {name for _, (name, _, _) in finished.spans} >= {"prefill", "verify", "coordinator"}
+    assert {seen.process for seen in finished.spans} >= {"target", "coordinator"}
+    assert {seen.span[0] for seen in finished.spans} >= {"prefill", "verify", "handle", "link"}
     assert House().complete().spans == ()
 
 

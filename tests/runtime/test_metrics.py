@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.protocol.messages import Drafted
+from dovetail.protocol.messages import Drafted, SeenSpan
 from dovetail.runtime.metrics import Accounts, extent_ns
 from dovetail.runtime.trace import trace_events
 
@@ -52,8 +52,23 @@ def test_nothing_is_divided_by_zero() -> None:
 
 
 def test_a_trace_has_a_row_for_each_process_and_a_slice_for_each_span() -> None:
-    events = trace_events([("target", ("verify", 2000, 1000)), ("draft", ("draft", 1000, 500)), ("target", ("commit", 3000, 10))])
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["target", "draft"]
+    spans = [("target", ("verify", 2000, 1000)), ("draft", ("draft", 1000, 500)), ("target", ("commit", 3000, 10))]
+    events = trace_events([SeenSpan(process=process, span=span) for process, span in spans], {"target": 12_000})
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["draft", "target (aligned within 12 us)"]
     slices = [e for e in events if e["ph"] == "X"]
-    assert [(e["name"], e["ts"], e["dur"]) for e in slices] == [("verify", 2.0, 1.0), ("draft", 1.0, 0.5), ("commit", 3.0, 0.01)]
-    assert slices[0]["pid"] == slices[2]["pid"] != slices[1]["pid"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in slices] == [("draft", 1.0, 0.5), ("verify", 2.0, 1.0), ("commit", 3.0, 0.01)]
+    assert slices[1]["pid"] == slices[2]["pid"] != slices[0]["pid"]
+
+
+def test_arrows_follow_a_tree_from_the_draft_to_the_verdict_and_back() -> None:
+    def seen(process: str, name: str, round: int, start: int) -> SeenSpan:
+        return SeenSpan(process=process, session=3, round=round, span=(name, start, 10))
+
+    first = [seen("coordinator", "handle", 1, 0), seen("draft", "draft", 1, 20), seen("coordinator", "handle", 1, 40), seen("target", "verify", 1, 60)]
+    then = [seen("target", "commit", 1, 70), seen("coordinator", "handle", 2, 90), seen("draft", "draft", 2, 110), seen("coordinator", "handle", 2, 130)]
+    events = trace_events([*first, *then])
+    slices = {(e["pid"], e["tid"], e["ts"]): e["name"] for e in events if e["ph"] == "X"}
+    starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
+    assert [e["id"] for e in starts] == [e["id"] for e in ends]
+    arrows = [(slices[s["pid"], s["tid"], round(s["ts"] - 0.009, 3)], slices[f["pid"], f["tid"], f["ts"]]) for s, f in zip(starts, ends, strict=True)]
+    assert arrows == [("draft", "handle"), ("handle", "verify"), ("verify", "commit"), ("commit", "draft")]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dovetail.protocol.messages import Limits
+from dovetail.protocol.messages import Finished, Limits, Open
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.costs import PairCosts
@@ -12,7 +12,9 @@ from dovetail.runtime.pilot import Pair
 from dovetail.runtime.placement import best, candidates, draft_rate, target_rate
 from dovetail.runtime.registry import Registry, Worker
 from support.houses import House
-from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello
+from support.scripted import ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello
+
+SMALL = Limits(context=12)
 
 
 def worker(role: str = "target", *, sessions: int = 0, row_ms: float | None = None, most: int = 64, trip_ms: float = 0.0) -> Worker:
@@ -33,6 +35,7 @@ def chosen(*targets: Worker) -> int:
 
 def test_where_not_all_is_known_the_worker_with_the_fewest_sessions_gets_the_next() -> None:
     assert chosen(worker(sessions=2, row_ms=1), worker(sessions=1), worker(sessions=3)) == 1
+    assert chosen(worker(row_ms=1), worker(), worker()) == 1, "it would never be known else where one request comes after the other"
     assert best([], []) is None
 
 
@@ -88,3 +91,20 @@ def test_sessions_spread_over_several_drafts_and_targets_and_each_gets_its_own_c
     for request, prompt in requests.items():
         assert list(house.client.complete(request).result.token_ids) == continuation(prompt, 40)
     assert sessions_of(house, [worker for worker in (*targets, *drafts) if worker is not None]) == [0] * 6
+
+
+# -- contexts of different lengths ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smaller_first", [True, False])
+def test_how_long_a_request_may_be_hangs_on_the_target_with_the_longest_context_alone(smaller_first: bool) -> None:
+    house = House(target=False)
+    sizes = (SMALL, ROOMY) if smaller_first else (ROOMY, SMALL)
+    for place, limits in enumerate(sizes):
+        house.add(ScriptedTarget, "target", name=f"target-{place}", limits=limits)
+    prompts = [tuple(range(3, 3 + count)) for count in (2, 20, 2, 20, 2)]
+    requests = {house.submit(prompt, max_tokens=8): prompt for prompt in prompts}
+    ends = {reply.request: reply for reply in house.replies() if isinstance(reply, Finished)}
+    assert {request: list(end.result.token_ids) for request, end in ends.items()} == {r: continuation(prompt, 8) for r, prompt in requests.items()}
+    served = {len(command.prompt) for worker in house.workers if worker.limits == SMALL for command in worker.seen if isinstance(command, Open)}
+    assert served == {2}, "the smaller one has its share of what it can hold"

@@ -166,6 +166,26 @@ def test_a_disk_that_refuses_costs_the_recording_and_nothing_else(tmp_path: Path
     assert [record.getMessage().split(":")[-1].strip() for record in caplog.records] == ["No such file or directory"]
 
 
+def test_what_cannot_be_removed_stays_and_costs_no_later_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stays = tmp_path / f"a{tape.SUFFIX}"
+    stays.mkdir()
+    monkeypatch.setattr(scribe, "MAX_FOLDER_BYTES", 0)
+    one, other = tmp_path / f"b{tape.SUFFIX}", tmp_path / f"c{tape.SUFFIX}"
+    writer = scribe.Scribe(tmp_path)
+
+    def fail() -> bytes:
+        raise OSError("no space left")
+
+    writer.add(one, [b"some"])
+    writer._queue.put(scribe._Piece(one, 1, fail))
+    writer.add(other, [b"more"])
+    writer.close()
+    assert f"the recording {stays} should make room for others and stays: Is a directory" in caplog.text
+    assert "ends early: no space left" in caplog.text
+    assert stays.is_dir()
+    assert writer._written == 9, "the thread has gone on"
+
+
 def test_a_disk_that_does_not_keep_up_costs_the_recording_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scribe, "MAX_WAITING_BYTES", 0)
     with recording(tmp_path) as house:

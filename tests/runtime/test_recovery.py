@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.messages import Close, Draft, Emitted, Failed, Fingerprint, Finished, Limits, Open, PromptScored, Reads, Recorded, Refeed, Verify
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
-from dovetail.runtime.live import MOST_LOSSES
+from dovetail.runtime.live import MOST_BREAKS, MOST_LOSSES
 from support.houses import PROMPT, House
 from support.scripted import READS, ROOMY, DrawingDraft, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
 
@@ -248,7 +248,7 @@ def test_a_session_that_has_said_nothing_yet_goes_on_wherever_its_tokens_are_tok
 
 def test_what_ends_every_target_that_reads_it_is_not_given_to_the_next_one() -> None:
     house = House()
-    spares = [house.target, *(another_target(house) for _ in range(MOST_LOSSES))]
+    spares = [house.target, *(another_target(house, pid=2 + place) for place in range(MOST_LOSSES))]
     request = house.submit()
     for _ in range(MOST_LOSSES):
         house.coordinator.pump()
@@ -260,6 +260,26 @@ def test_what_ends_every_target_that_reads_it_is_not_given_to_the_next_one() -> 
     assert f"{MOST_LOSSES} in a row were lost without a token in between" in failed.text
     assert len(house.workers) == 2, "one target is left, and the draft"
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+def test_a_session_goes_on_however_often_the_connection_of_its_target_breaks_unless_it_never_comes_to_a_token() -> None:
+    for breaks in (MOST_BREAKS - 1, MOST_BREAKS):
+        house = House()
+        request = house.submit()
+        for _ in range(breaks):
+            house.coordinator.pump()
+            (target,) = (worker for worker in house.workers if worker.role == "target")
+            assert has_been_asked(house, target)
+            house.lose(target)
+            house.coordinator.look_around()
+            again = ScriptedTarget(house.hub.connect(), "target", epoch=target.epoch + 100)
+            again.register()
+            house.workers.append(again)
+        if breaks < MOST_BREAKS:
+            assert told(house, request)[0] == continuation(PROMPT, 60)
+        else:
+            (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
+            assert f"{MOST_BREAKS} in a row were lost without a token in between" in failed.text
 
 
 def test_targets_that_went_unnoticed_are_no_reason_to_give_a_session_up() -> None:

@@ -240,6 +240,7 @@ def test_a_target_that_leaves_hands_its_sessions_to_another() -> None:
     assert dismissed.moved > 0
     assert dismissed.stayed == 0
     assert scene.names == ["draft", "target-2"]
+    assert "target was let go" in scene.house.coordinator.report().decisions
     scene.check_replies()
 
 
@@ -426,6 +427,36 @@ def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_re
     scene.check_replies()
 
 
+def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
+    scene = Scene()
+    old, newcomer = scene.house.target, scene.newcomer(ScriptedTarget, fingerprint=OTHER)
+    assert old is not None
+    scene.begin()
+    request = scene.swap(newcomer, old)
+    put_in_place(scene, newcomer)
+    for prompt in PROMPTS[:3]:
+        scene.requests[scene.house.submit(prompt, max_tokens=LONG)] = prompt
+    while not all(newcomer.rounds.get(number, 0) > 2 for number in newcomer.logs) or len(newcomer.logs) < 3:
+        small_steps(scene.house, 2 * len(scene.house.workers))
+    work = newcomer.work
+
+    def refuse(command: Command) -> list[Event]:
+        if isinstance(command, Open):
+            return [Failed(epoch=newcomer.epoch, session=command.session, round=command.round, code="memory", text="no room")]
+        return work(command)
+
+    newcomer.work = refuse  # type: ignore[method-assign]
+    scene.requests[scene.house.submit(PROMPTS[3], max_tokens=LONG)] = PROMPTS[3]
+    with pytest.raises(RequestError, match=r"target-2 was in place and is let go again: it failed in session \d+: no room; target stays"):
+        scene.end(request)
+    newcomer.step()
+    assert newcomer.drained
+    assert not old.drained
+    replies = scene.check_replies()
+    assert [reply.result.fingerprint == str(OTHER) for reply in replies].count(True) == 3
+    assert sorted(scene.names) == ["draft", "target"]
+
+
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(role: str) -> None:
     for steps in range(1, 700, 46):
@@ -442,6 +473,21 @@ def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(ro
         assert sorted(scene.names) == sorted([f"{role}-2", "target" if role == "draft" else "draft"])
 
 
+def test_a_worker_that_dies_while_it_leaves_is_told_of_until_its_sessions_are_elsewhere() -> None:
+    scene = Scene()
+    old = scene.house.target
+    assert old is not None
+    scene.begin()
+    request = scene.admin.dismiss(old.epoch, last=True)
+    small_steps(scene.house, 20)
+    scene.house.lose(old)
+    scene.house.run()
+    assert "target leaves" in scene.onlooker.status().reasons
+    scene.house.add(ScriptedTarget, "target", name="target-2")
+    assert isinstance(scene.end(request), Dismissed)
+    scene.check_replies()
+
+
 # -- standby ------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -452,6 +498,10 @@ def test_a_worker_on_standby_gets_no_sessions_and_is_missed_by_nobody() -> None:
     scene.house.run()
     assert not any(isinstance(command, Open) for newcomer in newcomers for command in newcomer.seen)
     assert [worker.standby for worker in scene.onlooker.status().workers] == [False, True, True]
+    for newcomer in newcomers:
+        scene.house.lose(newcomer)
+    scene.house.run()
+    assert not scene.onlooker.status().degraded
 
 
 def test_a_worker_joins_beside_those_that_are_there_and_its_trials_count_for_nothing() -> None:

@@ -21,6 +21,7 @@ from dovetail.protocol.messages import (
     Draft,
     Drafted,
     Drain,
+    Engage,
     Event,
     Failed,
     Feed,
@@ -44,7 +45,7 @@ HEARTBEAT_NS = 1500 * MS
 NOTICE_NS = 1 * MS
 """Until the hub learns that a process died whose machine is there."""
 HOP_NS = 50_000
-FIRST_PAUSE_NS, LONGEST_PAUSE_NS = S // 10, 5 * S
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS = S // 10, S
 """Between attempts to connect; doubling."""
 LOAD_NS = S // 2
 """A process starts and loads its model."""
@@ -229,6 +230,9 @@ class FaultyHub:
         else:
             raise PeerGone(f"peer {peer.hex()} is not connected")
 
+    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        raise AssertionError("nobody has a key that could be revoked")
+
     def disconnects(self) -> int:
         gone, self._gone = self._gone, 0
         return gone
@@ -334,6 +338,7 @@ class Process:
     """What its Hello says differently."""
     stuck_ns: int = 10 * S
     """Its own watchdog ends it when a command has taken so long."""
+    load_ns: int = LOAD_NS
     restart_ns: int = 2 * S
     """Whoever looks after it starts it again so long after it has ended."""
     hub: Callable[[], FaultyHub | None] = lambda: None
@@ -372,8 +377,10 @@ class Process:
         if self.alive:
             return
         self.alive, self.stopped, self.sticks, self.refuses = True, False, False, False
+        if self._life:  # whoever starts it again wants it to serve
+            self.about["standby"] = False
         self._life += 1
-        self._in_life(LOAD_NS, self._connect)
+        self._in_life(self.load_ns, self._connect)
 
     def kill(self) -> None:
         """It is no more, from one moment to the next; later it is started again."""
@@ -443,7 +450,7 @@ class Process:
         self._epochs += 1
         self.worker, self.wire = self.make(self._epochs), hub.connect(self)
         self._set_delay(self.wire)
-        introduction = hello(self.role, epoch=self.worker.epoch, **self.about)  # type: ignore[arg-type]
+        introduction = hello(self.role, epoch=self.worker.epoch, pid=self._life, **self.about)  # type: ignore[arg-type]
         self.worker.limits = introduction.limits
         self._send(introduction)
 
@@ -488,6 +495,8 @@ class Process:
                 self._send(self._probed(command))
             elif isinstance(command, Welcome):
                 self.worker.handle(command)
+            elif isinstance(command, Engage):
+                self.about["standby"] = False
             else:
                 self._begin(command)
 

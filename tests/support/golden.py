@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "protocol" / "golden"
+PLACEMENT = "cpu 0-4, cuda:0 5-7 (1 resident, 2 streamed) and head"
 
 
 def pack_frames(frames: Sequence[bytes]) -> bytes:
@@ -59,7 +60,8 @@ def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
         array=array,
         sampling=sampling,
         tree=tree,
-        spans=(("forward", 1_000_000_000, 250_000), ("transport", 1_000_300_000, 90_000)),
+        spans=(("verify", 1_000_000_000, 250_000), ("commit", 1_000_300_000, 90_000)),
+        beside=((3, 1, ("grow", 1_000_000_000, 250_000)), (None, None, ("send", 1_000_300_000, 90_000))),
         fingerprint=m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local"),
         vocabulary=m.VocabularyFacts(
             digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -97,12 +99,14 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
             inflation="512MiB",
             standby=True,
+            placement=PLACEMENT,
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
         "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
         "probe": m.Probe(epoch=1, sent_ns=123_456_789),
-        "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30),
+        "probed": m.Probed(epoch=2, sent_ns=123_456_789, clock_ns=987_654_321, busy_ns=1_000, stale=1, sessions=2, rss_bytes=1 << 30, beside=facts.beside),
+        "observe": m.Observe(epoch=1, fine=True),
         "engage": m.Engage(epoch=1),
         "drain": m.Drain(epoch=1),
     }
@@ -143,6 +147,7 @@ def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             passes=((1, 250_000), (10, 300_000)),
             entropy=1.5,
             spans=facts.spans,
+            beside=facts.beside,
             candidates=facts.candidates,
             probabilities=facts.probabilities,
         ),
@@ -176,9 +181,25 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "refeed": m.Refeed(epoch=1, session=3, round=2, start=2, prefix=18, features=facts.reads),
         "refed": m.Refed(epoch=2, session=3, round=2, spans=facts.spans),
         "scored": m.Scored(epoch=2, session=3, round=1, start=1, logprobs=(facts.logprobs, facts.logprobs)),
-        "opened": m.Opened(epoch=2, session=3, round=1, bonus=9707, margin=0.25, logprobs=facts.logprobs, spans=facts.spans),
+        "opened": m.Opened(
+            epoch=2,
+            session=3,
+            round=1,
+            bonus=9707,
+            margin=0.25,
+            logprobs=facts.logprobs,
+            spans=facts.spans,
+            placement=PLACEMENT,
+            read_by="cuda:0",
+        ),
         "verify": m.Verify(epoch=1, items=(item,), candidates=facts.candidates, probabilities=facts.probabilities),
-        "verified": m.Verified(epoch=2, items=(verdict,), spans=facts.spans, features=facts.array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72)))),
+        "verified": m.Verified(
+            epoch=2,
+            items=(verdict,),
+            spans=facts.spans,
+            beside=facts.beside,
+            features=facts.array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72))),
+        ),
         "close": m.Close(epoch=1, session=3, keep=True),
         "closed": m.Closed(epoch=2, session=3),
     }
@@ -210,6 +231,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "describe": m.Describe(epoch=5),
+        "look": m.Look(epoch=5, request=9, after=4096, spans=True),
         "swap": m.Swap(epoch=5, request=9, newcomer=78, old=77),
         "dismiss": m.Dismiss(epoch=5, request=9, worker=77, last=True),
         "stop": m.Stop(epoch=5),
@@ -221,15 +243,47 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=(True, False), text="Hello,", logprobs=(facts.logprobs, facts.logprobs)),
         "prompt_scored": m.PromptScored(epoch=1, request=9, start=1, logprobs=(facts.logprobs,)),
         "recorded": m.Recorded(epoch=1, request=9, record=_record(m)),
-        "finished": m.Finished(epoch=1, request=9, result=_result(m, facts), margins=(0.5, 0.25, 1.0), spans=(("target-1", facts.spans[0]),)),
+        "finished": m.Finished(epoch=1, request=9, result=_result(m, facts), margins=(0.5, 0.25, 1.0), spans=(_seen_span(m, facts),)),
         "described": m.Described(
             epoch=1, model="demo/target", fingerprint=str(facts.fingerprint), limits=facts.limits, vocabulary=facts.vocabulary, tokenizer=facts.tokenizer
         ),
+        "seen": _seen(m, facts),
         "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),
         "swapped": m.Swapped(epoch=1, request=9, moved=7, stayed=1, longest_pause_s=0.0625),
         "dismissed": m.Dismissed(epoch=1, request=9, moved=7, stayed=1, longest_pause_s=0.0625),
         "reported": _reported(m, facts),
     }
+
+
+def _seen(m: Any, facts: SimpleNamespace) -> Any:
+    worker = m.SeenWorker(
+        name="target-1",
+        worker_epoch=77,
+        roles=("target",),
+        host="localhost",
+        device="cpu",
+        cores=(0, 1),
+        node="0",
+        busy_ns=9_000_000,
+        at_ns=1_000_200_000,
+        clock_bound_ns=52_000,
+        waiting="draft",
+    )
+    return m.Seen(
+        epoch=1,
+        request=9,
+        at_ns=1_000_500_000,
+        next=4098,
+        missed=7,
+        more=True,
+        workers=(worker,),
+        rounds=(m.SeenRound(number=4097, session=3, draft="draft-1", target="target-1", at_ns=1_000_400_000, record=_record(m)),),
+        spans=(_seen_span(m, facts),),
+    )
+
+
+def _seen_span(m: Any, facts: SimpleNamespace) -> Any:
+    return m.SeenSpan(process="target-1", device="cpu", session=3, round=2, span=facts.spans[0])
 
 
 def _record(m: Any) -> Any:
@@ -293,6 +347,8 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         reused_tokens=4,
         moves=1,
         fingerprints=("another", str(facts.fingerprint)),
+        placement=PLACEMENT,
+        prefill="cuda:0",
     )
 
 
@@ -341,6 +397,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         device="cpu",
         threads=2,
         binding="full: cores 0-1, memory of node 0",
+        placement=PLACEMENT,
         fingerprint=str(facts.fingerprint),
         host="localhost",
         pid=4242,

@@ -5,6 +5,7 @@ where user namespaces are allowed: `isolated` starts a program in a namespace in
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,9 @@ NOBODY = "02:00:00:00:00:ee"
 SLOW_MBIT = 200.0
 """Up to here packets go one by one, so that a rate holds from 2 KB on; beyond, 16 at a time, else this machine is slower than the cable."""
 QUEUE_MS = 200
+
+
+os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # where ip and tc are, and not every user looks
 
 
 def why_not() -> str | None:

@@ -20,20 +20,25 @@ from hypothesis import strategies as st
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.messages import (
     Cancel,
+    Dismiss,
+    Dismissed,
     Emitted,
     Failed,
     Finished,
     Hello,
     Message,
+    Progressed,
     PromptScored,
     Submit,
+    Swap,
+    Swapped,
     TokenLogprobs,
     Welcome,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.coordinator import Coordinator
 from dovetail.runtime.live import MOST_LOSSES
-from support.faulty import MS, CarefulDraft, CarefulTarget, FaultyHub, Process, S, Time
+from support.faulty import LOAD_NS, MS, CarefulDraft, CarefulTarget, FaultyHub, Process, S, Time
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedWorker
 
 TICK_NS = S // 2
@@ -44,6 +49,8 @@ STUCK_S = 3.0
 READY_NS = 30 * S
 """After the last fault everybody is back within it: the longest pause between two attempts to connect, a load, a restart, and a draft that is stuck."""
 PATIENCE_NS = 300 * S
+CHANGES = 1_000_000
+"""The numbers of requests for a change of workers begin here."""
 
 Kind = Literal[
     "kill",
@@ -61,6 +68,8 @@ Kind = Literal[
     "refuse",
     "forget",
     "join",
+    "swap",
+    "drain",
     "cancel",
     "leave",
     "crash",
@@ -159,7 +168,7 @@ class Reader:
         """`expect`: what a reply is to be; None: who asks is about to find out."""
         self.told: dict[int, Told] = {}
         self._world, self._hub, self._expect = world, world.hub, expect
-        self._peer, self._epoch = b"client %d" % number, 1000 + number
+        self._peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
         self._hub.join(self._peer, self._hear)
         self._say(Hello(epoch=self._epoch, roles=("client",), name="client", host="here", pid=number))
 
@@ -191,6 +200,16 @@ class Reader:
             self.told[request].cancelled = True
             self._say(Cancel(epoch=self._epoch, request=request))
 
+    def swap(self, newcomer: int, old: int | None) -> None:
+        """Have a worker on standby take the place of another; both by their epochs."""
+        self._changes += 1
+        self._say(Swap(epoch=self._epoch, request=CHANGES + self._changes, newcomer=newcomer, old=old))
+
+    def dismiss(self, worker: int) -> None:
+        """Let a worker go."""
+        self._changes += 1
+        self._say(Dismiss(epoch=self._epoch, request=CHANGES + self._changes, worker=worker, last=True))
+
     def leave(self) -> None:
         """From now on nobody listens."""
         for told in self.told.values():
@@ -212,8 +231,14 @@ class Reader:
                 told = self._running(reply.request)
                 told.end = reply
                 self._check_finished(told, reply)
+            case Progressed() | Swapped() | Dismissed():
+                self._world.note(reply)
             case Failed():
                 assert reply.session is not None, reply.text
+                if reply.session > CHANGES:
+                    assert reply.code in ("swap", "no_target"), reply.text
+                    self._world.note(reply.text)
+                    return
                 told = self._running(reply.session)
                 told.end = reply
                 self._world.check_failed(told, reply)
@@ -303,15 +328,15 @@ class World:
 
     def _look(self) -> None:
         """Take notice of which targets there are."""
-        targets = {peer for peer, worker in self.coordinator.registry.workers.items() if worker.plays("target")}
-        self.losses += len(self._targets - targets)
-        self._targets = targets
-        if targets:
+        targets = {peer: worker for peer, worker in self.coordinator.registry.workers.items() if worker.plays("target")}
+        self.losses += len(self._targets - targets.keys())
+        self._targets = set(targets)
+        if any(target.serves for target in targets.values()):
             self._bare_since_ns = None
         elif self._bare_since_ns is None:
             self._bare_since_ns = self.time.now_ns
 
-    def add(self, role: str) -> None:
+    def add(self, role: str, *, standby: bool = False, load_ns: int = LOAD_NS) -> Process:
         """A worker joins."""
         self._workers += 1
         number, reads = self._workers, self._schedule.reads
@@ -323,10 +348,11 @@ class World:
             return worker
 
         head = {"reads": READS, "vocabulary": None} if role == "draft" and reads else {}
-        about = {"name": f"{role}-{number}", "limits": ROOMY, **head}
-        process = Process(self.time, role, make, about=about, stuck_ns=round(STUCK_S * S), hub=lambda: self.hub)
+        about = {"name": f"{role}-{number}", "host": f"machine-{number}", "limits": ROOMY, "standby": standby, **head}
+        process = Process(self.time, role, make, about=about, stuck_ns=round(STUCK_S * S), load_ns=load_ns, hub=lambda: self.hub)
         self.processes.append(process)
         process.start()
+        return process
 
     # -- what happens --------------------------------------------------------------------------------------------------------------------------
 
@@ -351,8 +377,20 @@ class World:
                     self._start_coordinator()
             case "join":
                 self.add(("target", "draft")[step.who % 2])
+            case "swap":
+                newcomer = self.add(("target", "draft")[step.who % 2], standby=True, load_ns=MS)
+                self.time.later(2 * MS, lambda: self._swap(newcomer, step.who))
+            case "drain":
+                if (worker := self.processes[step.who % len(self.processes)].worker) is not None:
+                    self.reader.dismiss(worker.epoch)
             case _:
                 self._harm(self.processes[step.who % len(self.processes)], step, for_ns)
+
+    def _swap(self, newcomer: Process, who: int) -> None:
+        """Have it take the place of one of its role, if it has registered, or come beside it."""
+        if newcomer.worker is not None:
+            olds = [process.worker.epoch for process in self.processes if process.role == newcomer.role and process is not newcomer and process.worker]
+            self.reader.swap(newcomer.worker.epoch, olds[who % len(olds)] if olds and who < 4 else None)
 
     def _harm(self, process: Process, fault: Fault, for_ns: int) -> None:
         match fault.kind:
@@ -403,7 +441,7 @@ class World:
         for process in self.processes:  # what was planned for the next command, and never came to it
             process.sticks, process.refuses, process.again, process.asked_again = process.sticks and process.busy, False, 0, 0
         self.run_until(self.ready, READY_NS, "not everybody came back")
-        drafts = any(process.role == "draft" for process in self.processes)
+        drafts = any(process.role == "draft" and not process.about["standby"] for process in self.processes)
         told = self.reader.submit(LAST)
         self.run_until(lambda: not told.open, READY_NS, "a request after the faults did not end")
         assert isinstance(told.end, Finished), told.end
@@ -414,7 +452,7 @@ class World:
     def ready(self) -> bool:
         report = self.coordinator.report()
         well = all(process.registered and not process.sticks for process in self.processes)
-        return well and len(report.workers) == len(self.processes) and not report.degraded
+        return well and len(report.workers) == len(self.processes) and not report.reasons
 
     def _clean(self) -> bool:
         workers = self.coordinator.registry.workers.values()

@@ -28,6 +28,7 @@ from dovetail.protocol.messages import (
     Fingerprint,
     Hello,
     Limits,
+    Observe,
     Open,
     Opened,
     Prefilled,
@@ -139,6 +140,8 @@ class ScriptedWorker:
     """How often each answer is sent: a faulty network is played by 2."""
     drained: bool = False
     standby: bool = False
+    fine: bool = False
+    """Whether it was last asked for fine spans."""
 
     def register(self, **changes: object) -> None:
         introduction = hello(self.role, epoch=self.epoch, **changes)  # type: ignore[arg-type]
@@ -169,6 +172,8 @@ class ScriptedWorker:
                 return [Probed(epoch=self.epoch, sent_ns=command.sent_ns, clock_ns=clock_ns, busy_ns=0, stale=0, sessions=len(self.logs), rss_bytes=0)]
             case Engage():
                 self.standby = False
+            case Observe():
+                self.fine = command.fine
             case Drain():
                 self.drained = True
             case Close():

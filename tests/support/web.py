@@ -89,6 +89,14 @@ class Backend:
             self.workers.remove(worker)
             worker.link.close()
 
+    def die(self) -> None:
+        """The coordinator goes without a word, as one that is killed."""
+        self._ended = True
+        self._thread.join()
+        self.hub.close()
+        for worker in self.workers:
+            worker.link.close()
+
     def _run(self) -> None:
         ticked_s = 0.0
         while not self._ended:

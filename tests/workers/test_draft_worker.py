@@ -1,6 +1,7 @@
 """The draft worker's rules: which commands count, what they are answered with, and what a worker says of itself."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dovetail.protocol.codec import COMMAND, EVENT, encode
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
 from dovetail.protocol.messages import Close, Closed, Draft, Drafted, Drain, Event, Fed, Feed, Open, Opened
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
-from dovetail.protocol.spans import Spans
+from dovetail.protocol.spans import NAMES, Spans
 from dovetail.workers.devices import is_out_of_memory
 from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity, open_draft_worker
 from dovetail.workers.drafter import Drafter, DraftSession
@@ -358,7 +359,7 @@ def test_a_head_is_recognised_fed_and_drafts(kind: str, tmp_path: Path, llama_fo
     assert isinstance(only(worker.handle(open_())), Opened)
     fed = only(worker.handle(feed(0, 2, width=row)))
     assert isinstance(fed, Fed)
-    assert (fed.session, fed.start, [name for name, _, _ in fed.spans]) == (5, 0, ["prefill"])
+    assert (fed.session, fed.start, [name for name, _, _ in fed.spans]) == (5, 0, ["feed"])
     assert isinstance(only(worker.handle(feed(2, 1, width=row))), Fed)
     first = only(worker.handle(draft(1, prefix=4)))
     assert isinstance(first, Drafted)
@@ -493,3 +494,25 @@ def test_a_head_that_does_not_fit_its_target_is_refused_with_the_shapes_and_what
     folder = write_head(tmp_path, "eagle", hidden=32, target_width=32, head_dim=8)
     with pytest.raises(CheckpointError, match=r"hidden width 32.*hidden width 64"):
         head_worker(folder, llama_folder)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_growth_ahead_is_told_with_the_session_and_the_round_that_it_was_for(llama: LanguageModel, fine: bool) -> None:
+    worker = new_worker(llama)
+    worker.spans.fine = fine
+    worker.handle(open_())
+    first = only(worker.handle(draft(1, prefix=4, ahead=True)))
+    assert isinstance(first, Drafted)
+    assert first.beside == ()
+    began_ns = time.monotonic_ns()
+    while worker.idle():
+        pass
+    ended_ns = time.monotonic_ns()
+    second = only(worker.handle(draft(2, prefix=5)))
+    assert isinstance(second, Drafted)
+    told = [(session, round, name) for session, round, (name, _, _) in second.beside]
+    assert set(told) <= {(5, 1, "grow"), (None, None, "prepare")}
+    assert told.count((5, 1, "grow")) > fine
+    assert all(began_ns <= start <= start + duration <= ended_ns for _, _, (_, start, duration) in second.beside)
+    assert ("move" in {name for name, _, _ in second.spans}) == fine
+    assert {name for name, _, _ in (*second.spans, *first.spans)} <= set(NAMES)

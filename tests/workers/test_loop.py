@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.protocol.codec import EVENT, encode
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import (
     Close,
@@ -22,6 +22,7 @@ from dovetail.protocol.messages import (
     Failed,
     Hello,
     Message,
+    Observe,
     Open,
     Opened,
     Prefilled,
@@ -45,6 +46,8 @@ from support.models import VOCABULARY, reference_tokens
 EPOCH = 77
 PROMPT = (0, 3, 17, 9)
 KEY = session_key(0, 0, PROMPT)
+PASS = ("linears", "attention", "other", "head")
+"""The fine spans of a pass."""
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,30 @@ def test_a_probe_is_answered_with_clocks_and_counts(coordinator: Coordinator) ->
     assert (before.sent_ns, before.stale) == (5, 0)
     assert before.rss_bytes > 1 << 20
     assert before.busy_ns == 0 < after.busy_ns <= after.clock_ns - before.clock_ns
+
+
+def test_a_target_records_fine_spans_when_it_is_told_to_and_no_more(coordinator: Coordinator) -> None:
+    coordinator.send(Observe(epoch=EPOCH, fine=True))
+    opened = coordinator.ask(opening())
+    assert isinstance(opened, Opened)
+    assert [name for name, _, _ in opened.spans] == [*PASS, "prefill"]
+    verified = coordinator.ask(verifying((1, 1, len(PROMPT) + 1)))
+    assert isinstance(verified, Verified)
+    assert [name for name, _, _ in verified.spans] == [*PASS, "choose", "verify", "commit"]
+    _, began_ns, duration_ns = verified.spans[5]
+    assert all(began_ns <= start <= start + took <= began_ns + duration_ns for _, start, took in verified.spans[:5])
+    assert [(session, round, name) for session, round, (name, _, _) in verified.beside] == [
+        (1, 0, "decode"),
+        (1, 0, "encode"),
+        (1, 0, "send"),
+        (1, 1, "decode"),
+    ]
+    coordinator.send(Observe(epoch=EPOCH, fine=False))
+    rest = coordinator.probe()
+    assert [(session, round, name) for session, round, (name, _, _) in rest.beside] == [(1, 1, "encode"), (1, 1, "send"), (None, None, "decode")]
+    again = coordinator.ask(verifying((1, 2, len(PROMPT) + 2)))
+    assert isinstance(again, Verified)
+    assert ([name for name, _, _ in again.spans], again.beside) == (["verify", "commit"], ())
 
 
 def test_duplicates_are_dropped_and_counted(coordinator: Coordinator) -> None:
@@ -368,6 +395,23 @@ def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
     coordinator.thread.join(30.0)
     assert isinstance(coordinator.error, UserError)
     assert "id 3 is 'a'" in str(coordinator.error)
+
+
+def test_a_coordinator_that_has_no_room_is_asked_again(settings: TargetSettings) -> None:
+    coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
+    coordinator.send(Failed(epoch=EPOCH, code="capacity", text="64 workers are registered"))
+    coordinator.thread.join(30.0)
+    assert isinstance(coordinator.error, LinkClosed), "what is looked for again"
+    assert "64 workers are registered" in str(coordinator.error)
+
+
+def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mistake(settings: TargetSettings) -> None:
+    coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
+    coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="protocol", text="1 messages broke the protocol"))
+    coordinator.thread.join(30.0)
+    coordinator.end()
+    assert isinstance(coordinator.error, DovetailError)
+    assert not isinstance(coordinator.error, UserError), "serve would end, since no restart mends that"
 
 
 def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
@@ -638,6 +682,19 @@ def test_an_order_that_comes_during_a_pass_ahead_waits_for_no_other(drafter: Coo
     assert isinstance(drafted, Drafted)
     assert drafted.ahead > 0
     assert watched.done == ["draft", "pass", "pass", "draft"]
+
+
+def test_a_worker_is_busy_while_it_grows_ahead(drafter: Coordinator) -> None:
+    drafted = drafter.ask(drafting(1, 5))
+    assert isinstance(drafted, Drafted)
+    work_ns = sum(duration for name, _, duration in drafted.spans if name == "draft")
+    told, deadline = [drafter.probe()], time.monotonic() + 30.0
+    while not any(name == "grow" for probed in told for *_, (name, _, _) in probed.beside):
+        assert time.monotonic() < deadline
+        told.append(drafter.probe())
+    beside = [span for probed in told for span in probed.beside]
+    assert {(session, round, name) for session, round, (name, _, _) in beside} <= {(1, 1, "grow"), (None, None, "prepare")}
+    assert told[-1].busy_ns >= work_ns + sum(duration for _, _, (_, _, duration) in beside)
 
 
 def test_a_pass_ahead_that_fails_ends_neither_the_worker_nor_the_session(

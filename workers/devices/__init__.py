@@ -25,6 +25,10 @@ class Device:
     capture: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
     """What makes of a function of fixed shapes one that does the same again faster; None: here nothing would."""
 
+    def transfer(self) -> "cpu.HostTransfer | cuda.CudaTransfer":
+        """A way to this device for weights that pass through it."""
+        return cpu.HostTransfer() if self.torch_device.type == "cpu" else cuda.CudaTransfer(self.torch_device.index)
+
 
 def open_device(name: str, threads: int) -> Device:
     """The device `name` (cpu or cuda:N), with `threads` CPU threads for this process; makes the settings that hold for the whole process."""

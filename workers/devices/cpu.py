@@ -1,7 +1,11 @@
-"""The CPU: threads, and how its arithmetic is named in a fingerprint."""
+"""The CPU: threads, how its arithmetic is named in a fingerprint, and copies beside what is computed, as a GPU makes them."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import memmove
 
 import psutil
 import torch
+from torch import Tensor
 
 
 def set_threads(threads: int) -> None:
@@ -20,3 +24,37 @@ def free_bytes() -> int:
     """Memory that is free for a process of ours."""
     free: int = psutil.virtual_memory().available
     return free
+
+
+class HostTransfer:
+    """The way to a device that is the CPU itself, which stands for a GPU: a thread copies, in the order of what it was asked for. A `Transfer` of models."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._copies = ThreadPoolExecutor(1, "copies")
+
+    def pin(self, memory: Tensor) -> None:
+        """Nothing is to be done."""
+
+    def buffer(self, size: int) -> Tensor:
+        """uint8 [size]."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy(self, source: Tensor, target: Tensor, after: "Future[None]") -> "Future[None]":
+        """Copy bytes into a buffer when `after` is done."""
+
+        def copy_when_free() -> None:
+            after.result()
+            memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+        return self._copies.submit(copy_when_free)
+
+    def computed(self) -> "Future[None]":
+        """Done: what this process computes is computed when the call returns."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def wait(self, mark: "Future[None]") -> None:
+        """Until a copy is done."""
+        mark.result()

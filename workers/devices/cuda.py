@@ -1,9 +1,11 @@
 """NVIDIA GPUs; the only module that calls torch.cuda."""
 
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 
@@ -73,3 +75,51 @@ def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
         return result
 
     return replay
+
+
+class CudaTransfer:
+    """The way between the host's memory and a GPU's: a stream of its own for copies, and events between it and the stream that computes. A `Transfer`."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def pin(self, memory: Tensor) -> None:
+        """Lock pages where they are, for as long as this tensor lives: torch's own pinned memory comes in powers of two."""
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+        if error != 0:
+            raise SettingsError(
+                f"{memory.numel() >> 20} MiB of weights cannot be locked in memory (cudaHostRegister: error {error}): "
+                "keep more layers on the GPU (target.resident), or raise the limit of locked memory (ulimit -l)"
+            )
+        weakref.finalize(memory, _unpin, memory.data_ptr()).atexit = False  # else who gets these addresses next cannot lock them
+
+    def buffer(self, size: int) -> Tensor:
+        """uint8 [size] on the GPU."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+        """Put a copy into the stream of copies, behind `after`."""
+        self._copies.wait_event(after)
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+        return self._marked(self._copies)
+
+    def computed(self) -> torch.cuda.Event:
+        """The end of what has been put into the stream that computes."""
+        return self._marked(torch.cuda.current_stream(self.device))
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """The stream that computes goes on behind the mark; the host does not wait."""
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def _marked(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def _unpin(address: int) -> None:
+    """Let locked pages go, when nothing is copied from them any more."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

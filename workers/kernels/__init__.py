@@ -8,6 +8,7 @@ import mmap
 import sys
 import sysconfig
 from collections.abc import Sequence
+from copy import copy
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_int, c_int32, c_int64, c_void_p, memmove
 from enum import IntEnum
 from functools import cache
@@ -72,6 +73,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_threads": (c_int, ()),
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
+    "dt_pack_codes": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "dt_linear": (None, (POINTER(MatrixStruct), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "dt_likeliest": (None, (c_void_p,)),
 }
@@ -146,7 +148,8 @@ def threads() -> int:
 class PackedMatrix:
     """A matrix [n out, k in] in the layout of the kernels, packed once by rows, with its bias."""
 
-    def __init__(self, kind: Kind, n: int, k: int, *, bias: Array | None = None) -> None:
+    def __init__(self, kind: IntEnum, n: int, k: int, *, bias: Array | None = None) -> None:
+        """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise."""
         self.kind, self.n, self.k = kind, n, k
         self._linear = library().dt_linear
         packed_bytes = -(-library().dt_packed_bytes(kind, n, k) // ALIGNMENT) * ALIGNMENT
@@ -157,7 +160,7 @@ class PackedMatrix:
         self.struct = MatrixStruct(kind, n, k, 0, packed, scales if kind is Kind.INT8 else None, None)
         if bias is not None:
             self.struct.bias = scales + scales_bytes
-            memmove(self.struct.bias, _address(bias, (n,), ("float32",)), n * 4)
+            memmove(self.struct.bias, address_of(bias, (n,), ("float32",)), n * 4)
         self._reference = byref(self.struct)
 
     def pack(self, rows: Array, first: int = 0) -> None:
@@ -165,13 +168,23 @@ class PackedMatrix:
         count = rows.shape[0]
         if not 0 <= first <= first + count <= self.n:
             raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")
-        address = _address(rows, (count, self.k), ELEMENTS[self.kind])
+        address = address_of(rows, (count, self.k), ELEMENTS[Kind(self.kind)])
         library().dt_pack(self.kind, address, first, count, self.n, self.k, self.struct.packed, self.struct.scales)
+
+    def at(self, memory: Any, address: int) -> "PackedMatrix":
+        """The same matrix with its `nbytes` at another address, which `memory` keeps; whoever calls this has copied them there, or will before it is used."""
+        moved = copy(self)
+        moved.memory, moved.struct = memory, MatrixStruct.from_buffer_copy(self.struct)
+        for name in ("packed", "scales", "bias"):
+            if (here := getattr(self.struct, name)) is not None:
+                setattr(moved.struct, name, here + address - self.struct.packed)
+        moved._reference = byref(moved.struct)
+        return moved
 
     def linear(self, x: Array) -> Array:
         """x [m, k] float32 -> x W^T + bias [m, n] float32, of the same library as x."""
         m = x.shape[0]
-        address = _address(x, (m, self.k), ("float32",))
+        address = address_of(x, (m, self.k), ("float32",))
         y = x.new_empty((m, self.n)) if hasattr(x, "new_empty") else _numpy_empty(m, self.n)
         self._linear(self._reference, address, self.k, _start(y), self.n, m)
         return y
@@ -187,7 +200,7 @@ def _start(array: Array) -> int:
     return int(array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data)
 
 
-def _address(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> int:
+def address_of(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> int:
     """Where a contiguous array of this shape and one of these element types starts; ValueError for any other."""
     contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
     element = str(array.dtype).removeprefix("torch.")

@@ -184,6 +184,7 @@ class PassStruct(Structure):
         ("segments", POINTER(SegmentStruct)),
         ("rows", c_int32),
         ("segment_count", c_int32),
+        ("parts", c_void_p),
     )
 
 
@@ -228,6 +229,10 @@ class LayerPass:
             first += segment.count
         self.struct = PassStruct(None, _address(positions, (self.rows,), torch.int64), self._segments, self.rows, len(segments))
         self.reference = byref(self.struct)
+
+    def time_parts(self, address: int | None) -> None:
+        """Have the layers add the nanoseconds of their matrices and of attention to two int64 at this address from now on; None: no more."""
+        self.struct.parts = address
 
 
 def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat
 
 IMPLEMENTATION = "dovetail"
@@ -160,7 +161,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if notes is not None:
         notes.append(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap))
-    return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).unsqueeze(0), None
+    with timing("attention"):
+        return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).unsqueeze(0), None
 
 
 def attend_blocks(

@@ -7,6 +7,7 @@ number, or quantised. Knows files; builds no model.
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
@@ -189,6 +191,27 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
         if absent:
             raise CheckpointError(f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; fetch the model again")
     return [folder / name for name in names]
+
+
+def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, its folder included, and put it in its place in one step: nobody ever finds half of it. `OSError` if it cannot be."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, made)
+        except SafetensorError as error:  # what the system says is within its text
+            raise OSError(None, reason(error)) from None
+        made.replace(file)
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file that `save_tensors` wrote; `CheckpointError` if it is not whole."""
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file ({reason(error)})") from None
+    return tensors
 
 
 def tensor_names(file: Path) -> list[str]:

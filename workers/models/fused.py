@@ -9,7 +9,7 @@ With these kernels a token's keys, values, hidden states and logits are the same
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.library import transformers_pass
-from dovetail.workers.models.segment import Segment, check_truncation, has_to_move, slots_in_place
+from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment, check_truncation, has_to_move, slots_in_place
 from dovetail.workers.models.states import LAST, Kept, keeping
+from dovetail.workers.models.timing import asked, timing
 from dovetail.workers.progress import beat
 
 VERSION = "dovetail-1"
@@ -116,7 +117,8 @@ class KernelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
+        with timing("head"):
+            y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
         return y.view(*x.shape[:-1], self._matrix.n)
 
 
@@ -152,6 +154,8 @@ class FusedLayers(nn.Module):
 
     def run(self, states: Tensor, rows: LayerPass, kept: Kept) -> Tensor:
         """The same of states [T, hidden], in place."""
+        if (parts := asked()) is not None:
+            rows.time_parts(parts.layers)
         kept.keep(0, states)
         self._layers[0].run(rows, states)
         for index, layer in enumerate(self._layers[1:], start=1):
@@ -167,6 +171,8 @@ class Kernels:
 
     backend = "kernels"
     kernels = VERSION
+    prompt_rows: int = PROMPT_ROWS
+    reads_apart: int = 0
 
     def __init__(self, model: Any, kind: Kind, *, context: int) -> None:
         """`model`: the skeleton, for its configuration and its rotary frequencies."""
@@ -174,6 +180,7 @@ class Kernels:
         self._model, self._kind = model, kind
         self._rotary = _rotary(model, context)
         self._layers: list[DecoderLayer] = []
+        self._taken = 0
         self._proved: dict[tuple[Any, ...], Noted] = {}
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
@@ -182,40 +189,70 @@ class Kernels:
         kind = (type(layer), (getattr(self._model.config, "layer_types", None) or {index: ""})[index], parts.attention.scaling)
         if kind not in self._proved:
             self._proved[kind] = self._prove(layer, index)
-        self._layers.append(DecoderLayer(self._plan(parts, index, self._proved[kind], self._kind, _pack_and_drop)))
+        self._take(self._plan(parts, index, self._proved[kind], self._kind, self._pack_layer))
+        self._taken += 1
         return nn.Identity()
 
     def finish(self, model: Any) -> None:
         """What is not a layer has its numbers too: the norm and the head are replaced, and the layers stand as one."""
         base = model.base_model
-        self._fused = FusedLayers(self._layers)
+        self._fused = self._together()
         for name, module in list(base.named_children()):
-            if isinstance(module, nn.ModuleList) and len(module) == len(self._layers):
+            if isinstance(module, nn.ModuleList) and len(module) == self._taken:
                 setattr(base, name, nn.ModuleList([self._fused]))
         name, norm = _final_norm(base)
-        self._norm = KernelNorm(*read_norm(norm))
+        self._norm = self._final_norm(*read_norm(norm))
         setattr(base, name, self._norm)
-        self._head = KernelLinear(_pack(self._kind, [model.get_output_embeddings()]))
+        self._head = self._final_linear(_pack(self._kind, [model.get_output_embeddings()]))
         model.set_output_embeddings(self._head)
         if self._rotary is not None:
             base.rotary_emb = NoAngles()
         widen_embeddings(model)
         self._direct = self._nothing_else()
 
-    def new_cache(self, capacity: int) -> BlockedCache:
+    def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+        """One matrix of a layer, from linears with the same inputs that are not needed afterwards."""
+        return _pack_and_drop(kind, linears)
+
+    @property
+    def resident(self) -> Mapping[int, DecoderLayer]:
+        """Layers that another model may compute with, since their weights stay where they are: none, where all are on the CPU anyway."""
+        return {}
+
+    def _take(self, plan: LayerPlan) -> None:
+        """Keep a layer; its index is that of its keys and values in a cache."""
+        self._layers.append(DecoderLayer(plan))
+
+    def _together(self) -> Any:
+        """All layers as one module with a `run`, as `FusedLayers` has it."""
+        return FusedLayers(self._layers)
+
+    def _final_norm(self, kind: NormKind, norm: Norm, epsilon: float) -> nn.Module:
+        return KernelNorm(kind, norm, epsilon)
+
+    def _final_linear(self, matrix: PackedMatrix) -> nn.Module:
+        return KernelLinear(matrix)
+
+    def _see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
+        """The rows of a pass in the words of the layers."""
+        return LayerPass(positions, [cache_rows(segment) for segment in segments])
+
+    def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
         plan = self._layers[0].plan
         return BlockedCache(layers=len(self._layers), kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity)
 
     def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None, kept: Kept) -> Tensor:
         """Logits [R, V] of a pass."""
-        seen = LayerPass(positions, [cache_rows(segment) for segment in segments])
+        return self._pass(tokens, positions, self._see(positions, segments), rows, kept)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept) -> Tensor:
         if self._direct:
             return self._compute_directly(tokens, seen, rows, kept)
         with keeping(self._model, (), kept):
             return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
 
-    def _compute_directly(self, tokens: Tensor, seen: LayerPass, rows: Tensor | None, kept: Kept) -> Tensor:
+    def _compute_directly(self, tokens: Tensor, seen: Any, rows: Tensor | None, kept: Kept) -> Tensor:
         """Embedding, layers, norm and head, which is all that most models do: transformers takes 0.1 ms for what is around them."""
         states: Tensor = self._fused.run(self._model.get_input_embeddings()(tokens), seen, kept)
         if LAST in kept.wanted:
@@ -229,7 +266,7 @@ class Kernels:
         tokens = torch.arange(PROOF_ROWS) % self._model.get_input_embeddings().weight.shape[0]
         positions = torch.arange(PROOF_ROWS)
         cache = self.new_cache(PROOF_ROWS)
-        seen = LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)])
+        seen = self._see(positions, [Segment(cache, 0, PROOF_ROWS)])
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 

@@ -2,8 +2,9 @@
 
 A trained model of realistic size cannot be carried along, yet the cost of a pass decides what speculation is worth. So decoder layers are added whose
 contribution to the residual stream is exactly zero, spread evenly between the real ones, and MLPs are widened with units whose output columns are
-zero. All other new weights are seeded noise, so that every byte is read and every product computed. Sums gain exact zeros: logits change only by the
-order in which a matrix product adds. Knows the names that Llama, Mistral and Qwen give to their linears, nothing else of a model.
+zero. All other new weights are seeded noise, or those of real units over again, so that every byte is read and every product computed. Sums gain exact
+zeros: logits change only by the order in which a matrix product adds, and by nothing in int8, whose sums are exact. Knows the names that Llama, Mistral and
+Qwen give to their linears, nothing else of a model.
 """
 
 import copy
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoint import open_checkpoint
 from dovetail.workers.models.loader import load_transformers
 
-SCHEME = "identity-layers-and-dead-units-2"
+SCHEME = "identity-layers-and-dead-units-3"
 LAYER_FACTOR = 2
 """Most layers a real one: the rest of the size goes into width, so that matrices are as large and calls as few as in a real model of that size."""
 UNIT_MULTIPLE = 16
+DEAD_SCALE = 0.5
+"""What a dead unit yields, of what the real one does that it is a copy of: int8 rounds a row of units by its largest, which has to be a real one."""
 SEED = 20_260_101
 FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
@@ -46,6 +50,14 @@ class Plan:
     def real(self) -> tuple[int, ...]:
         """Where the real layers stand."""
         return tuple(self.sources.index(source) for source in sorted(set(self.sources)))
+
+
+def inflation_bytes(text: str) -> int:
+    """The size that target.inflate names, 0 for none; `SettingsError` if it is no size."""
+    try:
+        return byte_count(text) if text else 0
+    except ValueError as error:
+        raise SettingsError(f"target.inflate: {error}") from None
 
 
 def linear_bytes(model: nn.Module) -> int:
@@ -99,7 +111,7 @@ def grow_layer(layer: Any, index: int, plan: Plan) -> None:
     generator = torch.Generator().manual_seed(SEED + index)
     if plan.sources.index(plan.sources[index]) != index:
         _make_identity(layer, generator)
-    _widen(layer.mlp, plan.units, generator)
+    _widen(layer.mlp, plan.units)
 
 
 def inflated_digest(digest: str, size_bytes: int) -> str:
@@ -142,11 +154,13 @@ def _make_identity(layer: Any, generator: torch.Generator) -> None:
             output.bias.zero_()
 
 
-def _widen(mlp: Any, units: int, generator: torch.Generator) -> None:
-    more = units - mlp.gate_proj.out_features
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        rows = _noise(linear.weight.new_empty(more, linear.in_features), generator)
-        _replace(linear, torch.cat([linear.weight, rows]), linear.bias if linear.bias is None else torch.cat([linear.bias, linear.bias.new_zeros(more)]))
+def _widen(mlp: Any, units: int) -> None:
+    real = mlp.gate_proj.out_features
+    more = units - real
+    copied = torch.arange(more, device=mlp.gate_proj.weight.device) % real
+    for linear, scale in ((mlp.gate_proj, 1.0), (mlp.up_proj, DEAD_SCALE)):
+        bias = linear.bias if linear.bias is None else torch.cat([linear.bias, scale * linear.bias[copied]])
+        _replace(linear, torch.cat([linear.weight, scale * linear.weight[copied]]), bias)
     down = mlp.down_proj
     _replace(down, torch.cat([down.weight, down.weight.new_zeros(down.out_features, more)], dim=1), down.bias)
 

@@ -30,6 +30,7 @@ from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
+from dovetail.workers.models.staged import Staged, Staging
 from dovetail.workers.models.states import LAST, Kept
 
 WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
@@ -50,6 +51,10 @@ class BackEnd(Protocol):
 
     backend: str
     """kernels or library."""
+    prompt_rows: int
+    """Of a prompt, so many rows are best computed in a pass."""
+    reads_apart: int
+    """So many of the first rows of a prompt another device can read, by `read`; 0: there is none."""
 
     @property
     def kernels(self) -> str:
@@ -78,6 +83,7 @@ class LanguageModel:
         self.weights = weights
         """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
         self.backend, self.kernels = back_end.backend, back_end.kernels
+        self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart
         self.choice = choice
         """Why this back end."""
         embedding = model.get_input_embeddings().weight
@@ -88,6 +94,11 @@ class LanguageModel:
         """Decoder layers of the checkpoint."""
         self.end: tuple[int, ...] = checkpoint.vocabulary.end
         self.context = context_of(model.config)
+
+    @property
+    def back_end(self) -> BackEnd:
+        """What computes it."""
+        return self._back_end
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for one session of at least `capacity` rows, those of trees included."""
@@ -106,9 +117,28 @@ class LanguageModel:
 
         `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters them, and LAST, the states behind the final norm.
         """
-        kept = Kept({place if place == LAST else self._real[place] for place in wanted})
+        kept = self._keeping(wanted)
         logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
-        return logits, {place: kept.states[place if place == LAST else self._real[place]] for place in wanted}
+        return logits, self._states(kept, wanted)
+
+    @torch.inference_mode()
+    def read_apart(self, tokens: Tensor, segment: Segment, *, wanted: Collection[int], rows: Tensor) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """`forward_with_states` of the first rows of a session, read by the device that there is for it beside those that compute the model."""
+        if not isinstance(self._back_end, Staged):
+            raise TypeError(f"a back end {self.backend} reads nothing apart")
+        kept = self._keeping(wanted)
+        logits = self._back_end.read(tokens, torch.arange(segment.count), segment, rows, kept).float()
+        return logits, self._states(kept, wanted)
+
+    def _keeping(self, wanted: Collection[int]) -> Kept:
+        return Kept({place if place == LAST else self._real[place] for place in wanted})
+
+    def _states(self, kept: Kept, wanted: Collection[int]) -> Mapping[int, Tensor]:
+        return {place: kept.states[place if place == LAST else self._real[place]] for place in wanted}
+
+
+Stager = Callable[[Mapping[str, Any], str], Staging]
+"""How a model of a configuration (config.json's) with weights of a type (fp32, fp16, bf16 or int8) is to be spread over devices."""
 
 
 @dataclass(frozen=True)
@@ -122,18 +152,29 @@ class _Wanted:
     backend: str
     inflate_bytes: int = 0
     profile: Path | None = None
+    stage: Stager | None = None
 
 
-def load_language_model(source: str, *, weights: str, device: str, backend: str = "auto", inflate_bytes: int = 0, profile: Path | None = None) -> LanguageModel:
+def load_language_model(
+    source: str,
+    *,
+    weights: str,
+    device: str,
+    backend: str = "auto",
+    inflate_bytes: int = 0,
+    profile: Path | None = None,
+    stage: Stager | None = None,
+) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told, inflated to a size in bytes if that is not 0.
 
     `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file that remembers what was measured of the library.
+    `stage`: how it is spread over devices, in place of `device`; only a model that the kernels can compute is.
     """
     _check_names(weights, backend)
     checkpoint = open_checkpoint(source)
-    wanted = _Wanted(weights, _type_of(weights, checkpoint), backend, inflate_bytes, profile)
+    wanted = _Wanted(weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage)
     digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
-    if torch.device(device).type == "cpu":
+    if stage is not None or torch.device(device).type == "cpu":
         return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
     return _on_gpu(checkpoint, digest, wanted, torch.device(device))
 
@@ -157,7 +198,7 @@ def _check_names(weights: str, backend: str) -> None:
         raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
 
 
-def _type_of(weights: str, checkpoint: Checkpoint) -> str:
+def type_of(weights: str, checkpoint: Checkpoint) -> str:
     """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are; half weights of others would be another function."""
     if weights not in ("half", "stored"):
         return weights
@@ -195,6 +236,11 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
             return _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=True, choice="the C++ kernels compute it")
         except UnsupportedError as error:
             why_not = f"the C++ kernels cannot compute this model: {error}"
+    if wanted.stage is not None:
+        raise CheckpointError(
+            f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, and {why_not}; "
+            "leave target.split, target.resident, target.prefill and memory.vram out"
+        )
     if wanted.backend == "kernels":
         raise CheckpointError(f"{checkpoint.source}: {why_not}; or use backend library")
     if wanted.backend == "library" and wanted.weights == "int8":
@@ -220,13 +266,29 @@ def _against_kernels(wanted: _Wanted) -> str:
 
 
 def _assemble(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _Wanted, *, kernels: bool, choice: str) -> LanguageModel:
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        return _open_back_end(model, plan, wanted, kernels=kernels)
+
+    return assemble(skeleton, checkpoint, digest, weights=wanted.weights, choice=choice, inflate_bytes=wanted.inflate_bytes, open_back_end=open_back_end)
+
+
+def assemble(
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    digest: str,
+    *,
+    weights: str,
+    choice: str,
+    inflate_bytes: int,
+    open_back_end: Callable[[Any, Plan | None], BackEnd],
+) -> LanguageModel:
     """Read the layers one by one, each taken over by its back end before the next is read, then the rest."""
     model = skeleton.model
-    plan = plan_inflation(model, wanted.inflate_bytes) if wanted.inflate_bytes else None
+    plan = plan_inflation(model, inflate_bytes) if inflate_bytes else None
     if plan is not None:
         grow_skeleton(model, plan)
-    types = Types(None if plan is None else LINEAR_TYPES[wanted.weights], None)  # dead units get numbers of the type that is wanted
-    back_end = _open_back_end(model, plan, wanted, kernels=kernels)
+    types = Types(None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None)  # dead units get numbers of the type that is wanted
+    back_end = open_back_end(model, plan)
     name, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         skeleton.fill(layer, f"{name}.{index if plan is None else plan.sources[index]}", types)
@@ -240,12 +302,15 @@ def _assemble(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
     real = range(len(layers)) if plan is None else plan.real
-    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=choice, real=real)
+    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real)
     check_attention(language_model)
     return language_model
 
 
 def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: bool) -> BackEnd:
+    if kernels and wanted.stage is not None:
+        staging = wanted.stage(model.config.to_dict(), wanted.weights)
+        return Staged(model, KINDS[wanted.weights], context=context_of(model.config), staging=staging)
     if kernels:
         return Kernels(model, KINDS[wanted.weights], context=context_of(model.config))
     selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)

@@ -13,10 +13,12 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.linear import PackedLinear
 from dovetail.workers.models.loader import decoder_layers
-from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.selection import Selection
 from dovetail.workers.models.states import Kept, keeping
+from dovetail.workers.models.timing import Part, timing_modules
 
 
 def transformers_pass(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None, **given: Any) -> Tensor:
@@ -37,6 +39,8 @@ class Library:
     """Takes over the layers of a model one by one, then the rest of it. A `BackEnd`."""
 
     backend = "library"
+    prompt_rows = PROMPT_ROWS
+    reads_apart = 0
 
     def __init__(self, selection: Selection | None, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.kernels = "plain" if selection is None else selection.name
@@ -58,6 +62,7 @@ class Library:
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._decoder_layers = decoder_layers(self._model)[1]
+        self._timed = _parts(self._model, self._decoder_layers) if self._device.type == "cpu" else ()
         self._masks = Masks(groups=heads // self._kv_heads, device=self._device, dtype=self._dtype)
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -66,7 +71,7 @@ class Library:
 
     def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None, kept: Kept) -> Tensor:
         """Logits [R, V] of a pass."""
-        with keeping(self._model, tuple(self._decoder_layers), kept):
+        with keeping(self._model, tuple(self._decoder_layers), kept), timing_modules(self._timed):
             return transformers_pass(self._model, tokens, positions, rows, blocks=attention.arrange(segments, self._masks))
 
     def _pack(self, module: nn.Module) -> None:
@@ -76,3 +81,10 @@ class Library:
             if type(part) is nn.Linear:
                 module.set_submodule(name, self._selection.pack(part.weight, part.bias))
                 part.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # nobody holds the original on
+
+
+def _parts(model: Any, layers: nn.ModuleList) -> Sequence[tuple[Part, nn.Module]]:
+    """The matrices of a model that can be timed, where they stand as modules: those of its layers and the head."""
+    kinds = (nn.Linear, PackedLinear)
+    linears: list[tuple[Part, nn.Module]] = [("linears", part) for layer in layers for part in layer.modules() if isinstance(part, kinds)]
+    return [*linears, ("head", model.get_output_embeddings())]

@@ -1,4 +1,4 @@
-"""Linears of 8 and 4 bits by torch's own operations, for heads where the C++ kernels do not compute.
+"""Linears of 8 and 4 bits by torch's own operations, for heads and substitutes where the C++ kernels do not compute.
 
 8 bits: one scale for each row of the weight, which is widened as it is used. 4 bits: a scale and a zero for each group of inputs, by torch's int4 products.
 Knows single matrices, not models.
@@ -38,13 +38,20 @@ def int4(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
     """4 bits a weight in groups of inputs, asymmetric, by torch's int4 product, which computes in bfloat16; `against_int4` has said nothing."""
     group = next(size for size in GROUPS if weight.shape[1] % size == 0)
     codes, scales_and_zeros = _grouped(weight.float(), group)
-    multiply = _pack_for_cpu(codes, scales_and_zeros, group) if weight.device.type == "cpu" else _pack_for_cuda(codes, scales_and_zeros, group)
+    multiply = _packed(codes, scales_and_zeros, group)
 
     def product(x: Tensor) -> Tensor:
         y = multiply(x.to(torch.bfloat16)).to(dtype)
         return y if bias is None else y + bias
 
     return product
+
+
+def int4_of_codes(codes: Tensor, scales: Tensor, offsets: Tensor, group: int, device: torch.device) -> Product:
+    """The same product of a matrix that has been quantised already: codes 0..15 [rows, inputs], weight = (code - 8) scale + offset; it lies on `device`."""
+    pairs = torch.stack([scales, offsets], dim=2).transpose(0, 1).contiguous().to(torch.bfloat16)
+    multiply = _packed(codes.to(torch.int32).to(device), pairs.to(device), group)
+    return lambda x: multiply(x.to(torch.bfloat16))
 
 
 def against_int4(shape: tuple[int, ...]) -> str:
@@ -64,6 +71,10 @@ def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     codes = ((parts - zero) / scale + 8.0).round().clamp(0, 15).to(torch.int32).view(rows, inputs)
     pairs = torch.cat([scale, zero], dim=2).transpose(0, 1).contiguous()
     return codes, pairs.to(torch.bfloat16)
+
+
+def _packed(codes: Tensor, scales_and_zeros: Tensor, group: int) -> Product:
+    return _pack_for_cpu(codes, scales_and_zeros, group) if codes.device.type == "cpu" else _pack_for_cuda(codes, scales_and_zeros, group)
 
 
 def _pack_for_cpu(codes: Tensor, scales_and_zeros: Tensor, group: int) -> Product:

@@ -11,6 +11,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+PROMPT_ROWS = 256
+"""Rows of a prompt that are computed at a time: enough to be bound by arithmetic, few enough that activations stay small, and the logits of all of them
+where they are scored."""
 SLACK = 2
 """A cache keeps memory for so many times the rows that are asked for, rather than move."""
 

@@ -5,12 +5,15 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from dovetail.protocol.messages import Fingerprint
 from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.http.gateway import FRESH_S
 from support.scripted import ScriptedTarget, continuation
 from support.web import CHAT, PATIENCE_S, Api, Backend, api, backend, events
 
@@ -114,6 +117,23 @@ def test_a_target_of_another_vocabulary_is_asked_in_its_own_tokens() -> None:
         house.add(ScriptedTarget, "target", prefix="v", template="")
         reply = server.chat("v5 v6", max_tokens=5)
         assert reply["choices"][0]["message"]["content"] == " ".join(f"v{token}" for token in continuation((5, 6), 5))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_first_reply_of_another_target_is_told_as_its_own(stream: bool) -> None:
+    other = Fingerprint(checkpoint="1" * 64, weights="int8", kernels="scripted")
+    with backend() as house, api(house.address) as server:
+        assert server.chat(max_tokens=5)["system_fingerprint"].startswith("0000")
+        house.add(ScriptedTarget, "target", fingerprint=other, model="other")
+        house.lose(house.workers[0])
+        house.until(lambda: len(house.coordinator.registry.workers) == 2)
+        time.sleep(FRESH_S)
+        if not stream:
+            replies = [server.chat(max_tokens=5)]
+        else:
+            with server.client.stream("POST", CHATS, json={**BODY, "stream": True, "max_tokens": 5}) as reply:
+                replies = [chunk for chunk in events(reply) if chunk != "[DONE]"]
+        assert {(reply["system_fingerprint"], reply["model"]) for reply in replies} == {(str(other), "other")}
 
 
 def test_a_draft_that_is_missing_degrades_and_is_no_reason_not_to_serve() -> None:

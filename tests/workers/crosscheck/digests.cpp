@@ -81,6 +81,34 @@ void linears() {
         }
 }
 
+void codes() {
+    for (int kind : {CODES8, CODES4, CODES3, CODES2})
+        for (auto [n, k] : {std::pair{64, 128}, {33, 704}}) {
+            const std::vector<float> source = numbers(static_cast<size_t>(n) * k), bias = numbers(n);
+            std::vector<uint8_t> codes(source.size());
+            for (size_t i = 0; i < codes.size(); i++) {
+                uint32_t word;
+                memcpy(&word, &source[i], 4);
+                codes[i] = static_cast<uint8_t>((word >> 8) & ((1u << bits_of(kind)) - 1));
+            }
+            std::vector<uint16_t> scales(static_cast<size_t>(n) * k / GROUP), offsets(scales.size());
+            for (size_t i = 0; i < scales.size(); i++) {  // between 1/256 and 1/128, and between -1/64 and 1/64
+                scales[i] = static_cast<uint16_t>(0x1c00 | (codes[i] << 4 & 0x3ff));
+                offsets[i] = static_cast<uint16_t>(0x2400 | codes[i] << 5 | (i % 2 ? 0x8000 : 0));
+            }
+            std::vector<char> memory(static_cast<size_t>(codes_bytes(kind, n, k)) + 64);
+            char* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+            pack_codes(kind, codes.data(), scales.data(), offsets.data(), 0, n, k, start);
+            const Matrix matrix{kind, n, k, 0, start, nullptr, bias.data()};
+            for (int m : {1, 2, 5, 8, 17, 70}) {
+                const std::vector<float> x = numbers(static_cast<size_t>(m) * k);
+                std::vector<float> y(static_cast<size_t>(m) * n);
+                dt_linear(&matrix, x.data(), k, y.data(), n, m);
+                printf("codes kind %d n %d k %d m %d: %016llx\n", kind, n, k, m, static_cast<unsigned long long>(digest(y)));
+            }
+        }
+}
+
 // Forty rows of a prompt, then a tree of four behind them.
 void layer(int kind, int activation, float softcap, int window) {
     const int hidden = 48, heads = 4, kv_heads = 2, head_dim = 20, intermediate = 56, capacity = 64, prompt = 40, tree = 4;
@@ -125,6 +153,7 @@ int main(int count, char** arguments) {
     }
     if (dt_use_isa(atoi(arguments[1])) < 0) return 1;
     linears();
+    codes();
     for (int kind : {FP32, FP16, BF16, INT8}) {
         layer(kind, SILU_GATED, 0.0f, 0);
         layer(kind, GELU_TANH_GATED, 5.0f, 24);

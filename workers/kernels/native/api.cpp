@@ -96,11 +96,17 @@ void dt_set_threads(int count) {
 }
 int dt_threads() { return threads(); }
 
-int64_t dt_packed_bytes(int kind, int64_t n, int64_t k) { return packed_bytes(kind, n, k); }
+int64_t dt_packed_bytes(int kind, int64_t n, int64_t k) { return bits_of(kind) != 0 ? codes_bytes(kind, n, k) : packed_bytes(kind, n, k); }
 
 void dt_pack(int kind, const void* source, int64_t first_row, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
     const Turn mine;
     pack(kind, source, first_row, count, n, k, packed, scales);
+}
+
+void dt_pack_codes(
+    int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first_row, int64_t count, int64_t k, void* packed) {
+    const Turn mine;
+    pack_codes(kind, codes, scales, offsets, first_row, count, k, packed);
 }
 
 void dt_linear(const Matrix* matrix, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {

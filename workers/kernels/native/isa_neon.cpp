@@ -4,9 +4,11 @@
 #include "pool.h"
 
 #include <arm_neon.h>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define DT_NS dovetail_neon
 #define DT_NEON 1

@@ -2,9 +2,11 @@
 #include "layer.h"
 #include "pool.h"
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define DT_NS dovetail_plain
 #include "all.inl"

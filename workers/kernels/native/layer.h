@@ -53,6 +53,7 @@ struct Pass {
     const int64_t* positions;  // [rows], into the rotary table
     const Segment* segments;
     int32_t rows, segment_count;
+    int64_t* parts;  // nanoseconds of the matrices and of attention are added to these two; null: nobody asks, and nothing is measured
 };
 
 }  // namespace dovetail

@@ -101,22 +101,52 @@ static void add_half(const dovetail::Layer& l, float* hidden, float* update, con
     });
 }
 
+// Adds the time since it was last asked to a part of the pass, or to none.
+class Laps {
+public:
+    explicit Laps(int64_t* parts) : parts_(parts), last_(parts ? now() : 0) {}
+    void matrix() { lap(0); }
+    void attention() { lap(1); }
+    void other() { if (parts_) last_ = now(); }
+
+private:
+    static int64_t now() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+    void lap(int part) {
+        if (!parts_) return;
+        const int64_t at = now();
+        parts_[part] += at - last_;
+        last_ = at;
+    }
+
+    int64_t* const parts_;
+    int64_t last_;
+};
+
 static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     const int64_t rows = pass.rows;
+    Laps laps(pass.parts);
     const Buffers b = buffers(l, rows);
     const float* input = pass.hidden;
     if (l.attention_norm.weight) {
         norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
         input = b.normed;
     }
+    laps.other();
     linear(l.qkv, input, l.hidden, b.wide, l.qkv.n, rows);
+    laps.matrix();
     place(l, pass, b.wide);
     attention(l, pass, b.wide, b.narrow);
+    laps.attention();
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
+    laps.matrix();
     add_half(l, pass.hidden, b.update, l.post_attention_norm, &l.mlp_norm, b.normed, rows);
+    laps.other();
     linear(l.gate_up, b.normed, l.hidden, b.wide, l.gate_up.n, rows);
+    laps.matrix();
     gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
+    laps.other();
     linear(l.down, b.narrow, l.intermediate, b.update, l.hidden, rows);
+    laps.matrix();
     add_half(l, pass.hidden, b.update, l.post_mlp_norm, nullptr, nullptr, rows);
 }
 

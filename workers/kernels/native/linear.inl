@@ -371,12 +371,22 @@ static void chunks(const Matrix& m, const float* x, int64_t x_stride, float* y, 
         chunk<KIND>(m, x + from * x_stride, x_stride, y + from * y_stride, y_stride, rows - from < CHUNK ? rows - from : CHUNK);
 }
 
+}  // namespace DT_NS
+
+#include "grouped.inl"
+
+namespace DT_NS {
+
 static void linear(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
     switch (m.kind) {
         case dovetail::FP32: return chunks<dovetail::FP32>(m, x, x_stride, y, y_stride, rows);
         case dovetail::FP16: return chunks<dovetail::FP16>(m, x, x_stride, y, y_stride, rows);
         case dovetail::BF16: return chunks<dovetail::BF16>(m, x, x_stride, y, y_stride, rows);
-        default: return chunks<dovetail::INT8>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::INT8: return chunks<dovetail::INT8>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::CODES8: return group_chunks<8>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::CODES4: return group_chunks<4>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::CODES3: return group_chunks<3>(m, x, x_stride, y, y_stride, rows);
+        default: return group_chunks<2>(m, x, x_stride, y, y_stride, rows);
     }
 }
 

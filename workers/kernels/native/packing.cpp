@@ -74,7 +74,41 @@ struct Rows {
     }
 };
 
+// The steps of one column in a plane of `bits` bits, of codes that are shifted down by `from` first; bytes 64 j belong to steps j, j + loads, ...
+void pack_plane(const uint8_t* codes, int bits, int from, char* plane) {
+    const int loads = static_cast<int>(plane_bytes(bits) / 64), steps = GROUP / 4;
+    for (int j = 0; j < loads; j++)
+        for (int at = 0; at < 4; at++) {
+            int byte = 0;
+            for (int step = j, shift = 0; step < steps; step += loads, shift += bits) byte |= (codes[4 * step + at] >> from & ((1 << bits) - 1)) << shift;
+            plane[64 * j + at] = static_cast<char>(byte);
+        }
+}
+
 }  // namespace
+
+void pack_codes(int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first, int64_t count, int64_t k, void* packed) {
+    const int bits = bits_of(kind);
+    const int64_t groups = groups_of(k);
+    auto body = [&](int part, int parts) {
+        for (int64_t row = count * part / parts; row < count * (part + 1) / parts; row++) {
+            const int64_t vector = (first + row) / VECTOR, lane = (first + row) % VECTOR;
+            char* block = static_cast<char*>(packed) + vector * groups * block_bytes(bits);
+            for (int64_t g = 0; g < groups; g++, block += block_bytes(bits)) {
+                memcpy(block + 2 * lane, scales + row * groups + g, 2);
+                memcpy(block + 2 * (VECTOR + lane), offsets + row * groups + g, 2);
+                const uint8_t* const group = codes + (row * groups + g) * GROUP;
+                char* const plane = block + 4 * VECTOR + 4 * lane;
+                if (bits != 3) pack_plane(group, bits, 0, plane);
+                else {
+                    pack_plane(group, 2, 0, plane);
+                    pack_plane(group, 1, 2, plane + plane_bytes(2));
+                }
+            }
+        }
+    };
+    parallel(body);
+}
 
 void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
     const Rows rows{kind, source, first, first + count, n, k, static_cast<char*>(packed), scales};

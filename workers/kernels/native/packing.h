@@ -2,6 +2,10 @@
 //
 // Panels of PANEL columns (outputs), the last one narrower in vectors of 16; within a panel one step after another, k ascending: a step is one k (int8: four,
 // side by side for each column) for all columns of the panel. INT8 has -128 times the sum of each column's weights behind the panels, as int32.
+//
+// CODES8 to CODES2 have no panels: for each vector of 16 columns one block after another, each of GROUP inputs: a scale and an offset of each column as fp16,
+// then the codes. The last group may be longer than the inputs. A step is four inputs, side by side for each column; of 4 bits, bytes 64 j .. 64 j + 63 hold step j in their low and step j + 8 in their high
+// bits, and so on for 2 bits; of 3 bits the lower two stand as those of 2 bits do, and the upper one in a plane of its own behind them.
 #pragma once
 
 #include "kernels.h"
@@ -18,6 +22,16 @@ constexpr int64_t panel_width(int64_t n, int64_t panel) { return padded(n) - pan
 constexpr int64_t weights_bytes(int kind, int64_t n, int64_t k) { return padded(n) / VECTOR * steps_of(kind, k) * vector_bytes(kind); }
 constexpr int64_t packed_bytes(int kind, int64_t n, int64_t k) { return weights_bytes(kind, n, k) + (kind == INT8 ? padded(n) * 4 : 0); }
 
+constexpr int64_t GROUP = 64;
+constexpr int bits_of(int kind) { return kind == CODES8 ? 8 : kind == CODES4 ? 4 : kind == CODES3 ? 3 : kind == CODES2 ? 2 : 0; }  // of a code, 0: it has none
+constexpr int64_t plane_bytes(int bits) { return GROUP * VECTOR * bits / 8; }
+constexpr int64_t block_bytes(int bits) { return 4 * VECTOR + plane_bytes(bits); }
+constexpr int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }
+constexpr int64_t codes_bytes(int kind, int64_t n, int64_t k) { return padded(n) / VECTOR * groups_of(k) * block_bytes(bits_of(kind)); }
+inline const char* blocks_at(const Matrix& m, int64_t vector) {
+    return (const char*)m.packed + vector * groups_of(m.k) * block_bytes(bits_of(m.kind));
+}
+
 inline const char* weights_at(const Matrix& m, int64_t panel, int64_t step) {
     const int64_t bytes = vector_bytes(m.kind);
     return (const char*)m.packed + panel * (PANEL / VECTOR) * steps_of(m.kind, m.k) * bytes + step * panel_width(m.n, panel) / VECTOR * bytes;
@@ -29,5 +43,9 @@ constexpr float ROUNDER = 12582912.0f;
 
 // Rows first .. first + count of a matrix [n, k]: source [count, k], float for FP32 and INT8, raw 16 bits for FP16 and BF16. INT8 also sets scales[first ...].
 void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
+
+// The same of codes [count, k up to a whole group], one a byte, with scales and offsets [count, groups] as raw fp16: weight = (code - 2^(bits - 1)) scale +
+// offset. What stands beyond k does not count.
+void pack_codes(int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first, int64_t count, int64_t k, void* packed);
 
 }  // namespace dovetail

@@ -1,0 +1,4 @@
+"""What `dovetail profile` is made of: samplers, the time line of a run, bounds, advice, and the report.
+
+The command itself is `launch/profile.py`.
+"""

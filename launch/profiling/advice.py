@@ -1,0 +1,401 @@
+"""What would make a run faster, and by how much: changes of its settings, each priced with what its rounds cost and brought. Pure: records in, advice out.
+
+A proposal is a list of nodes, best first, in which every beginning is a tree, and which nodes the target chose is known. So what a smaller tree, or one of
+fewer levels, would have brought is read off the rounds of a larger one, and what it would have cost off the passes: T_V over its rows, and the draft's first
+levels. Predicted gains are quotients of two such predictions, of the changed settings and of those in force, so that what the prediction leaves out is left out
+of both.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from statistics import fmean
+from typing import Any
+
+from dovetail.launch.profiling.bounds import Roofline
+from dovetail.launch.profiling.timeline import NS
+from dovetail.protocol.messages import RoundRecord
+from dovetail.protocol.tree import ROOT
+from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.policies import cut
+
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
+WORTH = 1.02
+"""A smaller gain is none: it is within what two runs differ by."""
+SWITCHED = 8
+"""Times that the rate which goodput goes by is taken from its own result; it moves no further then."""
+TABLE_7 = (4.99, 5.71, 5.96, 6.03, 6.25, 6.26)
+"""tau of Dovetail's head with 1 to 6 blocks (Dovetail paper, Table 7: Vicuna 13B on HumanEval, T = 0)."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A size: nodes verified at most, and levels."""
+
+    gamma: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rounds of some settings bring, on average."""
+
+    tokens: float
+    seconds: float
+    rows: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A round: the levels of its nodes, best first, their log-probabilities, and which the target chose."""
+
+    levels: tuple[int, ...]
+    scores: tuple[float, ...]
+    accepted: tuple[int, ...]
+    foreseen: bool
+    """Whether the next root was in the tree too."""
+    passes_s: tuple[float, ...]
+    """Of the draft, those that the proposal waited for."""
+    beside_s: float
+    """Drafting that was waited for in no pass."""
+
+    @classmethod
+    def of(cls, record: RoundRecord, foreseen: bool) -> "Offer":
+        """Of the nodes that were verified: of the others it is not known whether the target would have chosen them."""
+        sums = [0, *accumulate(taken for _, taken in record.passes)]
+        own = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
+        passes = tuple(taken / NS for _, taken in record.passes[:own])
+        levels, scores = levels_of(record.parents[: record.verified]), record.scores[: record.verified]
+        return cls(levels, scores, record.accepted, foreseen, passes, record.draft_ns / NS - sum(passes))
+
+    def kept(self, tree: Tree) -> list[int]:
+        """The nodes that such a tree would have had."""
+        return [node for node, level in enumerate(self.levels) if level <= tree.depth][: tree.gamma]
+
+    def brings(self, kept: Sequence[int]) -> int:
+        """How many of the chosen nodes are among those that are kept: the beginning of the path."""
+        there = set(kept)
+        return next((place for place, node in enumerate(self.accepted) if node not in there), len(self.accepted))
+
+
+def levels_of(parents: Sequence[int]) -> tuple[int, ...]:
+    """The level of every node of a tree; children of the root are at level 1."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(1 if parent == ROOT else levels[parent] + 1)
+    return tuple(levels)
+
+
+def offers_of(records: Sequence[Sequence[RoundRecord]]) -> list[Offer]:
+    """The drafted rounds of replies, each with whether the next one found its root in the tree."""
+    found = []
+    for reply in records:
+        found += [Offer.of(record, after.hit) for record, after in pairwise(reply) if record.verified and record.draft_ns]
+    return found
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What everything in a round costs, but for drafting, which stands with each offer."""
+
+    verify_s: Callable[[int], float]
+    """T_V over rows."""
+    beside_s: float
+    """Messages and the coordinator, a drafted round; `plain_beside_s`: without a draft."""
+    plain_beside_s: float
+
+    @property
+    def alone_s(self) -> float:
+        """A round of the target alone."""
+        return self.verify_s(1) + self.plain_beside_s
+
+    def scaled(self, factor: Callable[[int], float]) -> "Prices":
+        """With passes that take `factor(rows)` times as long."""
+        return replace(self, verify_s=lambda rows: self.verify_s(rows) * factor(rows))
+
+
+def prices_of(records: Sequence[RoundRecord], plain: Sequence[RoundRecord], costs: RowCosts) -> Prices:
+    """From rounds with a draft and some without; `costs` has seen the passes of both."""
+    every = [*records, *plain]
+    context = fmean(record.prefix for record in every)
+    drafted, alone = _beside(records or every), _beside(plain or every)
+    table = costs.table(1 + max(*GAMMAS, *(record.verified for record in every)), context)
+    return Prices(lambda rows: table[rows] if rows < len(table) else costs.at(rows, context), drafted, alone)
+
+
+def _beside(records: Sequence[RoundRecord]) -> float:
+    return fmean(record.transport_ns + record.coordinator_ns for record in records) / NS
+
+
+class Forecast:
+    """What rounds of other settings would cost and bring."""
+
+    def __init__(
+        self, offers: Sequence[Offer], prices: Prices, *, exposed_s: float | None = None, tree: Tree, ahead: bool, reads: bool = False, cuts: bool = False
+    ) -> None:
+        """`offers`: none where nothing is drafted; `exposed_s`: drafting that a round of the settings in force waits for, where it was measured; `tree` and
+        `ahead` are these settings; `reads`: whether the draft is a head, which makes a pass in any case; `cuts`: whether the policy is goodput."""
+        self.offers, self.prices, self.tree, self.ahead, self.reads, self.cuts = offers, prices, tree, ahead, reads, cuts
+        self._factor = 1.0
+        if offers and exposed_s is not None and (guessed := self._exposed_s(tree, ahead)) > 0.0:
+            self._factor = exposed_s / guessed
+
+    @property
+    def most(self) -> Tree:
+        """The largest tree that the offers tell anything of."""
+        return Tree(max(len(offer.levels) for offer in self.offers), max(max(offer.levels) for offer in self.offers))
+
+    @cached_property
+    def now(self) -> Outcome:
+        """The settings in force."""
+        return self.goodput(self.tree.depth) if self.cuts and self.offers else self.of(self.tree)
+
+    @property
+    def alone(self) -> Outcome:
+        """The target without a draft."""
+        return Outcome(1.0, self.prices.alone_s, 1.0)
+
+    def of(self, tree: Tree, *, ahead: bool | None = None, prices: Prices | None = None) -> Outcome:
+        """Rounds with a tree of that size."""
+        prices = prices or self.prices
+        if not self.offers:
+            return Outcome(1.0, prices.alone_s, 1.0)
+        kept = [offer.kept(tree) for offer in self.offers]
+        tokens = fmean(1 + offer.brings(nodes) for offer, nodes in zip(self.offers, kept, strict=True))
+        verify_s = fmean(prices.verify_s(1 + len(nodes)) for nodes in kept)
+        exposed_s = self._exposed_s(tree, self.ahead if ahead is None else ahead) * self._factor
+        return Outcome(tokens, exposed_s + verify_s + prices.beside_s, 1 + fmean(len(nodes) for nodes in kept))
+
+    def goodput(self, depth: int) -> Outcome:
+        """Rounds of so many levels, of which as many nodes are verified as pay."""
+        outcome = self.of(Tree(self.tree.gamma, depth))
+        most = len(self.offers[0].levels)
+        for _ in range(SWITCHED):
+            outcome = self._cut(outcome.rate, Tree(most, depth))
+        return outcome
+
+    def _cut(self, rate: float, tree: Tree) -> Outcome:
+        tokens, verify_s, rows = [], [], []
+        for offer in self.offers:
+            kept = offer.kept(tree)
+            (count,) = cut([[offer.scores[node] for node in kept]], rate=rate, seconds=self.prices.verify_s)
+            tokens.append(1 + offer.brings(kept[:count]))
+            verify_s.append(self.prices.verify_s(1 + count))
+            rows.append(1 + count)
+        exposed_s = self._exposed_s(tree, self.ahead) * self._factor
+        return Outcome(fmean(tokens), exposed_s + fmean(verify_s) + self.prices.beside_s, fmean(rows))
+
+    def _exposed_s(self, tree: Tree, ahead: bool) -> float:
+        """Drafting that a round waits for: as many passes as there are levels; ahead, on a hit, only what the target's pass leaves of them."""
+        total = 0.0
+        for offer in self.offers:
+            drafting_s = sum(offer.passes_s[: tree.depth]) + offer.beside_s
+            if ahead:
+                kept = offer.kept(tree)
+                left_s = max(0.0, drafting_s - self.prices.verify_s(1 + len(kept)))
+                least_s = offer.passes_s[0] + offer.beside_s if self.reads and offer.passes_s else 0.0
+                foreseen = offer.foreseen or offer.brings(kept) < len(offer.accepted)
+                drafting_s = max(left_s, least_s) if foreseen else drafting_s
+            total += drafting_s
+        return total / len(self.offers)
+
+    def drafting_s(self, tree: Tree | None = None) -> float:
+        """All passes of a round's tree, whether waited for or not."""
+        return self._exposed_s(tree or self.tree, False)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change, and what it would bring."""
+
+    name: str
+    """What kind of change, in a word: tree, levels, policy, ahead, threads, weights, blocks, placement, alone."""
+    what: str
+    flags: tuple[str, ...]
+    """The settings to change, as a command line has them; none: it is no matter of a setting."""
+    gain: float
+    """Tokens a second over those of the settings in force."""
+    tau: float | None
+    basis: str
+    """How the gain was found."""
+    certain: bool = True
+    """Whether `gain` is what is expected; else the most that it can be, or what it would be under a condition that `basis` names."""
+    same: bool = True
+    """Whether the target stays the same function."""
+
+    @property
+    def worth(self) -> bool:
+        return self.gain >= WORTH
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+UNKNOWN = ""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What else is known of a run."""
+
+    policy: str
+    """UNKNOWN where others' requests were watched."""
+    draft_kind: str
+    reads: bool
+    """Whether the draft is a head, which reads its target's states."""
+    ahead_possible: bool
+    """Whether the draft could go on while the target verifies: it has a device, or cores, of its own."""
+    weights: str
+    stored_16_bits: bool
+    threads: int
+    spare_threads: int
+    """Cores that neither target nor draft has."""
+    roofline: Roofline | None = None
+    wider: Roofline | None = None
+    """The same on the target's cores and the spare ones together."""
+    blocks: int | None = None
+    """Of a Dovetail head."""
+    idle_gpu: str = ""
+    """A GPU that nobody uses."""
+
+
+REPLAYED = "replayed from the offered trees, with the measured passes"
+
+
+def advise(forecast: Forecast, situation: Situation) -> list[Advice]:
+    """Every change that was looked at, the largest gain first; those that are certain before those that are not, and what keeps the target as it is first."""
+    found = [*_threads(forecast, situation), *_weights(forecast, situation)]
+    if forecast.offers:
+        found += [*_sizes(forecast), *_policy(forecast, situation), *_ahead(forecast, situation), *_alone(forecast)]
+        found += [*_blocks(forecast, situation), *_placement(forecast, situation)]
+    return sorted(found, key=lambda advice: (not advice.worth, not advice.certain, not advice.same, -advice.gain))
+
+
+def _sizes(forecast: Forecast) -> Iterator[Advice]:
+    """The best tree of the same levels, of the same number of nodes, and of all; goodput finds it by itself."""
+    if forecast.cuts:
+        return
+    now, tree, most = forecast.now, forecast.tree, forecast.most
+    gammas = sorted({gamma for gamma in GAMMAS if gamma <= most.gamma} | {min(tree.gamma, most.gamma)})
+    depths = range(1, most.depth + 1)
+
+    def best(trees: Sequence[Tree]) -> tuple[Tree, Outcome]:
+        return max(((one, forecast.of(one)) for one in trees), key=lambda pair: pair[1].rate)
+
+    nodes, brought = best([Tree(gamma, tree.depth) for gamma in gammas])
+    if nodes.gamma != tree.gamma:
+        word = "fewer" if nodes.gamma < tree.gamma else "more"
+        yield _advice("tree", f"verify {word} nodes: gamma {nodes.gamma} in place of {tree.gamma}", (f"--tree.gamma={nodes.gamma}",), brought, now)
+    levels, brought = best([Tree(tree.gamma, depth) for depth in depths])
+    if levels.depth != tree.depth:
+        word = "fewer" if levels.depth < tree.depth else "more"
+        yield _advice("levels", f"draft {word} levels: depth {levels.depth} in place of {tree.depth}", (f"--tree.depth={levels.depth}",), brought, now)
+    both, brought = best([Tree(gamma, depth) for gamma in gammas for depth in depths])
+    if both.gamma != tree.gamma and both.depth != tree.depth:
+        flags = (f"--tree.gamma={both.gamma}", f"--tree.depth={both.depth}")
+        yield _advice("tree", f"another tree: gamma {both.gamma} and depth {both.depth}", flags, brought, now)
+
+
+def _policy(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    if forecast.cuts or situation.policy == UNKNOWN:
+        return
+    depth, outcome = max(((depth, forecast.goodput(depth)) for depth in range(1, forecast.most.depth + 1)), key=lambda pair: pair[1].rate)
+    flags = ("--tree.policy=goodput", f"--tree.gamma={max(forecast.tree.gamma, forecast.most.gamma)}", f"--tree.depth={max(forecast.tree.depth, depth)}")
+    basis = "replayed: its cut over the offered trees, at the prices measured; it also drafts no more levels than pay"
+    yield replace(_advice("policy", "let the tree's size follow what pays: policy goodput", flags, outcome, forecast.now), basis=basis)
+
+
+def _ahead(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    if not situation.ahead_possible or situation.draft_kind == "ngram":
+        return
+    outcome = forecast.of(forecast.tree, ahead=not forecast.ahead)
+    hits = fmean(offer.foreseen for offer in forecast.offers)
+    basis = f"E[round] = T_V + hops + (1 - hit) T_D, with the measured hit rate of {hits:.0%}"
+    what, value = ("wait with drafting until the verdict is there", "false") if forecast.ahead else ("keep drafting while the target verifies", "true")
+    yield replace(_advice("ahead", what, (f"--draft.ahead={value}",), outcome, forecast.now), basis=basis)
+
+
+def _alone(forecast: Forecast) -> Iterator[Advice]:
+    advice = _advice("alone", "decode with the target alone", ("--draft=none",), forecast.alone, forecast.now)
+    yield replace(advice, basis="a measured pass over a single row", tau=None)
+
+
+def _threads(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    if situation.roofline is None or situation.wider is None or situation.spare_threads < 1:
+        return
+    here, there = situation.roofline, situation.wider
+    threads = situation.threads + situation.spare_threads
+    outcome = forecast.of(forecast.tree, prices=forecast.prices.scaled(lambda rows: there.least_s(rows) / here.least_s(rows)))
+    basis = "T_V in proportion to what bandwidth and arithmetic of these cores allow"
+    advice = _advice("threads", f"give the target {threads} threads in place of {situation.threads}", (f"--target.threads={threads}",), outcome, forecast.now)
+    yield replace(advice, basis=basis)
+
+
+def _weights(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    here = situation.roofline
+    if here is None or situation.weights not in ("fp32", "half"):
+        return
+    for weights in ("half", "int8"):
+        if weights == situation.weights or (weights == "half" and not situation.stored_16_bits):
+            continue
+        there = replace(here, model=here.model.with_weights(weights))
+        factor = forecast.prices.scaled(lambda rows, there=there: there.least_s(rows) / here.least_s(rows))  # type: ignore[misc]
+        what = "weights in the 16 bits of the checkpoint: the same function" if weights == "half" else "weights in 8 bits: another function, about as good"
+        advice = _advice("weights", what, (f"--target.weights={weights}",), forecast.of(forecast.tree, prices=factor), forecast.now)
+        yield replace(advice, basis="T_V in proportion to what bandwidth and arithmetic allow for these weights", same=weights == "half")
+
+
+def _blocks(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    """A Dovetail head with more blocks: each costs as much as the first, and tau grows as in the paper's Table 7."""
+    if situation.blocks is None or not 1 <= situation.blocks < len(TABLE_7):
+        return
+    now, best = forecast.now, None
+    for blocks in range(situation.blocks + 1, len(TABLE_7) + 1):
+        slower_s = (forecast.now.seconds - _verified_s(forecast) - forecast.prices.beside_s) * (blocks / situation.blocks - 1)
+        outcome = Outcome(now.tokens * TABLE_7[blocks - 1] / TABLE_7[situation.blocks - 1], now.seconds + slower_s, now.rows)
+        best = max(best or (blocks, outcome), (blocks, outcome), key=lambda pair: pair[1].rate)
+    assert best is not None
+    advice = _advice("blocks", f"a head of {best[0]} blocks in place of {situation.blocks} (it has to be trained: dovetail train dovetail)", (), best[1], now)
+    yield replace(advice, basis="if tau grows with blocks as in Table 7 of the Dovetail paper, and a block costs what the head costs now", certain=False)
+
+
+def _verified_s(forecast: Forecast) -> float:
+    return fmean(forecast.prices.verify_s(1 + len(offer.kept(forecast.tree))) for offer in forecast.offers)
+
+
+def _placement(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    if not situation.idle_gpu:
+        return
+    now = forecast.now
+    least = Outcome(now.tokens, _verified_s(forecast) + forecast.prices.beside_s, now.rows)
+    advice = _advice("placement", f"draft on {situation.idle_gpu}, which nobody uses", (f"--draft.device={situation.idle_gpu.split()[0]}",), least, now)
+    yield replace(advice, basis="at most: if drafting cost nothing there", certain=False)
+
+
+def _advice(name: str, what: str, flags: tuple[str, ...], outcome: Outcome, now: Outcome) -> Advice:
+    return Advice(name, what, flags, outcome.rate / now.rate, outcome.tokens, REPLAYED)
+
+
+def curve_of(forecast: Forecast) -> Mapping[int, Outcome]:
+    """What trees of the same levels would bring, by gamma; 0 is the target alone."""
+    if not forecast.offers:
+        return {0: forecast.alone}
+    gammas = sorted({gamma for gamma in GAMMAS if gamma <= forecast.most.gamma} | {min(forecast.tree.gamma, forecast.most.gamma)})
+    return {0: forecast.alone, **{gamma: forecast.of(Tree(gamma, forecast.tree.depth)) for gamma in gammas}}
+
+
+def at_positions(records: Sequence[RoundRecord]) -> list[float]:
+    """Share of the drafted rounds that accepted a node at depth 1, 2, ..."""
+    drafted = [record for record in records if record.verified]
+    counts: dict[int, int] = defaultdict(int)
+    for record in drafted:
+        for depth in range(len(record.accepted)):
+            counts[depth] += 1
+    return [counts[depth] / len(drafted) for depth in range(len(counts))]

@@ -1,0 +1,235 @@
+"""What the hardware and the method allow at best, beside what was reached; and the inequality of the Dovetail paper's Appendix B. Pure: numbers in and out.
+
+A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M weights / peak for the arithmetic, and all in all between the larger of the two
+and their sum: T_V = max(T_c, T_p) + beta min(T_c, T_p) (equations 4 and 5). Offloading streams the weights over the bus, in P / B_p a pass. Speculation across
+two devices is right where a token costs less than that (equation 6).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.preflight import BYTES_A_WEIGHT
+from dovetail.protocol.profile import Limits
+from dovetail.protocol.settings import byte_count
+
+FP32_BYTES = 4
+MAX_HEADER = 100 << 20
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "word_embeddings.weight")
+"""Tables of which a pass reads a row a token, unless the output head is the same table."""
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+BALANCED = 0.1
+"""How much nearer to one another than this T_c and T_p are neither."""
+BUSES = {"PCIe 3.0 x16": 15.8, "PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63.0}
+"""10^9 bytes a second, one way."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The linears of a target: what a pass reads and multiplies."""
+
+    parameters: int
+    weights: str
+    """Their type, as the setting target.weights has it."""
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters * BYTES_A_WEIGHT.get(self.weights, FP32_BYTES)
+
+    def with_weights(self, weights: str) -> "Model":
+        return Model(self.parameters, weights)
+
+
+def read_model(folder: Path | None, weights: str, inflation: str) -> Model | None:
+    """The target in a folder, whose linears may be inflated to a size in fp32; None where neither tells how many weights it has."""
+    if inflation:
+        return Model(byte_count(inflation) // FP32_BYTES, weights)
+    parameters = linear_parameters(folder) if folder is not None else 0
+    return Model(parameters, weights) if parameters else None
+
+
+def has_16_bits(folder: Path | None) -> bool:
+    """Whether the matrices of a checkpoint are stored in 16 bits."""
+    if folder is None:
+        return False
+    kinds = {entry["dtype"] for file in folder.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__"}
+    return bool(kinds & {"F16", "BF16"})
+
+
+def linear_parameters(folder: Path) -> int:
+    """Weights of all matrices of a checkpoint, from the headers of its safetensors: a table of embeddings where it is the output head too. 0: unknown."""
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        sizes.update({name: prod(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__" and len(entry["shape"]) == 2})
+    tied = not any(name.endswith(HEADS) for name in sizes)
+    tables = [name for name in sizes if name.endswith(EMBEDDINGS)]
+    left_out = [name for name in tables if not tied or name.endswith("wpe.weight")]
+    return sum(size for name, size in sizes.items() if name not in left_out)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: its length in eight bytes, then so much JSON."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        found: dict[str, Any] = json.loads(stream.read(min(length, MAX_HEADER)))
+    return found
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The two least times of a pass over M rows of a model, on cores of these limits."""
+
+    model: Model
+    limits: Limits
+    library: bool = False
+    """Whether a library computes it, which multiplies 16-bit weights in their own type."""
+
+    @property
+    def peak_gflop_s(self) -> float:
+        """Of the arithmetic that is used: 16-bit weights are multiplied in fp32, but by a library's bf16."""
+        wanted = {"int8": "int8", "int8-per-tensor": "int8", "bf16": "bf16" if self.library else "fp32"}.get(self.model.weights, "fp32")
+        return self.limits.peak_gflop_s.get(wanted, self.limits.peak_gflop_s["fp32"])
+
+    @property
+    def reading_s(self) -> float:
+        """T_p at E_m = 1."""
+        return self.model.bytes / (self.limits.bandwidth_gb_s * 1e9)
+
+    def computing_s(self, rows: float) -> float:
+        """T_c at E_c = 1."""
+        return 2 * rows * self.model.parameters / (self.peak_gflop_s * 1e9)
+
+    def least_s(self, rows: float) -> float:
+        return max(self.reading_s, self.computing_s(rows))
+
+    @property
+    def crossover(self) -> float:
+        """Rows at which reading and computing take the same time."""
+        return self.reading_s / self.computing_s(1)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the target beside what the hardware allows; equations 4 and 5."""
+
+    rows: float
+    t_v_s: float
+    t_p_s: float
+    t_c_s: float
+    crossover_rows: float
+
+    @classmethod
+    def of(cls, roofline: Roofline, rows: float, t_v_s: float) -> "Pass":
+        return cls(rows, t_v_s, roofline.reading_s, roofline.computing_s(rows), roofline.crossover)
+
+    @property
+    def bound(self) -> str:
+        """What takes longer: "memory", "compute", or "both" where neither does by a tenth."""
+        if abs(self.t_c_s - self.t_p_s) <= BALANCED * max(self.t_c_s, self.t_p_s):
+            return "both"
+        return "compute" if self.t_c_s > self.t_p_s else "memory"
+
+    @property
+    def efficiency(self) -> float:
+        """The least possible time over the measured one."""
+        return max(self.t_c_s, self.t_p_s) / self.t_v_s
+
+    @property
+    def overlap(self) -> float:
+        """beta: how much of the shorter of the two is not hidden behind the longer; above 1 there is more than these two in a pass."""
+        shorter = min(self.t_c_s, self.t_p_s)
+        return max(0.0, self.t_v_s - max(self.t_c_s, self.t_p_s)) / shorter if shorter else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "bound": self.bound, "efficiency": self.efficiency, "beta": self.overlap}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Figures of a run, each beside the most that it could be."""
+
+    tau: float
+    t_t_s: float
+    """A pass of the target over one row."""
+    t_v_s: float
+    """A pass as it was called."""
+    alone_s: float
+    """A round of the target alone."""
+    round_s: float
+    """A round as it was."""
+    drafting_s: float
+    """All drafting of a round, what was done ahead included."""
+    exposed_s: float
+    """What of it was waited for."""
+
+    @property
+    def speedup(self) -> float:
+        """Over the target alone."""
+        return self.tau * self.alone_s / self.round_s
+
+    @property
+    def most_speedup(self) -> float:
+        """tau T_T / T_V: with drafting and messages for nothing."""
+        return self.tau * self.t_t_s / self.t_v_s
+
+    @property
+    def overlap_gain(self) -> float:
+        """What doing both phases at once brought: both in turn over what was waited for of them."""
+        return (self.drafting_s + self.t_v_s) / (self.exposed_s + self.t_v_s)
+
+    @property
+    def most_overlap_gain(self) -> float:
+        """1 + min / max of the two phases: both wholly at once."""
+        longer = max(self.drafting_s, self.t_v_s)
+        return 1.0 + min(self.drafting_s, self.t_v_s) / longer if longer else 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "speedup": self.speedup,
+            "most_speedup": self.most_speedup,
+            "overlap_gain": self.overlap_gain,
+            "most_overlap_gain": self.most_overlap_gain,
+        }
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """Heterogeneous speculation against streaming the weights to an accelerator (Appendix B, equation 6)."""
+
+    needed_gb_s: float
+    """What the bus would have to carry for offloading, a token a pass, to be as fast as this run."""
+    needed_with_tree_gb_s: float
+    """The same for offloading that verifies the same trees: a pass has to take less than T_V."""
+    bus_gb_s: float | None
+    """What it carries; None: there is no accelerator."""
+
+    @classmethod
+    def of(cls, model: Model, bounds: Bounds, bus_gb_s: float | None) -> "Offloading":
+        token_s = bounds.round_s / bounds.tau
+        return cls(model.bytes / token_s / 1e9, model.bytes / bounds.t_v_s / 1e9, bus_gb_s)
+
+    @property
+    def right(self) -> bool | None:
+        """Whether heterogeneous speculation is the right choice here; None: only where there is an accelerator it is one."""
+        return None if self.bus_gb_s is None else self.bus_gb_s < self.needed_gb_s
+
+    def in_words(self) -> str:
+        if self.bus_gb_s is None:
+            slower = [name for name, rate in BUSES.items() if rate < self.needed_gb_s]
+            others = f"so even {slower[-1]} would be too slow" if slower else "which PCIe 3.0 x16 (15.8 GB/s) would carry"
+            return f"there is no accelerator here to stream the weights to; offloading would draw level at {self.needed_gb_s:.1f} GB/s over its bus, {others}"
+        if self.bus_gb_s < self.needed_gb_s:
+            return f"right: offloading a token a pass would need {self.needed_gb_s:.1f} GB/s over a bus that carries {self.bus_gb_s:.1f} at best"
+        return f"wrong: the bus carries up to {self.bus_gb_s:.1f} GB/s, and offloading a token a pass draws level at {self.needed_gb_s:.1f}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "right": self.right, "in_words": self.in_words()}
+
+
+def achieved(model: Model, rows: float, t_v_s: float) -> Mapping[str, float]:
+    """Rates of a pass: bytes read and operations done a second, 10^9."""
+    return {"gb_s": model.bytes / t_v_s / 1e9, "gflop_s": 2 * rows * model.parameters / t_v_s / 1e9}

@@ -1,0 +1,359 @@
+"""What a run comes to: the object that `dovetail profile --json` prints and the report shows, from what was watched, sampled, sounded and probed.
+
+Computes nothing itself that stands elsewhere: time lines are `timeline.py`, limits `bounds.py`, changes `advice.py`. Pure but for a look at a model's folder.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from statistics import fmean
+from typing import Any
+
+from dovetail.launch.profiling import advice as advising
+from dovetail.launch.profiling import timeline
+from dovetail.launch.profiling.advice import Advice, Forecast, Situation, Tree
+from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Roofline, achieved
+from dovetail.launch.profiling.samplers import Sample, busy_cores, busy_process, energy_j
+from dovetail.launch.profiling.timeline import NS, Actor, Slice, Split, Use, Waterfall
+from dovetail.launch.profiling.workload import Soundings
+from dovetail.launch.topology import Topology, format_numbers
+from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
+from dovetail.runtime.costs import RowCosts
+
+CURVE_ROWS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+STRETCHES = 60
+"""Of the run, for which a device's busy share is drawn."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a run."""
+
+    slices: Sequence[Slice]
+    rounds: Sequence[SeenRound]
+    workers: Sequence[SeenWorker]
+    states: Sequence[WorkerState]
+    """Of the same workers, as status has them."""
+    pairs: Sequence[PairState]
+    start_ns: int
+    end_ns: int
+    samples: Sequence[Sample]
+    absent: Mapping[str, str]
+    topology: Topology
+    here: str
+    """The name of this host: workers of others are beyond the samplers."""
+    soundings: Soundings
+    model: Model | None
+    roofline: Roofline | None
+    wider: Roofline | None
+    tree: Tree
+    ahead: bool
+    situation: Situation
+    title: str
+    workload: str
+    missed: int = 0
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        return [seen.record for seen in self.rounds]
+
+    @property
+    def wall_s(self) -> float:
+        return (self.end_ns - self.start_ns) / NS
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The result, and what is drawn of it beside that."""
+
+    told: dict[str, Any]
+    waterfalls: Sequence[Waterfall]
+    busy: Mapping[str, Sequence[float]]
+    """Device -> its busy share in each stretch of the run."""
+    sampled: Mapping[str, Sequence[tuple[float, float]]]
+    """Device -> (seconds since the beginning, share of the time in which its process ran)."""
+    advice: Sequence[Advice]
+
+
+def find(evidence: Evidence) -> Findings:
+    """Everything."""
+    actors = [Actor(worker.name, worker.roles) for worker in evidence.workers] + [Actor(timeline.COORDINATOR, ("coordinator",))]
+    uses = timeline.uses(evidence.slices, actors, evidence.start_ns, evidence.end_ns)
+    split, every = timeline.split(evidence.rounds), timeline.every_round(evidence.rounds, evidence.slices)
+    alone = timeline.one_by_one(evidence.rounds)
+    costs = costs_of(evidence, alone=alone)
+    forecast = forecast_of(evidence, costs, split)
+    bounds = bounds_of(evidence, forecast, split)
+    advice = advising.advise(forecast, evidence.situation)
+    tokens = timeline.tokens_of(evidence.records)
+    energy = energy_of(evidence, tokens)
+    told = {
+        "title": evidence.title,
+        "workload": evidence.workload,
+        "wall_s": evidence.wall_s,
+        "sessions": len({seen.session for seen in evidence.rounds}),
+        "rounds": len(evidence.rounds),
+        "tokens": tokens,
+        "tau": tokens / len(evidence.rounds) if evidence.rounds else None,
+        "tokens_per_s": bounds.tau / bounds.round_s if bounds is not None else None,
+        "accepted_per_position": advising.at_positions(evidence.records),
+        "hit_rate": _share_of([record.hit for record in evidence.records if record.verified]),
+        "plain_share": _share_of([not record.verified for record in evidence.records]),
+        "devices": {actor.name: _device(actor, uses[actor.name], evidence) for actor in actors},
+        "nodes": dict(_nodes(evidence)),
+        "gpus": _gpus(evidence),
+        "energy": energy,
+        "absent": dict(evidence.absent),
+        "round_ms": timeline.round_ms(_inside(evidence), len(evidence.rounds)),
+        "parts_ms": {name: seconds * 1e3 for name, seconds in split.parts_s.items()} if split else {},
+        "round_wall_ms": split.wall_s * 1e3 if split else None,
+        "unaccounted_share": split.unaccounted_share if split else None,
+        "bubbles": [{"after": b.after, "before": b.before, "ms": b.seconds * 1e3} for b in timeline.bubbles(every, [w.name for w in evidence.workers])],
+        "bounds": bounds_told(evidence, bounds),
+        "curves": curves_of(evidence, forecast, costs),
+        "verdict": verdict(evidence, bounds, advice),
+        "missed": evidence.missed,
+    }
+    return Findings(told, timeline.telling(every, alone=alone), _busy(evidence, actors), _sampled(evidence), advice)
+
+
+def _share_of(flags: Sequence[bool]) -> float | None:
+    return fmean(flags) if flags else None
+
+
+def _inside(evidence: Evidence) -> list[Slice]:
+    return [piece for piece in evidence.slices if piece.end_ns > evidence.start_ns and piece.start_ns < evidence.end_ns]
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
+    """A process and what it runs on: shares of the run."""
+    worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
+    state = next((state for state in evidence.states if state.name == actor.name), None)
+    whole = use.whole_s or 1.0
+    return {
+        "roles": list(actor.roles),
+        "device": worker.device if worker else "cpu",
+        "cores": format_numbers(worker.cores) if worker else "",
+        "node": worker.node if worker else "",
+        "busy": use.busy_s / whole,
+        "ahead": use.ahead_s / whole,
+        "idle": 1.0 - use.busy_s / whole,
+        "waiting": {name: seconds / whole for name, seconds in sorted(use.waiting_s.items(), key=lambda item: -item[1])},
+        "by_span": {name: seconds / whole for name, seconds in sorted(use.by_name_s.items(), key=lambda item: -item[1])},
+        "sampled": _cross_check(worker, state, evidence),
+        "clock_bound_us": worker.clock_bound_ns / 1e3 if worker and worker.clock_bound_ns is not None else None,
+        "rss_mb": state.rss_mb if state else None,
+    }
+
+
+def _cross_check(worker: SeenWorker | None, state: WorkerState | None, evidence: Evidence) -> dict[str, float | None]:
+    """What the samplers say of a worker: how busy its cores were, with whatever; and how much of the time its process ran. A GPU's: its driver's word."""
+    if worker is None or state is None or worker.host != evidence.here or len(evidence.samples) < 2:
+        return {"cores": None, "process": None, "gpu": None}
+    first, last = evidence.samples[0], evidence.samples[-1]
+    cards = [sample.gpus[name] for sample in evidence.samples for name in [worker.device.split()[0]] if name in sample.gpus]
+    return {
+        "cores": busy_cores(first, last, worker.cores),
+        "process": busy_process(first, last, state.pid, state.threads),
+        "gpu": fmean(card.busy for card in cards) if cards else None,
+    }
+
+
+def _nodes(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Memory nodes of this machine: how busy their cores were, each CPU counted once, and what memory was in use."""
+    if len(evidence.samples) < 2:
+        return
+    first, last = evidence.samples[0], evidence.samples[-1]
+    for node in evidence.topology.nodes:
+        cores = [thread for core in node.cores for thread in core]
+        used = [sample.node_used_bytes[node.number] for sample in evidence.samples if node.number in sample.node_used_bytes]
+        workers = [worker.name for worker in evidence.workers if worker.host == evidence.here and set(worker.cores) & set(cores)]
+        yield (
+            str(node.number),
+            {
+                "cores": format_numbers(sorted(cores)),
+                "busy": busy_cores(first, last, cores),
+                "by_core": {str(core): busy_cores(first, last, [core]) for core in sorted(cores)},
+                "workers": workers,
+                "most_used_bytes": max(used, default=None),
+                "memory_bytes": node.memory_bytes,
+            },
+        )
+
+
+def _gpus(evidence: Evidence) -> dict[str, Any]:
+    names = dict.fromkeys(name for sample in evidence.samples for name in sample.gpus)
+    found = {}
+    for name in names:
+        cards = [sample.gpus[name] for sample in evidence.samples if name in sample.gpus]
+        most = max(card.used_bytes for card in cards)
+        found[name] = {"name": cards[0].name, "busy": fmean(card.busy for card in cards), "most_used_bytes": most, "link_gb_s": cards[0].link_gb_s}
+    return found
+
+
+def energy_of(evidence: Evidence, tokens: int) -> dict[str, Any]:
+    """Joules by domain and a token; None, with the reasons in `absent`, where nothing counts them."""
+    joules = energy_j(evidence.samples[0], evidence.samples[-1]) if len(evidence.samples) > 1 else {}
+    return {"joules": dict(joules), "joules_per_token": sum(joules.values()) / tokens if joules and tokens else None}
+
+
+def _busy(evidence: Evidence, actors: Sequence[Actor]) -> dict[str, list[float]]:
+    return {actor.name: timeline.shares_over_time(evidence.slices, actor.name, evidence.start_ns, evidence.end_ns, STRETCHES) for actor in actors}
+
+
+def _sampled(evidence: Evidence) -> dict[str, list[tuple[float, float]]]:
+    """Each process of this machine between two samples."""
+    found = {}
+    for worker in evidence.workers:
+        state = next((state for state in evidence.states if state.name == worker.name), None)
+        if state is None or worker.host != evidence.here:
+            continue
+        shares = [(two, busy_process(one, two, state.pid, state.threads)) for one, two in pairwise(evidence.samples)]
+        found[worker.name] = [((sample.at_ns - evidence.samples[0].at_ns) / NS, share) for sample, share in shares if share is not None]
+    return found
+
+
+# -- costs and bounds --------------------------------------------------------------------------------------------------------------------------
+
+
+def costs_of(evidence: Evidence, *, alone: bool) -> RowCosts:
+    """T_V from every pass that was seen, where sessions ran one after the other (`alone`): else a pass has rows of several, and what the coordinator has
+    learned of it counts, as it does for a pass over a single row where none was seen."""
+    costs, context = RowCosts(), fmean(record.prefix for record in evidence.records)
+    for record in _passes(evidence) if alone else ():
+        costs.observe(1 + record.verified, record.verify_ns / NS, record.prefix)
+    for pair in evidence.pairs:
+        for rows, seconds in zip(pair.t_v.rows, pair.t_v.seconds, strict=True) if pair.t_v is not None else ():
+            if not alone or (rows == 1 and not costs.seen(1)):
+                costs.observe(rows, seconds, context)
+    return costs
+
+
+def _passes(evidence: Evidence) -> list[RoundRecord]:
+    sounded = [*evidence.soundings.plain, *evidence.soundings.others, *(record for reply in evidence.soundings.wide for record in reply)]
+    return [record for record in (*evidence.records, *sounded) if record.verify_ns]
+
+
+def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> Forecast:
+    """From the widest trees that were offered; without soundings from those of the run."""
+    records = evidence.records
+    ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
+    own = [[seen.record for seen in those] for _, those in groupby(ordered, key=lambda seen: seen.session)]
+    offers = advising.offers_of(evidence.soundings.wide or own)
+    drafted = [record for record in records if record.verified]
+    plain = [*evidence.soundings.plain, *(record for record in records if not record.verified)]
+    prices = advising.prices_of(drafted, plain, costs)
+    exposed_s = fmean(record.draft_ns for record in drafted) / NS if drafted else None
+    cuts = evidence.situation.policy == "goodput"
+    return Forecast(offers, prices, exposed_s=exposed_s, tree=evidence.tree, ahead=evidence.ahead, reads=evidence.situation.reads, cuts=cuts)
+
+
+def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bounds | None:
+    """Of the run; None where no two rounds followed each other."""
+    if split is None:
+        return None
+    records, prices = evidence.records, forecast.prices
+    drafting_s = fmean(sum(taken for _, taken in record.passes) for record in records) / NS
+    return Bounds(
+        tau=timeline.tokens_of(records) / len(records),
+        t_t_s=prices.verify_s(1),
+        t_v_s=fmean(record.verify_ns for record in records) / NS,
+        alone_s=prices.alone_s,
+        round_s=split.wall_s,
+        drafting_s=max(drafting_s, split.parts_s["draft"]),
+        exposed_s=split.parts_s["draft"],
+    )
+
+
+def _rows(evidence: Evidence) -> float:
+    return 1 + fmean(record.verified for record in evidence.records)
+
+
+def bounds_told(evidence: Evidence, bounds: Bounds | None) -> dict[str, Any]:
+    """The bounds, and the pass beside those of the hardware; a reason where they are not known."""
+    if bounds is None:
+        return {}
+    told: dict[str, Any] = bounds.as_json()
+    roofline = evidence.roofline
+    if roofline is None:
+        return {**told, "pass": None, "why_no_pass": why_no_roofline(evidence)}
+    rows = _rows(evidence)
+    rates = achieved(roofline.model, rows, bounds.t_v_s)
+    limits = {"bandwidth_gb_s": roofline.limits.bandwidth_gb_s, "peak_gflop_s": roofline.peak_gflop_s, "probe": roofline.limits.probe}
+    return {**told, "pass": Pass.of(roofline, rows, bounds.t_v_s).as_json(), "achieved": dict(rates), "limits": limits, "parameters": roofline.model.parameters}
+
+
+def why_no_roofline(evidence: Evidence) -> str:
+    if evidence.model is None:
+        return "how many weights the target has is not known: its folder is not on this machine"
+    return "what these cores can do is not known: dovetail calibrate measures it, on the machine of the target"
+
+
+def curves_of(evidence: Evidence, forecast: Forecast, costs: RowCosts) -> dict[str, Any]:
+    """T_V and its limits over the rows, and the speed-up over gamma; what is drawn."""
+    rows = [count for count in CURVE_ROWS if count <= 64]
+    context = fmean(record.prefix for record in evidence.records)
+    alone = forecast.alone.rate
+    roofline = evidence.roofline
+    return {
+        "t_v": {str(count): costs.at(count, context) for count in rows} if costs.known else {},
+        "t_v_limit": {str(count): roofline.least_s(count) for count in rows} if roofline else {},
+        "speedup_by_gamma": {str(gamma): outcome.rate / alone for gamma, outcome in advising.curve_of(forecast).items()},
+        "tau_by_gamma": {str(gamma): outcome.tokens for gamma, outcome in advising.curve_of(forecast).items()},
+    }
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------------------------------
+
+
+def verdict(evidence: Evidence, bounds: Bounds | None, advice: Sequence[Advice]) -> dict[str, Any]:
+    """What binds, whether this is the right method here, and what would help."""
+    roofline = evidence.roofline
+    pass_ = Pass.of(roofline, _rows(evidence), bounds.t_v_s) if roofline and bounds else None
+    offloading = Offloading.of(evidence.model, bounds, _bus(evidence)) if evidence.model and bounds else None
+    best = next((one for one in advice if one.worth and one.certain and one.same), None)
+    return {
+        "bound": pass_.bound if pass_ else None,
+        "in_words": list(_sentences(bounds, pass_, offloading, best, evidence)),
+        "offloading": offloading.as_json() if offloading else None,
+        "advice": [one.as_json() for one in advice],
+    }
+
+
+def _bus(evidence: Evidence) -> float | None:
+    links = [card.link_gb_s for sample in evidence.samples for card in sample.gpus.values() if card.link_gb_s is not None]
+    return max(links, default=None)
+
+
+def _sentences(bounds: Bounds | None, pass_: Pass | None, offloading: Offloading | None, best: Advice | None, evidence: Evidence) -> Iterator[str]:
+    if bounds is None:
+        yield "No two rounds followed each other: there is nothing to judge. Take a longer reply."
+        return
+    if pass_ is not None:
+        yield _of_pass(pass_)
+    else:
+        yield f"Whether a pass is bound by memory or by arithmetic is not available: {why_no_roofline(evidence)}."
+    if bounds.tau > 1.0:
+        word = "pays" if bounds.speedup >= 1.0 else "does not pay"
+        yield (
+            f"Speculation {word} here: {bounds.speedup:.2f} times as fast as the target alone, of {bounds.most_speedup:.2f} that its trees allow "
+            f"(tau T_T / T_V); {bounds.exposed_s / bounds.round_s:.0%} of a round is spent waiting for the draft."
+        )
+    if offloading is not None:
+        yield f"Against offloading: {offloading.in_words()}."
+    if best is None:
+        yield "None of the changes that keep the target as it is promises more than 2 %."
+    else:
+        yield f"What would help most: {best.what} ({' '.join(best.flags)}), predicted {best.gain:.2f} times as fast."
+
+
+def _of_pass(pass_: Pass) -> str:
+    times = f"reading the weights takes at least {pass_.t_p_s * 1e3:.2f} ms, the arithmetic of {pass_.rows:.1f} rows {pass_.t_c_s * 1e3:.2f} ms"
+    measured = f"a pass takes {pass_.t_v_s * 1e3:.2f} ms, {pass_.efficiency:.0%} of what the hardware allows"
+    if pass_.bound == "memory":
+        return f"The target is bound by memory: {times}; {measured}. More rows cost little up to about {pass_.crossover_rows:.0f}."
+    kind = "The target is bound by arithmetic" if pass_.bound == "compute" else "Memory and arithmetic bind the target alike"
+    return f"{kind}: {times}; {measured}. Beyond about {pass_.crossover_rows:.0f} rows every further one costs its full price."

@@ -1,0 +1,67 @@
+"""What cores can do at best: their bandwidth and arithmetic, measured for a second in a process of its own that is bound to them.
+
+`python -m dovetail.launch.profiling.probing` is that process, since torch must not be imported before the binding.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from dovetail.launch.binding import Place, bind
+from dovetail.launch.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.cli import run
+from dovetail.launch.cores import parse_cores, parse_nodes
+from dovetail.launch.supervise import Supervisor
+from dovetail.launch.topology import format_numbers
+from dovetail.launch.worker import THREAD_VARIABLES
+from dovetail.protocol.profile import Limits
+
+SECONDS = 0.6
+"""For the bandwidth, and half as long for each kind of arithmetic; as `calibrate` has it."""
+
+
+def probe(supervisor: Supervisor, place: Place) -> Limits:
+    """The limits of the cores of a place; they have to be idle."""
+    where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
+    child = supervisor.start("probe of the machine", where, module="dovetail.launch.profiling.probing", reads=True)
+    assert child.process.stdout is not None
+    line = child.process.stdout.readline()
+    child.process.wait()
+    if not line.endswith(b"\n"):
+        raise child.failure()
+    supervisor.end([child])  # it has done what it was for, and nobody is to miss it
+    return Limits.model_validate_json(line)
+
+
+@click.command()
+@click.option("--cores", required=True)
+@click.option("--memory-nodes", default="")
+@click.option("--parent", type=int, required=True)
+def measure(cores: str, memory_nodes: str, parent: int) -> None:
+    """Bind this process, and only then import torch and measure; the better of two tries, since others may disturb one."""
+    end_with(parent)
+    end_when_told()
+    said = claim_stdout()
+    place = Place(parse_cores(cores), parse_nodes(memory_nodes))
+    bind(place)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(len(place.cores))))
+    from dovetail.workers import kernels
+    from dovetail.workers.calibration import best_of, measure_limits
+    from dovetail.workers.devices import open_device
+
+    open_device("cpu", len(place.cores))
+    if kernels.available():
+        kernels.set_threads(len(place.cores))
+    found = best_of(measure_limits(SECONDS), measure_limits(SECONDS))
+    print(json.dumps(found.model_dump()), file=said, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run(arguments, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""What the machine says of itself while a workload runs: busy cores, memory, energy, GPUs. Each sampler is there, or says why it is not; nothing is ever 0
+for want of a reading.
+
+Counters are kept as they are read, and only differences of them mean anything. Knows devices, nothing of tokens or rounds.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+ROOT = Path("/")
+POWERCAP = "sys/class/powercap"
+NODES = "sys/devices/system/node"
+IMPORT_S = 20.0
+"""For a vendor's library to be imported."""
+LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""What a lane of PCIe carries one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s, 128/130 of 8, 16 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
+
+
+class Absent(Exception):
+    """There is no such reading here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a process has used."""
+
+    cpu_s: float
+    """Of all its threads, since it began."""
+    rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a card says. None: it does not say."""
+
+    name: str
+    busy: float
+    """Share of the driver's last window, which is coarse: up to a second."""
+    used_bytes: int
+    energy_j: float | None
+    """Since the driver was loaded."""
+    link_gb_s: float | None
+    """What its slot carries one way at best."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All readings of a moment."""
+
+    at_ns: int
+    cores: Mapping[int, tuple[float, float]]
+    """(busy, all) seconds of each logical CPU, both since boot."""
+    processes: Mapping[int, Process]
+    node_used_bytes: Mapping[int, int]
+    energy_j: Mapping[str, float]
+    """Joules of each domain of the processors, since any moment: wraps are taken out."""
+    gpus: Mapping[str, Gpu]
+
+
+class GpuSampler(Protocol):
+    """A vendor's library."""
+
+    def read(self) -> Mapping[str, Gpu]: ...
+
+
+@dataclass
+class Rapl:
+    """Energy counters of the processors (Linux powercap); `Absent` where there are none, or only root may read them."""
+
+    root: Path = ROOT
+    _last: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._domains = self._found()
+        self.read()
+
+    def _found(self) -> Mapping[str, Path]:
+        """Name -> folder of the packages and of their memory; a core's or a GPU's share of a package would count twice."""
+        folder = self.root / POWERCAP
+        if not folder.is_dir():
+            raise Absent("this machine has no /sys/class/powercap, as most virtual machines")
+        folders = {path: (path / "name").read_text(encoding="ascii").strip() for path in sorted(folder.glob("intel-rapl:*")) if (path / "energy_uj").exists()}
+        chosen = {path: name for path, name in folders.items() if name.startswith("package") or name == "dram"}
+        if not chosen:
+            raise Absent("no package of this machine counts its energy (no intel-rapl in /sys/class/powercap)")
+        parents = {path: folders.get(path.with_name(path.name.rpartition(":")[0]), "") for path in chosen}
+        return {f"{parents[path]} {name}".strip(): path for path, name in chosen.items()}
+
+    def read(self) -> Mapping[str, float]:
+        """Joules of each domain since this was made."""
+        told = {}
+        for name, path in self._domains.items():
+            try:
+                now, most = (int((path / file).read_text(encoding="ascii")) for file in ("energy_uj", "max_energy_range_uj"))
+            except PermissionError:
+                raise Absent(f"only root may read {path}/energy_uj on this machine") from None
+            before, sum_j = self._last.get(name, (now, 0.0))
+            sum_j += ((now - before) if now >= before else (now + most - before)) / 1e6
+            self._last[name] = (now, sum_j)
+            told[name] = sum_j
+        return told
+
+
+class Nvml:
+    """NVIDIA's cards, by pynvml."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("pynvml") is None:
+            raise Absent("pynvml is not installed (pip install nvidia-ml-py)")
+        self._nvml: Any = importlib.import_module("pynvml")
+        try:
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as error:
+            raise Absent(f"NVML finds no card: {error}") from None
+        if not count:
+            raise Absent("NVML finds no card")
+        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def read(self) -> Mapping[str, Gpu]:
+        return {f"cuda:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
+
+    def _card(self, handle: Any) -> Gpu:
+        nvml = self._nvml
+        name = nvml.nvmlDeviceGetName(handle)
+        busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        energy_mj = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        generation, lanes = (self._ask(ask, handle) for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth))
+        link = LANE_GB_S[generation] * lanes if generation in LANE_GB_S and lanes else None
+        used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        return Gpu(name if isinstance(name, str) else name.decode(), busy, used, None if energy_mj is None else energy_mj / 1e3, link)
+
+    def _ask(self, question: Any, handle: Any) -> Any:
+        """What some cards do not tell."""
+        try:
+            return question(handle)
+        except self._nvml.NVMLError:
+            return None
+
+
+class Amd:
+    """AMD's cards, by amdsmi, whose import fails loudly where the driver's library is missing."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("amdsmi") is None:
+            raise Absent("amdsmi is not installed (it comes with ROCm)")
+        tried = subprocess.run([sys.executable, "-c", "import amdsmi"], capture_output=True, timeout=IMPORT_S, check=False)
+        if tried.returncode:
+            raise Absent("amdsmi is installed and cannot be imported: libamd_smi.so is missing")
+        self._smi: Any = importlib.import_module("amdsmi")
+        try:
+            self._smi.amdsmi_init()
+            self._handles = self._smi.amdsmi_get_processor_handles()
+        except self._smi.AmdSmiException as error:
+            raise Absent(f"amdsmi finds no card: {error}") from None
+        if not self._handles:
+            raise Absent("amdsmi finds no card")
+
+    def read(self) -> Mapping[str, Gpu]:
+        return {f"amd:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
+
+    def _card(self, handle: Any) -> Gpu:
+        smi = self._smi
+        busy = smi.amdsmi_get_gpu_activity(handle)["gfx_activity"] / 100
+        used = int(smi.amdsmi_get_gpu_vram_usage(handle)["vram_used"]) << 20
+        energy = smi.amdsmi_get_energy_count(handle)
+        ticks = energy.get("energy_accumulator", energy.get("power"))
+        joules = None if ticks is None else ticks * energy["counter_resolution"] / 1e6
+        return Gpu(str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"]), busy, used, joules, None)
+
+
+class Samplers:
+    """All that this machine has, read together."""
+
+    def __init__(self, pids: Sequence[int] = (), *, root: Path = ROOT) -> None:
+        """`pids`: the processes of this machine that are looked at."""
+        self._root = root
+        self._processes = {pid: psutil.Process(pid) for pid in pids}
+        self.absent: dict[str, str] = {}
+        """Reading -> why there is none."""
+        self._rapl = self._open("energy of the processors (RAPL)", lambda: Rapl(root))
+        cards = [self._open(name, kind) for name, kind in (("NVIDIA cards (NVML)", Nvml), ("AMD cards (amdsmi)", Amd))]
+        self._cards: list[GpuSampler] = [card for card in cards if card is not None]
+        self._taken: list[Sample] = []
+
+    def _open(self, name: str, kind: Any) -> Any:
+        try:
+            return kind()
+        except Absent as reason:
+            self.absent[name] = str(reason)
+            return None
+
+    @property
+    def taken(self) -> Sequence[Sample]:
+        """All samples, oldest first."""
+        return self._taken
+
+    def take(self) -> Sample:
+        """Read everything once."""
+        cards = {name: gpu for card in self._cards for name, gpu in card.read().items()}
+        sample = Sample(time.monotonic_ns(), _cores(), self._used(), node_memory(self._root), self._rapl.read() if self._rapl else {}, cards)
+        self._taken.append(sample)
+        return sample
+
+    def _used(self) -> Mapping[int, Process]:
+        found = {}
+        for pid, process in self._processes.items():
+            with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
+                times = process.cpu_times()
+                found[pid] = Process(times.user + times.system, process.memory_info().rss)
+        return found
+
+
+def _cores() -> Mapping[int, tuple[float, float]]:
+    """(busy, all) seconds of each logical CPU. A guest's time is in user time already, and what the host took (steal) is nobody's work."""
+    return {
+        core: (sum(t) - t.idle - t.iowait - t.guest - t.guest_nice - t.steal, sum(t) - t.guest - t.guest_nice)
+        for core, t in enumerate(psutil.cpu_times(percpu=True))
+    }
+
+
+def node_memory(root: Path = ROOT) -> Mapping[int, int]:
+    """Bytes in use on each memory node; none where the kernel does not tell nodes apart."""
+    used = {}
+    for path in sorted((root / NODES).glob("node[0-9]*")):
+        lines = (path / "meminfo").read_text(encoding="ascii").splitlines()
+        found = {line.split()[2].rstrip(":"): int(line.split()[3]) * 1024 for line in lines if line.startswith("Node ") and len(line.split()) >= 4}
+        if {"MemTotal", "MemFree"} <= found.keys():
+            used[int(path.name.removeprefix("node"))] = found["MemTotal"] - found["MemFree"]
+    return used
+
+
+# -- differences -------------------------------------------------------------------------------------------------------------------------------
+
+
+def busy_cores(first: Sample, last: Sample, cores: Sequence[int]) -> float | None:
+    """Share of the time between two samples in which these cores were busy, with whatever; None where none of them was read, or no time has passed."""
+    known = [core for core in cores if core in first.cores and core in last.cores]
+    busy, every = (sum(last.cores[core][part] - first.cores[core][part] for core in known) for part in (0, 1))
+    return busy / every if every > 0.0 else None
+
+
+def busy_process(first: Sample, last: Sample, pid: int, threads: int) -> float | None:
+    """CPU time of a process between two samples, over the time that its threads had."""
+    wall_s = (last.at_ns - first.at_ns) / 1e9
+    if pid not in first.processes or pid not in last.processes or wall_s <= 0.0:
+        return None
+    return (last.processes[pid].cpu_s - first.processes[pid].cpu_s) / (wall_s * max(1, threads))
+
+
+def energy_j(first: Sample, last: Sample) -> Mapping[str, float]:
+    """Joules between two samples of everything that counts them."""
+    told = {name: last.energy_j[name] - first.energy_j[name] for name in last.energy_j if name in first.energy_j}
+    for name, gpu in last.gpus.items():
+        before = first.gpus.get(name)
+        if before is not None and gpu.energy_j is not None and before.energy_j is not None:
+            told[f"{name} {gpu.name}"] = gpu.energy_j - before.energy_j
+    return told

@@ -1,0 +1,277 @@
+"""The stages of a profile: probe, start, warm up, run and watch, sound - or watch what others have decoded. What they bring is one `Evidence`.
+
+Knows the order and where each fact comes from, not what follows from them.
+"""
+
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.launch.binding import Place
+from dovetail.launch.configure import Configuration
+from dovetail.launch.connection import Connection, ahead_of, find_coordinator, is_url, models_of, weights_of
+from dovetail.launch.directory import announcements, profile_path
+from dovetail.launch.embedded import with_draft
+from dovetail.launch.profiling.advice import UNKNOWN, Situation, Tree, levels_of
+from dovetail.launch.profiling.bounds import Model, Roofline, has_16_bits, read_model
+from dovetail.launch.profiling.findings import Evidence
+from dovetail.launch.profiling.probing import probe
+from dovetail.launch.profiling.samplers import Samplers
+from dovetail.launch.profiling.timeline import Slice
+from dovetail.launch.profiling.watching import Watch
+from dovetail.launch.profiling.workload import Soundings, Workload, watch_others
+from dovetail.launch.prompts import Prompt
+from dovetail.launch.supervise import Supervisor, check_stack, layout_of, start_stack, wait_until_ready
+from dovetail.launch.terminal import counted, note, progress_bar, spinner
+from dovetail.launch.topology import read_topology
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Reported, WorkerState
+from dovetail.protocol.profile import Limits, load_profile, machine_key
+from dovetail.protocol.settings import HEAD_KINDS
+
+LIGHT_DRAFTS = ("none", "ngram")
+"""Drafts that leave a core to the target."""
+HEAD, SMALL = "head", "small"
+"""A draft whose kind its settings do not name: whether it reads its target's states tells which."""
+QUIET = 0.05
+"""A GPU that is busy for less is nobody's."""
+
+
+def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Prompt], seed: int) -> tuple[Evidence, Watch]:
+    """A workload on processes of our own."""
+    check_stack(configuration)
+    if others := announcements():
+        note(f"a coordinator of yours runs on this machine (pid {others[0].pid}); what it does disturbs this profile: --connect {others[0].address} watches it")
+    settings, topology, layout = configuration.settings, read_topology(), layout_of(configuration.settings)
+    taken = {*layout.target.cores, *(() if settings.draft.kind in LIGHT_DRAFTS else layout.draft.cores)}
+    spare = [core[0] for node in topology.nodes for core in node.cores if not taken & set(core)]
+    supervisor = owned.enter_context(Supervisor())
+    limits: Limits | None = None
+    wider: Limits | None = None
+    with spinner() as say:
+        if settings.target.device == "cpu":
+            say("probing the machine")
+            limits = probe(supervisor, layout.target)
+            wider = probe(supervisor, Place((*layout.target.cores, *spare), layout.target.nodes)) if spare else None
+        say("starting")
+        stack = start_stack(supervisor, configuration, layout=layout, anew=True)
+        state = wait_until_ready(supervisor, stack, say)
+    connection = Connection(owned.enter_context(stack.connect()), state, stack)
+    watch = Watch(owned.enter_context(stack.connect()), _samplers(state))
+    workload = Workload(connection, settings, seed)
+    with progress_bar(len(prompts) + workload.soundings + 1, "replies") as step:
+        workload.warm_up(prompts[0])
+        step("warmed up")
+        with _watched(watch):
+            workload.run(prompts, watch, step)
+        _check_rounds(watch)
+        status = connection.client.status()
+        soundings = workload.sound(prompts, step)
+    ahead = ahead_of(settings.draft)
+    tree = Tree(settings.tree.gamma, settings.tree.depth)
+    shape = f"policy {settings.tree.policy}, {settings.tree.gamma}/{settings.tree.depth}/{settings.tree.width}" if workload.drafts else "no draft"
+    words = f"{counted(len(prompts), 'prompt')}, temperature {settings.sampling.temperature:g}, seed {seed}, {shape}"
+    facts = _Facts(
+        status,
+        soundings,
+        tree,
+        _went_ahead(watch) if ahead is None else ahead,
+        settings.tree.policy,
+        settings.draft.kind,
+        bool(set(layout.target.cores) & set(layout.draft.cores)),
+        len(spare),
+        _blocks(configuration),
+        limits,
+        wider,
+        words,
+    )
+    return facts.evidence(watch), watch
+
+
+def attached(owned: ExitStack, configuration: Configuration, address: str, prompts: Sequence[Prompt], seconds: float, seed: int) -> tuple[Evidence, Watch]:
+    """A coordinator that runs: some prompts of ours on it, or what others have decoded meanwhile."""
+    address = _behind(address)
+    client = owned.enter_context(find_coordinator(configuration, address))
+    state = client.status()
+    watch = Watch(owned.enter_context(find_coordinator(configuration, address)), _samplers(state))
+    settings = configuration.settings
+    if prompts:
+        workload = Workload(Connection(client, state), settings, seed)
+        with progress_bar(len(prompts), "replies") as step, _watched(watch):
+            workload.run(prompts, watch, step)
+        words = f"{counted(len(prompts), 'prompt')} on a server that runs"
+        policy = settings.tree.policy
+    else:
+        with progress_bar(int(seconds), "s") as step, _watched(watch):
+            watch_others(watch, seconds, step)
+        words, policy = "a server that was watched", UNKNOWN
+    _check_rounds(watch)
+    status = client.status()
+    target = _role(status.workers, "target")
+    records = [seen.record for seen in watch.rounds]
+    tree = Tree(max(record.verified for record in records), max((max(levels_of(r.parents[: r.verified]), default=0) for r in records), default=0))
+    limits = _known_limits(target) if target.host == socket.gethostname() else None
+    kind = HEAD if any(worker.feature_bytes for worker in status.workers) else SMALL
+    facts = _Facts(status, Soundings(), tree, _went_ahead(watch), policy, kind, _share_cores(watch), 0, None, limits, None, words)
+    return facts.evidence(watch), watch
+
+
+def _behind(address: str) -> str:
+    """The coordinator's address behind the URL of a server of this user on this machine; an address stays as it is."""
+    if not is_url(address):
+        return address
+    found = next((one.address for one in announcements() if one.url and one.url.rstrip("/") == address.rstrip("/")), None)
+    if found is None:
+        raise UserError(f"no server of yours on this machine serves {address}: name its coordinator's address instead (`dovetail status` tells it)")
+    return found
+
+
+@contextmanager
+def _watched(watch: Watch) -> Iterator[None]:
+    """What happens in the block is watched."""
+    watch.begin()
+    yield
+    watch.end()
+
+
+def _check_rounds(watch: Watch) -> None:
+    if not watch.rounds:
+        raise UserError("nothing was decoded beyond the first token of a reply: take a prompt with a longer one, or allow more tokens")
+
+
+def _samplers(state: Reported) -> Samplers:
+    """Of the workers that are on this machine."""
+    here = socket.gethostname()
+    return Samplers([worker.pid for worker in state.workers if worker.host == here and Path(f"/proc/{worker.pid}").exists()])
+
+
+def _went_ahead(watch: Watch) -> bool:
+    return any(seen.record.ahead for seen in watch.rounds)
+
+
+def _share_cores(watch: Watch) -> bool:
+    targets, drafts = ([set(worker.cores) for worker in watch.workers if role in worker.roles] for role in ("target", "draft"))
+    return any(target & draft for target in targets for draft in drafts)
+
+
+def _role(workers: Sequence[WorkerState], role: str) -> WorkerState:
+    found = next((worker for worker in workers if role in worker.roles and not worker.standby), None)
+    if found is None:
+        raise UserError(f"there is no {role} worker any more: nothing can be said of this run")
+    return found
+
+
+def _folder(worker: WorkerState) -> Path | None:
+    path = Path(worker.model)
+    return path if worker.model and path.is_dir() else None
+
+
+def _blocks(configuration: Configuration) -> int | None:
+    """Decoder layers of a Dovetail head; None for any other draft."""
+    draft = configuration.settings.draft
+    if draft.kind not in ("auto", "dovetail"):
+        return None
+    folder = Path(with_draft(draft).model).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(told["num_hidden_layers"]) if any(str(name).endswith("Dovetail") for name in told.get("architectures", ())) else None
+
+
+def _known_limits(target: WorkerState) -> Limits | None:
+    """Those that a calibration of this machine found with as many threads: the latest."""
+    entries = [entry for entry in load_profile(profile_path()).entries if entry.key.machine == machine_key() and entry.key.threads == max(1, target.threads)]
+    found = [calibration for entry in entries for calibration in entry.calibrations]
+    return max(found, key=lambda calibration: calibration.measured).limits if found else None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a run is judged by, beside what was watched."""
+
+    status: Reported
+    soundings: Soundings
+    tree: Tree
+    ahead: bool
+    policy: str
+    kind: str
+    """Of the draft, as the settings name it."""
+    shared: bool
+    """Whether target and draft have a core in common."""
+    spare: int
+    """Cores that neither of them has."""
+    blocks: int | None
+    limits: Limits | None
+    wider: Limits | None
+    """Of the target's cores and the spare ones together."""
+    words: str
+    """What was decoded."""
+
+    @property
+    def target(self) -> WorkerState:
+        return _role(self.status.workers, "target")
+
+    @property
+    def model(self) -> Model | None:
+        return read_model(_folder(self.target), weights_of(self.target), self.target.inflation)
+
+    def evidence(self, watch: Watch) -> Evidence:
+        return Evidence(
+            slices=[Slice.of(span) for span in watch.spans],
+            rounds=watch.rounds,
+            workers=watch.workers,
+            states=self.status.workers,
+            pairs=self.status.pairs,
+            start_ns=watch.start_ns,
+            end_ns=watch.end_ns,
+            samples=watch.samplers.taken,
+            absent=watch.samplers.absent,
+            topology=read_topology(),
+            here=socket.gethostname(),
+            soundings=self.soundings,
+            model=self.model,
+            roofline=self._roofline(self.limits),
+            wider=self._roofline(self.wider),
+            tree=self.tree,
+            ahead=self.ahead,
+            situation=self._situation(watch),
+            title=models_of(self.status),
+            workload=self.words,
+            missed=watch.missed,
+        )
+
+    def _situation(self, watch: Watch) -> Situation:
+        drafts = [worker for worker in self.status.workers if "draft" in worker.roles]
+        head = any(worker.feature_bytes for worker in drafts)
+        kind = self.kind if self.kind != "auto" else HEAD if head else SMALL
+        return Situation(
+            policy=self.policy,
+            draft_kind=kind,
+            reads=head or kind in HEAD_KINDS,
+            ahead_possible=not self.shared,
+            weights=weights_of(self.target),
+            stored_16_bits=has_16_bits(_folder(self.target)),
+            threads=self.target.threads,
+            spare_threads=self.spare,
+            roofline=self._roofline(self.limits),
+            wider=self._roofline(self.wider),
+            blocks=self.blocks,
+            idle_gpu=_idle_gpu(watch, drafts),
+        )
+
+    def _roofline(self, limits: Limits | None) -> Roofline | None:
+        """None too where the target computes on something else than the CPU, whose limits are not probed."""
+        if limits is None or self.model is None or self.target.device != "cpu":
+            return None
+        kernels = str(self.target.fingerprint).split("/")[2] if self.target.fingerprint else ""
+        return Roofline(self.model, limits, library=kernels.startswith("torch"))
+
+
+def _idle_gpu(watch: Watch, drafts: Sequence[WorkerState]) -> str:
+    """A card that nobody uses while drafts are on the CPU."""
+    if not drafts or any(draft.device != "cpu" for draft in drafts) or not watch.samplers.taken:
+        return ""
+    return next((f"{name} {gpu.name}" for name, gpu in watch.samplers.taken[-1].gpus.items() if gpu.busy < QUIET), "")

@@ -1,0 +1,311 @@
+"""What every process did at every moment of a run, and what those that did nothing waited for. Pure: intervals on one clock in, seconds out.
+
+A process is busy where any of its spans lies. Where it is not, and a session is under way, it waits for the other side, for the coordinator, or for a message
+on its way; where no session is, there is no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise, takewhile
+from statistics import fmean, median
+
+from dovetail.protocol.messages import RoundRecord, SeenRound, SeenSpan
+
+COORDINATOR = "coordinator"
+BESIDE = frozenset({"queue", "link", "lost"})
+"""Spans in which nobody works."""
+AHEAD = frozenset({"grow", "prepare"})
+"""Work that nobody waits for."""
+WITHIN = frozenset({"linears", "attention", "other", "head", "choose", "root", "level", "move"})
+"""Parts of a longer span of the same process."""
+PARTS = ("draft", "verify", "transport", "queue", "coordinator")
+"""Of a round, as its record has them."""
+MESSAGES = frozenset({"decode", "encode", "send"})
+"""Of a worker: what it does beside its device's work."""
+OFTEN = 0.5
+"""Share of the rounds in which a bar has to be, to stand in the mean round."""
+NS = 1e9
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A process did something for a while."""
+
+    process: str
+    name: str
+    start_ns: int
+    end_ns: int
+    session: int | None = None
+    round: int | None = None
+
+    @classmethod
+    def of(cls, seen: SeenSpan) -> "Slice":
+        name, start, duration = seen.span
+        return cls(seen.process, name, start, start + duration, seen.session, seen.round)
+
+    @property
+    def works(self) -> bool:
+        return self.name not in BESIDE
+
+
+@dataclass(frozen=True)
+class Actor:
+    """A process that is looked at: a worker or the coordinator."""
+
+    name: str
+    roles: tuple[str, ...]
+
+
+@dataclass
+class Use:
+    """What became of a stretch of time on a device; seconds. `busy_s` and the waits add up to it."""
+
+    busy_s: float = 0.0
+    ahead_s: float = 0.0
+    """Of the busy time, growth that nobody waited for."""
+    waiting_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_name_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of all spans by name; parts of a span are in it once more."""
+
+    @property
+    def whole_s(self) -> float:
+        return self.busy_s + sum(self.waiting_s.values())
+
+    @property
+    def busy(self) -> float:
+        """Share of the time."""
+        return self.busy_s / self.whole_s if self.whole_s else 0.0
+
+
+def uses(slices: Sequence[Slice], actors: Sequence[Actor], start_ns: int, end_ns: int) -> dict[str, Use]:
+    """How every actor spent the time from start to end."""
+    found = {actor.name: Use() for actor in actors}
+    for piece in slices:
+        if piece.process in found and (inside := min(piece.end_ns, end_ns) - max(piece.start_ns, start_ns)) > 0:
+            found[piece.process].by_name_s[piece.name] += inside / NS
+    for begin, end, working, waited_for, at_work in _moments(slices, start_ns, end_ns):
+        taken = (end - begin) / NS
+        for actor in actors:
+            use = found[actor.name]
+            if actor.name in working:
+                use.busy_s += taken
+                use.ahead_s += taken * (actor.name not in waited_for)
+            else:
+                use.waiting_s[_cause(actor, actors, waited_for) if at_work else "no work"] += taken
+    return found
+
+
+def _cause(actor: Actor, actors: Sequence[Actor], waited_for: frozenset[str]) -> str:
+    """What an idle actor waits for while a session is under way, by who works."""
+    others = [other for other in actors if other.name in waited_for and other.name != actor.name]
+    for role in ("target", "draft"):
+        if role not in actor.roles and any(role in other.roles for other in others):
+            return role
+    return COORDINATOR if any(other.name == COORDINATOR for other in others) else "transport"
+
+
+def _moments(slices: Sequence[Slice], start_ns: int, end_ns: int) -> Iterator[tuple[int, int, frozenset[str], frozenset[str], bool]]:
+    """(begin, end, who works, whose work is waited for, whether a session is under way), from start to end, without gaps."""
+    edges: list[tuple[int, int, int, str]] = []
+    for piece in slices:
+        if piece.works and piece.end_ns > start_ns and piece.start_ns < end_ns:
+            kind = 1 if piece.name in AHEAD else 0
+            edges += ((max(start_ns, piece.start_ns), 1, kind, piece.process), (min(end_ns, piece.end_ns), -1, kind, piece.process))
+    for begin, end in open_spans(slices):
+        if end > start_ns and begin < end_ns:
+            edges += ((max(start_ns, begin), 1, 2, ""), (min(end_ns, end), -1, 2, ""))
+    edges.sort()
+    counts: tuple[dict[str, int], ...] = (defaultdict(int), defaultdict(int), defaultdict(int))
+    now = start_ns
+    for at, step, kind, process in [*edges, (end_ns, 0, 2, "")]:
+        if at > now:
+            waited_for, ahead = (frozenset(name for name, count in counts[kind].items() if count) for kind in (0, 1))
+            yield now, at, waited_for | ahead, waited_for, bool(counts[2][""])
+            now = at
+        counts[kind][process] += step
+
+
+def open_spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
+    """From the first to the last that was done for each session."""
+    sessions: dict[int, tuple[int, int]] = {}
+    for piece in slices:
+        if piece.session is not None:
+            begin, end = sessions.get(piece.session, (piece.start_ns, piece.end_ns))
+            sessions[piece.session] = min(begin, piece.start_ns), max(end, piece.end_ns)
+    return sorted(sessions.values())
+
+
+def shares_over_time(slices: Sequence[Slice], process: str, start_ns: int, end_ns: int, steps: int) -> list[float]:
+    """Share of each of so many equal stretches of time in which a process was busy."""
+    width = max(1.0, (end_ns - start_ns) / steps)
+    found = [0.0] * steps
+    for begin, end in merged((piece.start_ns, piece.end_ns) for piece in slices if piece.process == process and piece.works):
+        for step in range(max(0, int((begin - start_ns) / width)), min(steps - 1, int((end - start_ns) / width)) + 1):
+            low, high = start_ns + step * width, start_ns + (step + 1) * width
+            found[step] += max(0.0, min(end, high) - max(begin, low)) / width
+    return [min(1.0, share) for share in found]
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of intervals, ascending."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def one_by_one(rounds: Iterable[SeenRound]) -> bool:
+    """Whether sessions ran one after the other."""
+    sessions: dict[int, list[int]] = defaultdict(list)
+    for seen in rounds:
+        sessions[seen.session].append(seen.at_ns)
+    spans = sorted((min(times), max(times)) for times in sessions.values())
+    return all(one[1] <= two[0] for one, two in pairwise(spans))
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the time of the mean round went, seconds; `wall_s` from verdict to verdict."""
+
+    rounds: int
+    wall_s: float
+    parts_s: Mapping[str, float]
+
+    @property
+    def unaccounted_share(self) -> float:
+        """Of the time between two verdicts, what stands in no part."""
+        return 1.0 - sum(self.parts_s.values()) / self.wall_s if self.wall_s else 0.0
+
+
+def split(rounds: Sequence[SeenRound]) -> Split | None:
+    """The mean over all rounds that follow another one of their session; None without any."""
+    pairs = [(before, after) for before, after in _followers(rounds) if after.at_ns > before.at_ns]
+    if not pairs:
+        return None
+    parts = {part: fmean(getattr(after.record, f"{part}_ns") for _, after in pairs) / NS for part in PARTS}
+    return Split(len(pairs), fmean(after.at_ns - before.at_ns for before, after in pairs) / NS, parts)
+
+
+def _followers(rounds: Sequence[SeenRound]) -> Iterator[tuple[SeenRound, SeenRound]]:
+    """Each round with the one before it, session by session."""
+    by_session: dict[int, list[SeenRound]] = defaultdict(list)
+    for seen in rounds:
+        by_session[seen.session].append(seen)
+    for those in by_session.values():
+        those.sort(key=lambda seen: seen.record.round)
+        yield from ((one, two) for one, two in pairwise(those) if two.record.round == one.record.round + 1)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Work of a process in a round, from the verdict before it on; seconds."""
+
+    process: str
+    name: str
+    start_s: float
+    length_s: float
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """A round as bars."""
+
+    title: str
+    length_s: float
+    bars: tuple[Bar, ...]
+
+
+def every_round(rounds: Sequence[SeenRound], slices: Sequence[Slice]) -> list[Waterfall]:
+    """All rounds that follow another one of their session, each with whatever was done between its two verdicts, cut at both."""
+    ordered = sorted(slices, key=lambda piece: piece.start_ns)
+    pairs = sorted(((one, two) for one, two in _followers(rounds) if two.at_ns > one.at_ns), key=lambda those: those[0].at_ns)
+    found, first = [], 0
+    for one, two in pairs:
+        while first < len(ordered) and ordered[first].end_ns <= one.at_ns:
+            first += 1
+        near = takewhile(lambda piece: piece.start_ns < two.at_ns, islice(ordered, first, None))  # noqa: B023 - used up before the next round
+        found.append(_waterfall(one.at_ns, two.at_ns, near, f"round {two.record.round} of session {two.session}"))
+    return found
+
+
+def _waterfall(begin: int, end: int, slices: Iterable[Slice], title: str) -> Waterfall:
+    bars = [
+        Bar(piece.process, piece.name, (max(begin, piece.start_ns) - begin) / NS, (min(end, piece.end_ns) - max(begin, piece.start_ns)) / NS)
+        for piece in slices
+        if piece.end_ns > begin
+    ]
+    return Waterfall(title, (end - begin) / NS, tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s))))
+
+
+def telling(every: Sequence[Waterfall], *, alone: bool) -> list[Waterfall]:
+    """What is worth drawing of all rounds: their mean, where sessions ran one after the other (`alone`), one of usual length, and the longest."""
+    if not every:
+        return []
+    middle = median(fall.length_s for fall in every)
+    usual, longest = min(every, key=lambda fall: abs(fall.length_s - middle)), max(every, key=lambda fall: fall.length_s)
+    shown = [replace(usual, title=f"{usual.title}, of usual length"), replace(longest, title=f"{longest.title}, the longest")]
+    return [mean_of(every), *shown] if alone else shown
+
+
+def mean_of(every: Sequence[Waterfall]) -> Waterfall:
+    """The mean of rounds: of the first bar of a name in each, of the second, and so on, as long as there is one in half of the rounds."""
+    places: dict[tuple[str, str, int], list[Bar]] = defaultdict(list)
+    for fall in every:
+        counts: dict[tuple[str, str], int] = defaultdict(int)
+        for bar in fall.bars:
+            key = bar.process, bar.name
+            places[*key, counts[key]].append(bar)
+            counts[key] += 1
+    bars = [
+        Bar(process, name, fmean(bar.start_s for bar in bars), fmean(bar.length_s for bar in bars))
+        for (process, name, _), bars in places.items()
+        if len(bars) >= OFTEN * len(every)
+    ]
+    length = fmean(fall.length_s for fall in every)
+    return Waterfall(f"the mean of {len(every)} rounds", length, tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s))))
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """A stretch of a round in which no device worked: between which spans, how often and how long on average; seconds a round."""
+
+    after: str
+    before: str
+    seconds: float
+
+
+def bubbles(every: Sequence[Waterfall], devices: Sequence[str]) -> list[Bubble]:
+    """Where in the rounds neither draft nor target worked, the largest first; seconds are means over all rounds. `devices`: names of the workers."""
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for fall in every:
+        bars = [bar for bar in fall.bars if bar.process in devices and bar.name not in BESIDE | WITHIN | MESSAGES]
+        edge, last = 0.0, "verdict"
+        for bar in bars:
+            if bar.start_s > edge:
+                sums[last, bar.name] += bar.start_s - edge
+            if bar.start_s + bar.length_s > edge:
+                edge, last = bar.start_s + bar.length_s, bar.name
+        if fall.length_s > edge:
+            sums[last, "verdict"] += fall.length_s - edge
+    return sorted((Bubble(*key, total / len(every)) for key, total in sums.items()), key=lambda bubble: -bubble.seconds) if every else []
+
+
+def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
+    """Milliseconds a round of all spans by name, of every process; parts of a span are in it once more."""
+    sums: dict[str, float] = defaultdict(float)
+    for piece in slices:
+        if piece.session is not None or piece.round is not None or piece.name in AHEAD:
+            sums[piece.name] += (piece.end_ns - piece.start_ns) / 1e6
+    return {name: total / rounds for name, total in sorted(sums.items(), key=lambda item: -item[1])} if rounds else {}
+
+
+def tokens_of(records: Iterable[RoundRecord]) -> int:
+    """That rounds committed."""
+    return sum(len(record.accepted) + 1 for record in records)

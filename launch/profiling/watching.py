@@ -1,0 +1,68 @@
+"""Looks at a coordinator again and again while a workload runs, and keeps all that it says; and reads the samplers as often.
+
+Knows the protocol's Look and Seen, not what follows from them.
+"""
+
+import time
+from collections.abc import Sequence
+
+from dovetail.launch.profiling.samplers import Samplers
+from dovetail.protocol.messages import Seen, SeenRound, SeenSpan, SeenWorker
+from dovetail.runtime.client import Client
+
+EVERY_S = 0.1
+"""Between two looks: the coordinator answers one in a millisecond or two."""
+SAMPLE_S = 0.25
+"""Between two readings of the samplers: the kernel counts busy time in hundredths of a second."""
+
+
+class Watch:
+    """What has been seen since it began; call `glance` as often as there is time."""
+
+    def __init__(self, client: Client, samplers: Samplers) -> None:
+        """`client`: one of its own, on which nothing else is asked. What happened before is passed over."""
+        self._client, self.samplers = client, samplers
+        self._next = 0
+        self.missed = 0
+        """Rounds and spans that were gone before they were looked at."""
+        self.rounds: list[SeenRound] = []
+        self.spans: list[SeenSpan] = []
+        self.workers: Sequence[SeenWorker] = ()
+        self.start_ns = self.end_ns = 0
+        """The stretch of time that is watched, on the coordinator's clock."""
+        self._looked_s = self._sampled_s = 0.0
+
+    def begin(self) -> None:
+        """Watch from now on; the coordinator has the workers record fine spans at its next tick."""
+        while self._look().more:
+            pass
+        self.rounds.clear()
+        self.spans.clear()
+        self.start_ns, self.missed = self.end_ns, 0
+        self.samplers.take()
+        self._looked_s = self._sampled_s = time.monotonic()
+
+    def glance(self) -> None:
+        """Look, and sample, if it is time."""
+        now_s = time.monotonic()
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self.samplers.take()
+            self._sampled_s = now_s
+        if now_s - self._looked_s >= EVERY_S:
+            while self._look().more:
+                pass
+            self._looked_s = now_s
+
+    def end(self) -> None:
+        """The last look; what happens after it is not seen."""
+        self.samplers.take()
+        while self._look().more:
+            pass
+
+    def _look(self) -> Seen:
+        seen = self._client.look(self._next, spans=True)
+        self._next, self.workers, self.end_ns = seen.next, seen.workers, seen.at_ns
+        self.missed += seen.missed
+        self.rounds += seen.rounds
+        self.spans += seen.spans
+        return seen

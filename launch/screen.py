@@ -1,0 +1,276 @@
+"""How `dovetail top` looks: a picture (`runtime/lately.py`) as lines of a terminal, 80 columns or more. rich obeys NO_COLOR.
+
+Nothing is told by colour alone: marks and words say the same. Knows no keys, no time and nobody to ask.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Picture = dict[str, Any]
+
+PAGES = ("overview", "tree", "sessions", "workers")
+BLOCKS = " ▁▂▃▄▅▆▇█"
+BAR = 10
+TREND, WIDE_TREND = 16, 48
+"""Characters of a curve; each is a sample, about a second."""
+SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7
+MARKS = {"a": ("✓", "accepted", "bold green"), "r": ("✗", "rejected", "red"), "n": ("·", "not verified", "dim"), "b": ("★", "bonus", "bold magenta")}
+STATES = {"on": "on", "off": "off", "partly": "on for some", "none": "not possible", "idle": "idle"}
+
+
+@dataclass
+class Standing:
+    """What the person in front of it has chosen, and what there is to say of the connection."""
+
+    page: int = 0
+    session: int | None = None
+    """Whose tree; None: the newest session's."""
+    paused: bool = False
+    ended: bool = False
+    lost: str = ""
+    """Why nobody answers; empty: somebody does."""
+
+
+def page(picture: Picture, standing: Standing, console: Console) -> RenderableType:
+    """One page of the picture, as high as the terminal."""
+    parts = [_head(picture, standing), *_parts(picture, PAGES[standing.page], standing.session)]
+    return _cut(console, parts, _foot(standing))
+
+
+def everything(picture: Picture) -> RenderableType:
+    """All pages, one below the other."""
+    return Group(_head(picture), *(part for name in PAGES for part in (Text(), *_parts(picture, name, None))))
+
+
+def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> RenderableType:
+    """What fits into the terminal, with the foot in its last line."""
+    lines = console.render_lines(Group(*parts), console.options.update(height=None), pad=False)
+    room = max(1, console.height - 1)
+    more = len(lines) > room
+    kept = [Text.assemble(*((segment.text, segment.style or "") for segment in line), no_wrap=True, overflow="crop") for line in lines[: room - more]]
+    rest = [Text(f"… {len(lines) - room + 1} more lines: a higher terminal shows them", style="dim")] if more else []
+    return Group(*kept, *rest, *[Text()] * (room - len(kept) - len(rest)), foot)
+
+
+def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[RenderableType]:
+    """What a page consists of; `chosen`: the session that is marked."""
+    if name == "overview":
+        yield from _overview(picture)
+    elif name == "tree":
+        yield from _tree(picture["tree"])
+    elif name == "sessions":
+        yield _sessions(picture["sessions"], chosen)
+        yield from _pairs(picture["pairs"])
+        yield from _lines("last decisions", picture["decisions"])
+    else:
+        yield from _workers(picture["workers"])
+
+
+# -- head and foot ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
+    coordinator, speculation = picture["coordinator"], picture["speculation"]
+    state = Text("paused", "reverse") if standing is not None and standing.paused else Text("live", "green") if standing is not None else Text()
+    first = Text.assemble(("dovetail", "bold"), f"  coordinator pid {coordinator['pid']}, up {_span(coordinator['uptime_s'])}  ", state)
+    second = Text.assemble(("speculation ", "bold"), STATES.get(speculation["state"], "?"), f": {speculation['why']}" if speculation["why"] else "")
+    reasons = [Text(f"  - {reason}") for reason in picture["reasons"] if reason != speculation["why"]]
+    lost = [Text(f"LOST: {standing.lost}; trying again", "bold red")] if standing is not None and standing.lost else []
+    return Group(first, *lost, second, *reasons)
+
+
+def _foot(standing: Standing) -> Text:
+    pages = [(f" {name} ", "reverse" if place == standing.page else "") for place, name in enumerate(PAGES)]
+    whose = "newest" if standing.session is None else str(standing.session)
+    return Text.assemble("q quit  p pause  ←→ ", *pages, f"  ↑↓ session: {whose}", no_wrap=True, overflow="crop")
+
+
+# -- overview -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _overview(picture: Picture) -> Iterator[RenderableType]:
+    figures, counts = picture["figures"], picture["counts"]
+    told = (
+        ("tokens/s", _number(figures["tokens_per_s"], 1)),
+        ("tau", _number(figures["tau"], 2)),
+        ("accepted", _percent(figures["acceptance_rate"])),
+        ("nodes", _number(figures["nodes_a_round"], 1)),
+        ("foreseen", _percent(figures["hit_rate"])),
+        ("plain", _percent(figures["plain_share"])),
+    )
+    yield _pieces(f"{name} [b]{value}" for name, value in told)
+    totals = (("sessions running", "sessions"), ("finished", "finished"), ("failed", "failed"), ("cancelled", "cancelled"))
+    yield _pieces(f"{word} [b]{counts[name]}" for word, name in totals)
+    yield Text()
+    yield _devices(picture["workers"])
+    for name in ("tokens_per_s", "tau"):
+        values = [value for _, value in picture["history"][name]][-WIDE_TREND:]
+        top = max((value for value in values if value is not None), default=0)
+        yield Text.assemble(f"{name.replace('_per_', '/'):<12}", (_trend(values, top, WIDE_TREND), "cyan"), f"  0 to {_number(top, 1)}")
+    positions = figures["accepted_per_position"][:SHOWN_POSITIONS]
+    yield Text.assemble("by position ", "  ".join(f"{place}: {_percent(share)}" for place, share in enumerate(positions, 1)) or "no round with a tree lately")
+    parts = figures["round_ms"]
+    yield Text.assemble("a round, ms ", "  ".join(f"{name} {_number(value, 1)}" for name, value in parts.items()))
+    yield Text()
+    yield from _lines("last decisions", picture["decisions"][-SHOWN_DECISIONS:])
+
+
+def _devices(workers: Sequence[Picture]) -> RenderableType:
+    if not workers:
+        return Text("no worker is registered")
+    table = _table(("worker", ""), ("device", ""), ("busy", ""), ("lately", ""), ("waits for", ""), ("sess.", "right"))
+    for worker in workers:
+        shares = [share for _, share in worker["history"]][-TREND:]
+        standing = "".join(f" {word}" for word in ("standby", "leaving", "stuck") if worker[word])
+        name = Text(worker["name"] + standing)
+        busy = Text.assemble((_bar(worker["busy"] or 0.0), "cyan"), f" {_percent(worker['busy']):>5}")
+        waits = "" if worker["busy"] is None else worker["waiting"] or "works"
+        table.add_row(name, Text(worker["device"]), busy, Text(_trend(shares, 1.0), "cyan"), waits, str(worker["sessions"]))
+    return table
+
+
+def _bar(share: float) -> str:
+    filled = round(BAR * min(1.0, share))
+    return "█" * filled + "░" * (BAR - filled)
+
+
+def _trend(values: Sequence[float | None], top: float, width: int = TREND) -> str:
+    """A curve in blocks, the last value at its right end."""
+    letters = "".join(" " if value is None or not top else BLOCKS[round((len(BLOCKS) - 1) * max(0.0, min(1.0, value / top)))] for value in values)
+    return letters.rjust(width)
+
+
+# -- tree ---------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _tree(tree: Picture | None) -> Iterator[RenderableType]:
+    if tree is None:
+        yield Text("no round lately")
+        return
+    hit = ", root foreseen" if tree["hit"] else ""
+    counts = f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} accepted{hit}" if tree["offered"] else "nothing was drafted"
+    yield Text.assemble(("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}")
+    yield Text("  ".join(f"{mark} {word}" for mark, word, _ in MARKS.values()) + "   number: rank, best first")
+    yield Text.assemble("● ", (tree["root"] or "root", "bold"))
+    yield from _branches(tree)
+
+
+def _branches(tree: Picture) -> Iterator[Text]:
+    """A line for each node, below its parent; the bonus before its siblings."""
+    bonus = len(tree["parents"])
+    below: dict[int, list[int]] = {tree["bonus_parent"]: [bonus]}
+    for node, parent in enumerate(tree["parents"]):
+        below.setdefault(parent, []).append(node)
+    waiting = [(node, "", place == 0) for place, node in enumerate(reversed(below.get(-1, [])))]
+    while waiting:
+        node, before, last = waiting.pop()
+        yield Text.assemble((before + ("└─ " if last else "├─ "), "dim"), _node(tree, node, bonus), no_wrap=True, overflow="ellipsis")
+        inner = before + ("   " if last else "│  ")
+        waiting += [(child, inner, place == 0) for place, child in enumerate(reversed(below.get(node, [])))]
+
+
+def _node(tree: Picture, node: int, bonus: int) -> Text:
+    kind = "b" if node == bonus else tree["fates"][node]
+    mark, _, style = MARKS[kind]
+    text = tree["bonus"] if node == bonus else tree["texts"][node] if tree["texts"] is not None else None
+    rank = "" if node == bonus else f"{node + 1} "
+    likely = "" if node == bonus else f"  {100 * tree['likely'][node]:.0f} %"
+    return Text.assemble((f"{mark} {rank}", style), (text or "", style), (likely, "dim"))
+
+
+# -- sessions and workers -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType:
+    if not sessions:
+        return Text("no session has had a round in the last half minute")
+    table = _table(
+        ("session", "right"), ("draft", ""), ("target", ""), *((name, "right") for name in ("tokens", "rounds", "tau", "accepted", "tokens/s", "last"))
+    )
+    for one in sessions:
+        last = "now" if one["quiet_s"] < 2 else f"{one['quiet_s']:.0f} s"
+        figures = (_number(one["tau"], 2), _percent(one["acceptance_rate"]), _number(one["tokens_per_s"], 1), last)
+        number = f"{'> ' if one['session'] == chosen else ''}{one['session']}"
+        table.add_row(number, Text(one["draft"] or "none"), Text(one["target"]), str(one["length"]), str(one["round"]), *figures)
+    return table
+
+
+def _pairs(pairs: Sequence[Picture]) -> Iterator[RenderableType]:
+    if not pairs:
+        return
+    numbers = ("rounds", "foreseen", "gamma", "tokens/s", "alone", "predicted")
+    table = _table(("pair", ""), ("drafting", ""), *((name, "right") for name in numbers))
+    for pair in pairs:
+        rates = (_number(pair[name], 1) for name in ("tokens_per_s", "alone_tokens_per_s", "predicted_tokens_per_s"))
+        on = "on" if pair["speculating"] else "off"
+        names = Text(f"{pair['draft']} and {pair['target']}")
+        table.add_row(names, on, str(pair["rounds"]), _percent(pair["hit_rate"]), _number(pair["gamma"], 1), *rates)
+    yield Text()
+    yield table
+
+
+def _workers(workers: Sequence[Picture]) -> Iterator[RenderableType]:
+    if not workers:
+        yield Text("no worker is registered")
+    for worker in workers:
+        yield Text(f"{worker['name']} ({' + '.join(worker['roles'])})", "bold")
+        table = Table.grid(padding=(0, 2))
+        for name, value in _facts(worker):
+            table.add_row(Text(f"  {name}", "dim"), Text(value, overflow="fold"))
+        yield table
+
+
+def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
+    inflated = f", inflated to {worker['inflation']}" if worker["inflation"] else ""
+    yield "model", worker["model"] + inflated
+    node = f", memory node {worker['node']}" if worker["node"] else ""
+    cores = f", cores {worker['cores']}" if worker["cores"] else ""
+    yield "place", f"{worker['device']}, {worker['host']}{cores}{node}, {worker['threads']} threads, pid {worker['pid']}"
+    yield "binding", worker["binding"] or "not said"
+    clock = "not compared" if worker["clock_bound_us"] is None else f"known within ± {worker['clock_bound_us']:.0f} µs"
+    features = f", features {worker['feature_bytes']} bytes a token" if worker["feature_bytes"] else ""
+    yield "link", f"round trip {_number(worker['round_trip_us'], 0)} µs, clock {clock}, {_number(worker['bytes_per_round'], 0)} bytes a round{features}"
+    if worker["fingerprint"]:
+        yield "fingerprint", worker["fingerprint"]
+    yield "epoch", f"{worker['epoch']}, {worker['rss_mb']:.0f} MB, {worker['stale']} stale commands dropped"
+
+
+# -- words --------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _lines(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+    if lines:
+        yield Text(title, "bold")
+        yield from (Text(f"  {line}") for line in reversed(lines))
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), show_edge=False)
+    for name, side in columns:
+        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
+    return table
+
+
+def _pieces(words: Iterable[str]) -> Text:
+    """ "name [b]value" each, the value in bold."""
+    parts = [part for word in words for part in (word.partition("[b]")[0], (word.partition("[b]")[2], "bold"), "  ")]
+    return Text.assemble(*parts)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _span(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h {whole % 3600 // 60} min"

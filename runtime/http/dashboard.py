@@ -1,0 +1,114 @@
+"""The dashboard: one page at `/`, and what it asks again and again, as does `dovetail top` over HTTP.
+
+Nobody looks, nothing is asked: the coordinator is asked when somebody asks here, and at most twice a second however many pages are open. The page is plain
+files that lie beside this one; they hold nothing that needs a key, and ask for it. What they may do in a browser is said in their headers: nothing from
+elsewhere, no script in the text, and no text taken for HTML.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import Response
+
+from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.gateway import Gateway, Target
+from dovetail.runtime.lately import Lately, label
+
+Shown = Literal["full", "anonymous", "off"]
+
+EVERY_S = 1.0
+"""How often a page asks."""
+FRESH_S = 0.5
+"""What was heard so lately is told to the next who asks too."""
+MOST_LOOKS = 8
+"""What has happened since the last time may not fit into one message; of more than so many the rest comes with the next."""
+STATE_PATH = "/dashboard/state"
+FOLDER = Path(__file__).parent / "page"
+TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+def page_files() -> dict[str, tuple[str, bytes]]:
+    """Path -> (content type, content) of everything that the page is made of."""
+    found = {path.name: (TYPES[path.suffix], path.read_bytes()) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
+    return {"/" if name == "index.html" else f"/dashboard/{name}": file for name, file in found.items()}
+
+
+class Watch:
+    """What is seen of the coordinator, for all who look."""
+
+    def __init__(self, gateway: Gateway, *, shown: Shown, name: Callable[[Target], str], about: Mapping[str, Any]) -> None:
+        """`name`: under which a target is served; `about`: what is told of this server."""
+        self._gateway, self._shown, self._name, self._about = gateway, shown, name, about
+        self._lately = Lately()
+        self._heard_s = float("-inf")
+        self._hearing = asyncio.Lock()
+
+    async def picture(self, session: int | None) -> bytes:
+        """All that is shown, as JSON; `ApiError` if nobody is there to ask."""
+        async with self._hearing:
+            if asyncio.get_running_loop().time() - self._heard_s >= FRESH_S:
+                await self._hear()
+        target = await self._target()
+        spell = None if target is None or self._shown != "full" else partial(_spelt, target)
+        seen = self._lately.view(spell=spell, session=session)
+        model = "" if target is None else self._name(target)
+        told = {"server": self._about, "every_s": EVERY_S, "shown": self._shown, "model": model, **seen}
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    async def _hear(self) -> None:
+        for _ in range(MOST_LOOKS):
+            if not self._lately.see(await self._gateway.look(self._lately.next)):
+                break
+        self._lately.hear(await self._gateway.status())
+        self._heard_s = asyncio.get_running_loop().time()
+
+    async def _target(self) -> Target | None:
+        try:
+            return await self._gateway.target()
+        except ApiError:
+            return None
+
+
+def _spelt(target: Target, token: int) -> str:
+    return label(target.text.piece(token))
+
+
+def add_dashboard(app: FastAPI, watch: Watch) -> None:
+    """The routes of the page and of what it asks; none of them is part of the API."""
+    for path, (kind, content) in page_files().items():
+        app.get(path, include_in_schema=False)(_serve(content, {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}))
+
+    @app.get(STATE_PATH, include_in_schema=False)
+    async def state(session: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None) -> Response:
+        """What the page shows; of this session's tree, or of the newest's."""
+        return Response(await watch.picture(session), headers={**HEADERS, "content-type": "application/json", "cache-control": "no-store"})
+
+
+def _serve(content: bytes, about: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that answers with a file, or says that it is still the same."""
+    headers = {**HEADERS, **about, "cache-control": "no-cache"}
+
+    async def serve(request: Request) -> Response:
+        if request.headers.get("if-none-match") == about["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
+
+    return serve

@@ -1,0 +1,112 @@
+"""`dovetail profile` as users have it: over processes of its own, over a server that runs, and the page that it writes."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess, Popen
+from typing import Any
+
+import pytest
+
+from dovetail.launch.profiling import report
+from dovetail.launch.profiling.findings import find
+from support.browser import chromium, find_chromium
+from support.profiled import made_up_run
+
+Run = Callable[..., CompletedProcess[str]]
+FILES = {"report.html", "profile.json", "trace.json", "devices.svg", "parts.svg", "round-0.svg"}
+
+
+def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_would_help(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("profile", "--prompt", "Tell me a story.", "--out", str(out), "--max-tokens", "48", "--json", "--draft.device", "cpu")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert {"devices", "round_ms", "unaccounted_share", "bounds", "verdict", "files"} <= set(told)
+    assert set(told["devices"]) == {"target", "draft", "coordinator"}
+    for device in told["devices"].values():
+        assert device["busy"] + sum(device["waiting"].values()) == pytest.approx(1.0)
+    assert 0.0 < told["devices"]["target"]["busy"] < 1.0
+    assert told["devices"]["target"]["sampled"]["process"] > 0.0
+    assert {"verify", "draft", "linears", "level", "handle", "link"} <= set(told["round_ms"])
+    assert abs(told["unaccounted_share"]) < 0.1
+    assert told["bounds"]["pass"]["bound"] in ("memory", "compute", "both")
+    assert {"alone", "policy"} <= {one["name"] for one in told["verdict"]["advice"]}
+    assert set(told["files"]) >= FILES
+    assert all((out / name).stat().st_size for name in told["files"])
+    assert json.loads((out / "profile.json").read_text(encoding="utf-8")) == told
+    _check_trace(json.loads((out / "trace.json").read_text(encoding="utf-8")))
+
+
+def _check_trace(trace: dict[str, Any]) -> None:
+    """All processes are rows with slices, and a tree's trip is a chain of arrows whose ends lie in slices."""
+    events = trace["traceEvents"]
+    names = {event["args"]["name"].partition(" (")[0]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert {"coordinator", "target", "draft"} <= set(names)
+    slices = [event for event in events if event["ph"] == "X"]
+    assert set(names.values()) == {event["pid"] for event in slices}
+    begins, ends = ({event["id"] for event in events if event["ph"] == kind} for kind in ("s", "f"))
+    assert begins == ends
+    assert begins
+
+
+@pytest.mark.slow
+def test_a_server_is_watched_while_somebody_asks_it(start: Callable[..., Popen[str]], run: Run, tmp_path: Path) -> None:
+    server = start("serve", "--http.port", "0", "--json", "--draft.device", "cpu")
+    assert server.stdout is not None
+    told = json.loads(server.stdout.readline())
+    asking = start("generate", "--connect", told["address"], "Tell me a long story.")
+    watched = run("profile", "--connect", told["url"], "--seconds", "8", "--out", str(tmp_path / "watched"), "--json")
+    assert watched.returncode == 0, watched.stderr
+    found = json.loads(watched.stdout)
+    assert found["rounds"] > 1
+    assert found["devices"]["target"]["busy"] > 0.0
+    assert asking.wait(60) == 0
+    with_prompt = run("profile", "--connect", told["address"], "--prompt", "Tell me a story.", "--max-tokens", "32", "--out", str(tmp_path / "asked"))
+    assert with_prompt.returncode == 0, with_prompt.stderr
+    assert "speed-up over the target alone" in with_prompt.stdout
+    idle = run("profile", "--connect", told["address"], "--seconds", "0.5", "--out", str(tmp_path / "idle"))
+    assert (idle.returncode, "nothing was decoded" in idle.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", "a", "--prompts", "b"), "name two workloads"),
+        (("--prompt", "  "), "--prompt is empty"),
+        (("--connect", "http://127.0.0.1:9"), "no server of yours on this machine serves"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = run("profile", "--out", str(tmp_path / "out"), *arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("profile", "--prompt", "a", "--out", str(tmp_path / "file" / "out"))
+    assert result.returncode == 2
+    assert re.search(r"the report cannot be written to .*out: ", result.stderr)
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (apt-get install chromium)")
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_a_phone_and_a_screen_and_asks_for_nothing(tmp_path: Path, dark: bool) -> None:
+    findings = find(made_up_run(gpu=True))
+    (tmp_path / "report.html").write_text(report.page(findings, report.pictures(findings), "made"), encoding="utf-8")
+    program = find_chromium()
+    assert program is not None
+    with chromium(program) as browser:
+        for width in (360, 1200):
+            page = browser.page()
+            page.open((tmp_path / "report.html").as_uri(), width=width, dark=dark)
+            assert page.value("document.documentElement.scrollWidth") <= width
+            assert page.value("[...document.querySelectorAll('figure svg')].every(svg => svg.getBoundingClientRect().width > 280)")
+            background = page.value("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
+            assert page.messages == []
+            assert [address for address in page.requests if not address.startswith("file:")] == []

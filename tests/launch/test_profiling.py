@@ -1,0 +1,404 @@
+"""The pure parts of a profile, on made-up time lines, rounds and machines."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dovetail.launch.profiling import report, timeline
+from dovetail.launch.profiling.advice import Forecast, Offer, Prices, Situation, Tree, advise, offers_of
+from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Roofline, linear_parameters, read_model
+from dovetail.launch.profiling.drawing import gantt, stacked
+from dovetail.launch.profiling.findings import find
+from dovetail.launch.profiling.samplers import Absent, Rapl, Sample, Samplers, busy_cores, energy_j, node_memory
+from dovetail.launch.profiling.timeline import Actor, Slice, Waterfall
+from dovetail.protocol.messages import RoundRecord, SeenRound
+from dovetail.protocol.profile import Limits
+from support.profiled import made_up_run
+
+TARGET, DRAFT, COORDINATOR = Actor("target", ("target",)), Actor("draft", ("draft",)), Actor("coordinator", ("coordinator",))
+ACTORS = (TARGET, DRAFT, COORDINATOR)
+MS = 1_000_000
+
+
+def piece(process: str, name: str, start_ms: float, end_ms: float, session: int | None = 1, round: int | None = 1) -> Slice:
+    return Slice(process, name, int(start_ms * MS), int(end_ms * MS), session, round)
+
+
+# a round of 10 ms: drafting, the message, verification; then nothing for 5 ms
+ROUND = [
+    piece("draft", "draft", 0, 3),
+    piece("draft", "level", 1, 3),
+    piece("coordinator", "link", 3, 4),
+    piece("target", "verify", 4, 9),
+    piece("target", "linears", 4, 8),
+    piece("draft", "grow", 5, 8),
+    piece("coordinator", "handle", 9, 10),
+]
+
+
+# -- the time line -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_busy_or_waits_for_whoever_works_and_it_adds_up_to_the_whole() -> None:
+    uses = timeline.uses(ROUND, ACTORS, 0, 15 * MS)
+    target, draft, coordinator = (uses[actor.name] for actor in ACTORS)
+    assert target.busy_s == pytest.approx(5e-3)
+    assert dict(target.waiting_s) == pytest.approx({"draft": 3e-3, "transport": 1e-3, "coordinator": 1e-3, "no work": 5e-3})
+    assert (draft.busy_s, draft.ahead_s) == pytest.approx((6e-3, 3e-3))
+    assert dict(draft.waiting_s) == pytest.approx({"target": 2e-3, "transport": 1e-3, "coordinator": 1e-3, "no work": 5e-3})
+    assert dict(coordinator.waiting_s) == pytest.approx({"draft": 3e-3, "target": 5e-3, "transport": 1e-3, "no work": 5e-3})
+    assert all(use.whole_s == pytest.approx(15e-3) for use in uses.values())
+    assert target.by_name_s["linears"] == pytest.approx(4e-3)
+
+
+def test_the_sweep_finds_what_looking_at_every_moment_finds() -> None:
+    random = Random(3)
+    for _ in range(20):
+        slices = []
+        for _ in range(40):
+            start = random.randrange(200)
+            name = random.choice(["verify", "draft", "grow", "handle", "link", "queue"])
+            slices.append(piece(random.choice(["target", "draft", "coordinator"]), name, start, start + random.randrange(1, 30), random.choice([1, 2, None])))
+        uses = timeline.uses(slices, ACTORS, 20 * MS, 180 * MS)
+        for actor in ACTORS:
+            moments = [moment for moment in range(20, 180) if any(p.process == actor.name and p.works and p.start_ns <= moment * MS < p.end_ns for p in slices)]
+            assert uses[actor.name].busy_s == pytest.approx(len(moments) / 1e3)
+            assert uses[actor.name].whole_s == pytest.approx(0.16)
+
+
+def test_growth_ahead_is_nothing_that_the_target_waits_for() -> None:
+    uses = timeline.uses([piece("draft", "grow", 0, 10), piece("coordinator", "handle", 0, 2)], ACTORS, 0, 10 * MS)
+    assert dict(uses["target"].waiting_s) == pytest.approx({"coordinator": 2e-3, "transport": 8e-3})
+
+
+def test_busy_shares_over_time_add_up_to_the_busy_time() -> None:
+    shares = timeline.shares_over_time(ROUND, "target", 0, 15 * MS, 7)
+    assert sum(shares) * 15e-3 / 7 == pytest.approx(5e-3)
+    assert max(shares) <= 1.0
+
+
+def record(number: int, **fields: object) -> RoundRecord:
+    empty = {"prefix": 10, "tokens": (), "parents": (), "scores": (), "verified": 0, "accepted": (), "bonus": 1}
+    return RoundRecord(**{"round": number, **empty, **fields})  # type: ignore[arg-type]
+
+
+def seen(number: int, at_ms: float, session: int = 1, **fields: object) -> SeenRound:
+    return SeenRound(number=number, session=session, target="target", at_ns=int(at_ms * MS), record=record(number, **fields))
+
+
+def test_the_parts_of_a_round_are_means_and_what_is_left_over_is_told() -> None:
+    parts = {"draft_ns": 3 * MS, "verify_ns": 5 * MS, "transport_ns": MS, "coordinator_ns": MS // 2}
+    split = timeline.split([seen(1, 0, **parts), seen(2, 10, **parts), seen(3, 20, **parts), seen(7, 100, **parts)])
+    assert split is not None
+    assert (split.rounds, split.wall_s) == (2, pytest.approx(10e-3))
+    assert split.unaccounted_share == pytest.approx(0.05)
+    assert timeline.split([seen(1, 0)]) is None
+
+
+def test_the_mean_round_has_the_mean_bars() -> None:
+    later = [Slice(p.process, p.name, p.start_ns + 10 * MS, p.end_ns + 10 * MS + (MS if p.name == "verify" else 0), 1, 2) for p in ROUND]
+    every = timeline.every_round([seen(1, 0), seen(2, 10), seen(3, 21)], [*ROUND, *later])
+    assert [fall.length_s for fall in every] == pytest.approx([10e-3, 11e-3])
+    mean = timeline.mean_of(every)
+    verify = next(bar for bar in mean.bars if bar.name == "verify")
+    assert (verify.start_s, verify.length_s) == pytest.approx((4e-3, 5.5e-3))
+    assert timeline.telling(every, alone=True)[0].title == "the mean of 2 rounds"
+
+
+def test_sessions_that_ran_side_by_side_are_told_from_those_that_took_turns() -> None:
+    assert timeline.one_by_one([seen(1, 0), seen(2, 10), seen(1, 12, session=2), seen(2, 20, session=2)])
+    assert not timeline.one_by_one([seen(1, 0), seen(2, 15), seen(1, 12, session=2), seen(2, 20, session=2)])
+
+
+def test_a_bubble_lies_where_neither_draft_nor_target_works() -> None:
+    every = timeline.every_round([seen(1, 0), seen(2, 10)], ROUND)
+    assert [(b.after, b.before, round(b.seconds * 1e3, 6)) for b in timeline.bubbles(every, ["draft", "target"])] == [
+        ("draft", "verify", 1.0),
+        ("verify", "verdict", 1.0),
+    ]
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------------------------------
+
+LIMITS = Limits(bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up")
+MODEL = Model(100_000_000, "fp32")
+
+
+def test_a_pass_is_bound_by_memory_below_the_crossover_and_by_arithmetic_above() -> None:
+    roofline = Roofline(MODEL, LIMITS)
+    assert roofline.reading_s == pytest.approx(0.02)
+    assert roofline.crossover == pytest.approx(10.0)
+    bound = [Pass.of(roofline, rows, 0.05).bound for rows in (1, 10, 16)]
+    assert bound == ["memory", "both", "compute"]
+    measured = Pass.of(roofline, 5, 0.025)  # reading 20 ms, arithmetic 10 ms: half of the shorter one is not hidden
+    assert (measured.efficiency, measured.overlap) == pytest.approx((0.8, 0.5))
+
+
+def test_weights_of_a_smaller_type_are_read_faster_and_multiplied_by_their_own_arithmetic() -> None:
+    half, int8 = (Roofline(MODEL.with_weights(weights), LIMITS) for weights in ("half", "int8"))
+    assert (half.reading_s, half.peak_gflop_s) == (pytest.approx(0.01), 100.0)
+    assert (int8.reading_s, int8.peak_gflop_s) == (pytest.approx(0.005), 400.0)
+
+
+def test_the_bounds_of_a_run() -> None:
+    bounds = Bounds(tau=4.0, t_t_s=0.02, t_v_s=0.025, alone_s=0.021, round_s=0.035, drafting_s=0.015, exposed_s=0.008)
+    assert bounds.speedup == pytest.approx(4.0 * 0.021 / 0.035)
+    assert bounds.most_speedup == pytest.approx(3.2)
+    assert bounds.most_overlap_gain == pytest.approx(1.6)
+    assert bounds.overlap_gain == pytest.approx(0.040 / 0.033)
+    assert bounds.speedup < bounds.most_speedup
+
+
+def test_offloading_wins_where_the_bus_carries_the_weights_faster_than_a_token_takes() -> None:
+    bounds = Bounds(tau=4.0, t_t_s=0.02, t_v_s=0.025, alone_s=0.021, round_s=0.04, drafting_s=0.015, exposed_s=0.008)
+    slow, fast, none = (Offloading.of(MODEL, bounds, bus) for bus in (16.0, 64.0, None))
+    assert slow.needed_gb_s == pytest.approx(40.0)  # 0.4 GB in 10 ms a token
+    assert slow.needed_with_tree_gb_s == pytest.approx(16.0)
+    assert (slow.right, fast.right, none.right) == (True, False, None)
+    assert "40.0 GB/s" in none.in_words()
+
+
+def test_the_weights_of_a_model_are_counted_from_its_headers(tmp_path: Path) -> None:
+    tied = {"model.embed_tokens.weight": np.zeros((10, 4), np.float16), "model.layers.0.mlp.up_proj.weight": np.zeros((8, 4), np.float16), "norm": np.zeros(4)}
+    save_file(tied, str(tmp_path / "model.safetensors"))
+    assert linear_parameters(tmp_path) == 10 * 4 + 8 * 4
+    save_file({**tied, "lm_head.weight": np.zeros((10, 4), np.float16)}, str(tmp_path / "model.safetensors"))
+    assert linear_parameters(tmp_path) == 10 * 4 + 8 * 4
+    assert read_model(tmp_path, "half", "") == Model(72, "half")
+    assert read_model(None, "fp32", "512MiB") == Model(134_217_728, "fp32")
+    assert read_model(None, "fp32", "") is None
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def chain(number: int, levels: int, accepted: int, *, hit: bool = False) -> RoundRecord:
+    """A round whose tree is a chain, of which the target took the first nodes; a level of the draft takes 1 ms."""
+    fields = {"tokens": tuple(range(levels)), "parents": tuple(range(-1, levels - 1)), "scores": tuple(-0.1 * level for level in range(1, levels + 1))}
+    passes = tuple((1, MS) for _ in range(levels))
+    return record(number, **fields, verified=levels, accepted=tuple(range(accepted)), passes=passes, draft_ns=(levels + 1) * MS, verify_ns=20 * MS, hit=hit)
+
+
+def flat(rows: int) -> float:
+    """T_V: 20 ms up to 8 rows, then 2 ms a row."""
+    return 0.020 + 0.002 * max(0, rows - 8)
+
+
+PRICES = Prices(flat, beside_s=0.001, plain_beside_s=0.001)
+PLAIN = Situation("dynamic", "small", False, True, "fp32", True, 1, 0)
+
+
+def forecast(rounds: list[RoundRecord]) -> Forecast:
+    return Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), ahead=False)
+
+
+def test_a_smaller_tree_brings_what_the_beginning_of_the_larger_one_brought() -> None:
+    found = forecast([chain(number, 12, accepted) for number, accepted in enumerate((0, 2, 5, 12, 3, 0))])
+    kept = [min(6, accepted) for accepted in (0, 2, 5, 12, 3)]
+    outcome = found.of(Tree(6, 12))
+    assert outcome.tokens == pytest.approx(1 + sum(kept) / 5)
+    assert outcome.seconds == pytest.approx(0.013 + flat(7) + 0.001)
+    levels = found.of(Tree(12, 4))
+    assert levels.tokens == pytest.approx(1 + sum(min(4, accepted) for accepted in (0, 2, 5, 12, 3)) / 5)
+    assert levels.seconds == pytest.approx(0.005 + flat(5) + 0.001)
+
+
+def test_a_replayed_tree_is_the_one_that_a_slow_look_at_its_nodes_finds() -> None:
+    random = Random(1)
+    for _ in range(50):
+        count = random.randrange(1, 20)
+        parents = tuple(random.randrange(-1, node) for node in range(count))
+        node, path = -1, list[int]()
+        while children := [child for child, parent in enumerate(parents) if parent == node]:
+            node = random.choice(children)
+            path.append(node)
+        accepted = tuple(path[: random.randrange(len(path) + 1)])
+        offer = Offer.of(record(1, tokens=parents and tuple(range(count)), parents=parents, scores=(0.0,) * count, verified=count, accepted=accepted), False)
+        tree = Tree(random.randrange(1, 20), random.randrange(1, 8))
+
+        def level(node: int, parents: tuple[int, ...] = parents) -> int:
+            return 1 if parents[node] == -1 else 1 + level(parents[node])
+
+        slow = [node for node in range(count) if level(node) <= tree.depth][: tree.gamma]
+        assert offer.kept(tree) == slow
+        brought = 0
+        for node in accepted:
+            if node not in slow:
+                break
+            brought += 1
+        assert offer.brings(slow) == brought
+
+
+def test_a_draft_that_is_mostly_wrong_is_advised_to_draft_less_or_not_at_all() -> None:
+    found = advise(forecast([chain(number, 12, int(number % 8 == 0)) for number in range(40)]), PLAIN)
+    by_name = {advice.name: advice for advice in reversed(found)}
+    assert by_name["alone"].gain > 1.2
+    assert by_name["levels"].flags == ("--tree.depth=1",)
+    assert all(one.gain >= other.gain for one, other in pairwise(found) if (one.worth, one.certain, one.same) == (other.worth, other.certain, other.same))
+
+
+def test_a_draft_that_is_always_right_is_kept_and_drafting_ahead_hides_it() -> None:
+    rounds = [chain(number, 12, 12, hit=True) for number in range(10)]
+    by_name = {advice.name: advice for advice in advise(forecast(rounds), PLAIN)}
+    assert by_name["alone"].gain < 0.5
+    whole = 0.013 + flat(13) + 0.001
+    assert by_name["ahead"].gain == pytest.approx(whole / (flat(13) + 0.001))
+    assert by_name["ahead"].flags == ("--draft.ahead=true",)
+
+
+def test_goodput_is_worth_at_least_the_best_tree_of_one_size_where_the_scores_tell() -> None:
+    random = Random(2)
+    sure = [chain(number, 12, 12 if random.random() < 0.5 else 0) for number in range(60)]
+    told = [r.model_copy(update={"scores": tuple((-0.01 if r.accepted else -3.0) * level for level in range(1, 13))}) for r in sure]
+    found = forecast(told)
+    best = max(found.of(Tree(gamma, 12)).rate for gamma in range(1, 13))
+    assert found.goodput(12).rate >= best
+
+
+def test_more_threads_and_smaller_weights_gain_what_the_hardware_allows() -> None:
+    twice = Limits(bandwidth_gb_s=40.0, peak_gflop_s={"fp32": 200.0, "int8": 800.0}, probe="made up")
+    situation = Situation("dynamic", "small", False, False, "fp32", True, 1, 1, Roofline(MODEL, LIMITS), Roofline(MODEL, twice))
+    by_flags = {advice.flags: advice for advice in advise(Forecast([], PRICES, tree=Tree(0, 0), ahead=False), situation)}
+    assert by_flags[("--target.threads=2",)].gain == pytest.approx(0.021 / 0.011)
+    assert by_flags[("--target.weights=half",)].gain == pytest.approx(0.021 / 0.011)
+    assert by_flags[("--target.weights=int8",)].gain == pytest.approx(0.021 / 0.006)
+
+
+def test_the_measured_wait_for_the_draft_outweighs_the_guessed_one() -> None:
+    rounds = [chain(number, 12, 6) for number in range(5)]
+    twice = Forecast(offers_of([rounds]), PRICES, exposed_s=0.026, tree=Tree(12, 12), ahead=False)
+    assert twice.now.seconds == pytest.approx(0.026 + flat(13) + 0.001)
+    assert twice.of(Tree(12, 6)).seconds == pytest.approx(0.014 + flat(7) + 0.001)
+
+
+# -- samplers ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def rapl(root: Path, zone: str, name: str, value: int, most: int = 1_000_000) -> None:
+    folder = root / "sys/class/powercap" / zone
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in (("name", name), ("energy_uj", str(value)), ("max_energy_range_uj", str(most))):
+        (folder / file).write_text(f"{content}\n")
+
+
+def test_the_energy_of_packages_and_their_memory_is_counted_across_a_wrap(tmp_path: Path) -> None:
+    rapl(tmp_path, "intel-rapl:0", "package-0", 900_000)
+    rapl(tmp_path, "intel-rapl:0:0", "core", 5)
+    rapl(tmp_path, "intel-rapl:0:1", "dram", 100)
+    counter = Rapl(tmp_path)
+    rapl(tmp_path, "intel-rapl:0", "package-0", 400_000)
+    rapl(tmp_path, "intel-rapl:0:1", "dram", 300_100)
+    assert counter.read() == pytest.approx({"package-0": 0.5, "package-0 dram": 0.3})
+
+
+def test_what_is_not_there_says_why_and_is_never_zero(tmp_path: Path) -> None:
+    with pytest.raises(Absent, match="no /sys/class/powercap"):
+        Rapl(tmp_path)
+    samplers = Samplers(root=tmp_path)
+    assert {name for name in samplers.absent if "RAPL" in name}
+    one, two = samplers.take(), samplers.take()
+    assert energy_j(one, two) == {}
+    assert busy_cores(one, two, [4096]) is None
+
+
+def test_busy_shares_are_of_the_time_between_two_samples() -> None:
+    def sample(at_ns: int, busy: float, whole: float) -> Sample:
+        return Sample(at_ns, {0: (busy, whole), 1: (0.0, whole)}, {}, {}, {}, {})
+
+    one, two = sample(0, 10.0, 100.0), sample(10**9, 11.5, 102.0)
+    assert busy_cores(one, two, [0]) == pytest.approx(0.75)
+    assert busy_cores(one, two, [0, 1]) == pytest.approx(0.375)
+
+
+def test_memory_in_use_is_told_node_by_node(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/devices/system/node/node1"
+    folder.mkdir(parents=True)
+    (folder / "meminfo").write_text("Node 1 MemTotal:       1000 kB\nNode 1 MemFree:         400 kB\n")
+    assert node_memory(tmp_path) == {1: 600 * 1024}
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_svg_that_says_what_every_bar_is() -> None:
+    (fall,) = timeline.every_round([seen(1, 0), seen(2, 10)], ROUND)
+    for svg in (gantt(fall, ["coordinator", "draft", "target"]), stacked("devices", {"target": [("busy", "target", 0.5), ("waits: draft", "idle", 0.5)]})):
+        root = ElementTree.fromstring(svg)
+        told = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
+        assert any(words.startswith(("verify: 5.000 ms", "busy: 50.0%")) for words in told)
+    assert gantt(Waterfall("empty", 0.0, ()), [])
+
+
+def test_every_name_of_a_span_has_a_colour_and_the_records_are_json() -> None:
+    from dovetail.launch.profiling.drawing import COLOURS, OF_SPAN
+    from dovetail.protocol.spans import NAMES
+
+    assert set(OF_SPAN) <= set(NAMES)
+    assert set(OF_SPAN.values()) <= set(COLOURS)
+    assert json.loads(json.dumps(Pass.of(Roofline(MODEL, LIMITS), 3, 0.03).as_json()))["bound"] == "memory"
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_made_up_run_comes_to_figures_that_agree_with_each_other() -> None:
+    told = find(made_up_run()).told
+    for device in told["devices"].values():
+        assert device["busy"] + sum(device["waiting"].values()) == pytest.approx(1.0)
+        assert device["idle"] == pytest.approx(1.0 - device["busy"])
+    assert told["devices"]["target"]["waiting"]["draft"] > 0.15
+    assert told["devices"]["draft"]["waiting"]["target"] > 0.2
+    assert told["devices"]["target"]["sampled"]["process"] == pytest.approx(0.66)
+    assert told["devices"]["target"]["sampled"]["cores"] == pytest.approx(0.7)
+    assert told["nodes"]["0"]["busy"] == pytest.approx(0.625)
+    assert abs(told["unaccounted_share"]) < 0.02
+    assert told["bounds"]["speedup"] < told["bounds"]["most_speedup"]
+    assert told["bounds"]["pass"]["bound"] == "compute"
+    assert told["energy"] == {"joules": {}, "joules_per_token": None}
+    advice = {one["name"]: one for one in told["verdict"]["advice"]}
+    assert advice["ahead"]["gain"] > 1.05
+    assert advice["alone"]["gain"] < 1.0
+    json.dumps(told)
+
+
+def test_a_card_gives_joules_a_token_and_a_bus_to_compare_with() -> None:
+    told = find(made_up_run(gpu=True)).told
+    assert told["energy"]["joules_per_token"] == pytest.approx(sum(told["energy"]["joules"].values()) / told["tokens"])
+    assert told["energy"]["joules_per_token"] > 0.0
+    assert told["verdict"]["offloading"]["bus_gb_s"] == 15.76
+    assert told["verdict"]["offloading"]["right"] is True
+
+
+def test_what_is_not_known_is_said_to_be_not_available() -> None:
+    findings = find(made_up_run(roofline=False))
+    assert findings.told["bounds"]["pass"] is None
+    assert "not available" in " ".join(findings.told["verdict"]["in_words"])
+    text = report.page(findings, report.pictures(findings), "made")
+    assert "dovetail calibrate" in text
+
+
+def test_a_run_without_a_draft_has_a_report_too() -> None:
+    findings = find(made_up_run(nodes=0))
+    assert findings.told["tau"] == 1.0
+    assert {one["name"] for one in findings.told["verdict"]["advice"]} == {"weights"}
+    assert report.page(findings, report.pictures(findings), "made")
+
+
+def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
+    findings = find(made_up_run(gpu=True))
+    drawn = report.pictures(findings)
+    assert {"devices", "parts", "round-0", "round-1", "round-2", "over-time-target", "passes", "gamma", "positions"} <= set(drawn)
+    for svg in drawn.values():
+        ElementTree.fromstring(svg)
+    text = report.page(findings, drawn, "made")
+    outside = [address for address in re.findall(r"https?://[^\"'\s<]+", text) if not address.startswith("http://www.w3.org/")]
+    assert not outside
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\(", text)
+    assert findings.told["title"] in text

@@ -1,0 +1,197 @@
+"""The dashboard's routes: what is served to whom, under which headers, and what is told of other people's texts."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.runtime.http.dashboard import FRESH_S, STATE_PATH, page_files
+from support.scripted import ScriptedDraft, ScriptedTarget
+from support.web import Api, Backend, api, backend
+
+KEY = "0123456789abcdef"
+WORDS = re.compile(r"␣?w\d+")
+"""What the scripted language's tokens look like."""
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(KEY, encoding="utf-8")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def keyed(house: Backend, key_file: Path) -> Iterator[Api]:
+    with api(house.address, f"--http.api_key_file={key_file}", "--policy=dynamic") as started:
+        yield started
+
+
+def state(server: Api, **options: Any) -> dict[str, Any]:
+    reply = server.client.get(STATE_PATH, **options)
+    assert reply.status_code == 200, reply.text
+    value: dict[str, Any] = reply.json()
+    return value
+
+
+def told_of_a_tree(server: Api, client: Api, **options: Any) -> dict[str, Any]:
+    """What a server tells once there is a tree to show; requests go to `client`."""
+    for attempt in range(20):
+        client.complete(prompt=[5, 6, 7 + attempt], max_tokens=30)
+        time.sleep(FRESH_S)  # what was told before is told again for so long
+        told = state(server, **options)
+        if told["tree"] is not None and told["tree"]["parents"]:
+            return told
+    raise AssertionError("nothing was drafted")
+
+
+def texts_of(told: dict[str, Any]) -> list[str]:
+    tree = told["tree"]
+    return [text for text in (*(tree["texts"] or ()), tree["bonus"], tree["root"]) if text is not None]
+
+
+def test_the_page_is_there_with_everything_that_it_names(server: Api) -> None:
+    class Names(HTMLParser):
+        found: set[str]
+
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            self.found |= {value or "" for name, value in attributes if name in ("src", "href")}
+            assert not any(name.startswith("on") or name == "style" for name, _ in attributes), "the policy forbids it"
+
+    page = server.client.get("/")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    names = Names()
+    names.found = set()
+    names.feed(page.text)
+    named = {name for name in names.found if not name.startswith("#")}
+    scripts = {name for name, (kind, _) in page_files().items() if "javascript" in kind}
+    imported = {f"dashboard/{name}" for path in scripts for name in re.findall(r'from "\./([\w.]+)"', server.client.get(path).text)}
+    assert {f"/{name}" for name in named | imported} | {"/"} == set(page_files())
+    assert all(server.client.get(f"/{name}").status_code == 200 for name in named | imported)
+
+
+def test_nothing_of_it_comes_from_elsewhere() -> None:
+    for path, (_, content) in page_files().items():
+        addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[\w./-]*", content.decode()))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser", content.decode()), path
+
+
+@pytest.mark.parametrize("path", [*page_files(), STATE_PATH])
+def test_a_browser_is_told_to_run_nothing_else(server: Api, path: str) -> None:
+    headers = server.client.get(path).headers
+    policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
+    assert (policy["require-trusted-types-for"], policy["trusted-types"], policy["frame-ancestors"]) == ("'script'", "'none'", "'none'")
+    assert (headers["x-content-type-options"], headers["referrer-policy"], headers["cross-origin-resource-policy"]) == ("nosniff", "no-referrer", "same-origin")
+    assert headers["cache-control"] == ("no-store" if path == STATE_PATH else "no-cache")
+
+
+def test_a_file_that_is_still_the_same_is_not_sent_again(server: Api) -> None:
+    tag = server.client.get("/dashboard/main.js").headers["etag"]
+    again = server.client.get("/dashboard/main.js", headers={"if-none-match": tag})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_it_is_no_part_of_the_api_document(server: Api) -> None:
+    assert not [path for path in server.client.get("/openapi.json").json()["paths"] if path == "/" or "dashboard" in path]
+
+
+def test_what_is_shown_has_workers_sessions_tree_and_figures(server: Api) -> None:
+    told = told_of_a_tree(server, server)
+    assert {worker["name"] for worker in told["workers"]} == {"target", "draft"}
+    assert (told["model"], told["shown"], told["server"]["pid"]) == ("scripted-target", "full", server.process.pid)
+    assert told["figures"]["tau"] > 1.0
+    tree = told["tree"]
+    assert set(tree["fates"]) <= {"a", "r", "n"}
+    assert tree["session"] in [session["session"] for session in told["sessions"]]
+
+
+def test_without_a_key_set_texts_are_shown_with_one_they_are_not(server: Api, keyed: Api) -> None:
+    told = told_of_a_tree(server, server)
+    assert len(texts_of(told)) > len(told["tree"]["parents"])
+    assert all(WORDS.fullmatch(text) or text == "<end>" for text in texts_of(told))
+    told = told_of_a_tree(keyed, server, headers={"authorization": f"Bearer {KEY}"})
+    assert (told["shown"], texts_of(told)) == ("anonymous", [])
+    assert not WORDS.search(json.dumps(told, ensure_ascii=False))
+
+
+def test_a_setting_has_the_last_word(house: Backend, server: Api) -> None:
+    with api(house.address, "--http.dashboard=anonymous") as other:
+        told = told_of_a_tree(other, server)
+    assert (told["shown"], texts_of(told)) == ("anonymous", [])
+
+
+def test_where_it_is_off_nothing_of_it_is_there(house: Backend) -> None:
+    with api(house.address, "--http.dashboard=off") as other:
+        assert {other.client.get(path).status_code for path in (*page_files(), STATE_PATH)} == {404}
+
+
+def test_the_page_asks_for_the_key_so_it_comes_without_one_and_its_figures_do_not(keyed: Api) -> None:
+    assert {keyed.client.get(path).status_code for path in page_files()} == {200}
+    assert keyed.client.get(STATE_PATH).status_code == 401
+    assert keyed.client.get(STATE_PATH, headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert keyed.client.get("/v1/models").status_code == 401
+    assert keyed.client.post("/", json={}).status_code == 405
+
+
+def test_a_web_page_that_has_its_name_made_to_mean_this_machine_reads_nothing(server: Api) -> None:
+    assert server.client.get(STATE_PATH, headers={"host": "evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("session", ["-1", "x", str(1 << 63), "", "1e3"])
+def test_a_session_that_is_no_number_is_refused(server: Api, session: str) -> None:
+    reply = server.client.get(STATE_PATH, params={"session": session})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "session")
+
+
+def test_a_session_that_is_not_there_is_none_to_fail_for(server: Api) -> None:
+    assert state(server, params={"session": "123456"})["tree"] == state(server)["tree"]
+
+
+def test_the_coordinator_is_asked_when_somebody_looks_and_twice_a_second_at_most() -> None:
+    asked: list[float] = []
+    with backend() as house, api(house.address) as server:
+        with house.still() as coordinator:
+            look = coordinator._look
+            coordinator._look = lambda client, request: (asked.append(time.monotonic()), look(client, request))[1]  # type: ignore[method-assign]
+        server.client.get("/")
+        server.chat(max_tokens=60)
+        assert not asked
+        began = time.monotonic()
+        assert {server.client.get(STATE_PATH).status_code for _ in range(100)} == {200}
+        assert 1 <= len(asked) <= 1 + (time.monotonic() - began) / FRESH_S
+
+
+def test_names_and_texts_of_peers_are_told_as_they_are_and_never_as_html() -> None:
+    evil = '<img src=x onerror="alert(1)">'
+    with backend(target=False, draft=False) as house:
+        house.add(ScriptedTarget, "target", prefix="<b>", name=evil, model=f"/models/{evil}")
+        house.add(ScriptedDraft, "draft", prefix="<b>", name=f"{evil}2")
+        with api(house.address, "--policy=dynamic") as server:
+            told = told_of_a_tree(server, server)
+            assert server.client.get(STATE_PATH).headers["content-type"] == "application/json"
+    assert [worker["name"] for worker in told["workers"]] == [evil, f"{evil}2"]
+    assert any(text.startswith("␣<b>") for text in texts_of(told))
+
+
+def test_a_coordinator_that_has_gone_is_told_and_its_successor_shown() -> None:
+    with backend() as first, api(first.address) as server:
+        epoch = state(server)["coordinator"]["epoch"]
+        address = first.address
+        first.close()
+        deadline = time.monotonic() + 20.0
+        while (reply := server.client.get(STATE_PATH)).status_code != 503:
+            assert time.monotonic() < deadline
+        assert "coordinator" in reply.json()["error"]["message"]
+        with backend(address=address):
+            while (reply := server.client.get(STATE_PATH)).status_code != 200:
+                assert time.monotonic() < deadline
+        assert reply.json()["coordinator"]["epoch"] != epoch

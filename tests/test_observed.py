@@ -1,0 +1,64 @@
+"""What real processes say of their time: a round's spans add up to it, and to what the workers say that they were busy."""
+
+from statistics import median
+
+import pytest
+
+from benchmarks.figures import ADDS_UP
+from benchmarks.observed import WORK, everything, sums, watched
+from dovetail.protocol.messages import Seen, SeenSpan
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import NAMES
+from dovetail.runtime.client import Client
+from support.stacks import PROMPTS, running
+
+TREE = TreeSettings(policy="dynamic", gamma=8, depth=5, width=6)
+PASS = {"linears", "attention", "other", "head"}
+
+
+def busy(seen: Seen) -> dict[str, tuple[int, int]]:
+    return {worker.name: (worker.at_ns, worker.busy_ns) for worker in seen.workers}
+
+
+def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """What the workers say once each has been asked anew."""
+    while any(now[0] <= before[name][0] for name, now in busy(client.look(spans=False)).items()):
+        pass
+    return busy(client.look())
+
+
+def overlap(spans: list[SeenSpan], start_ns: int, end_ns: int) -> int:
+    """Nanoseconds of an interval that spans cover, overlapping ones once."""
+    covered, until = 0, start_ns
+    for begin, end in sorted((max(s.span[1], start_ns), min(s.span[1] + s.span[2], end_ns)) for s in spans):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("library", marks=pytest.mark.slow)])
+def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: str) -> None:
+    with running({"draft.kind": "small", "draft.ahead": "true", "target.backend": backend, "target.inflate": "64MiB"}) as client:
+        turns = PROMPTS[0][:1]
+        client.complete(client.submit(turns=turns, sampling=Sampling(), max_tokens=16, tree=TREE))
+        before = probed_again(client, busy(client.look(spans=True)))
+        rounds, spans = watched(client, lambda: client.submit(turns=turns, sampling=Sampling(), max_tokens=96, tree=TREE))
+        after = probed_again(client, busy(client.look(spans=True)))
+        _, late, _ = everything(client)
+
+    found = sums(rounds, spans)
+    assert len(found) > 8
+    assert sum(sum(one.parts.values()) for one in found) >= (1 - ADDS_UP) * sum(one.wall_ns for one in found)
+    assert median(abs(one.explained - 1.0) for one in found) <= ADDS_UP  # on a busy machine the coordinator may be held up between sending and noting it
+    assert {seen.span[0] for seen in spans} <= set(NAMES)
+    assert {seen.span[0] for seen in spans} >= {"draft", "root", "level", "move", "grow", "decode", "encode", "send", "choose", "commit", *PASS}
+
+    for process, names in (("target", (*WORK["target"], "prepare")), ("draft", (*WORK["draft"], "grow", "prepare"))):
+        (from_ns, busy_then), (to_ns, busy_now) = before[process], after[process]
+        own = [seen for seen in late if seen.process == process and seen.span[0] in (*names, "prefill")]
+        share = (busy_now - busy_then) / (to_ns - from_ns)
+        assert overlap(own, from_ns, to_ns) / (to_ns - from_ns) == pytest.approx(share, abs=0.05)
+    passes = [seen for seen in spans if seen.span[0] == "verify"]
+    parts = [[s.span[2] for s in spans if (s.process, s.round) == (one.process, one.round) and s.span[0] in (*PASS, "choose")] for one in passes]
+    assert all(sum(its) <= one.span[2] for one, its in zip(passes, parts, strict=True))
+    assert sum(map(sum, parts)) >= 0.9 * sum(one.span[2] for one in passes)

@@ -1,0 +1,115 @@
+"""The same tokens wherever the target's layers are: split, resident, streamed, and with prompts that a device reads; over real processes and the embedded pair.
+
+The CPU stands for the device here, and computes the same bytes: fingerprints are equal, and so is every token.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from support.kernels import needs_kernels
+from support.stacks import PROMPTS, complete_all, running, started, submit
+
+pytestmark = needs_kernels
+
+LAYERS = 8
+"""Of the embedded target."""
+TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10)
+TOKENS = 40
+CPU = {"draft.device": "cpu"}
+SPLITS = {f"split after {LAYERS - n}": {"target.split.device": "cpu", "target.split.layers": str(n)} for n in range(1, LAYERS)}
+STREAMED = {f"{n} of {LAYERS} resident": {"target.resident": str(n)} for n in (0, 1, 4, LAYERS)}
+MIXED = {
+    "mixed": {"target.split.device": "cpu", "target.split.layers": "5", "target.resident": "2"},
+    "within a limit": {"target.split.device": "cpu", "memory.vram": "16MiB"},
+    "streamed within a limit": {"target.split.device": "cpu", "target.split.layers": str(LAYERS), "memory.vram": "18MiB"},
+    "prompts read": {"target.prefill": "cpu"},
+    "all at once": {"target.split.device": "cpu", "target.split.layers": "4", "target.resident": "1", "target.prefill": "cpu"},
+}
+PLACEMENTS = {**SPLITS, **STREAMED, **MIXED}
+CASES = [("fp32", placement) for placement in PLACEMENTS]
+CASES += [(weights, placement) for weights in ("half", "int8") for placement in ("split after 4", "0 of 8 resident", "mixed", "all at once")]
+DRAFTS = {
+    "small": {},
+    "dovetail": {"draft.kind": "dovetail"},
+    "ngram": {"draft.kind": "ngram"},
+}
+
+
+def complete(client: Client, turns: Sequence[str], *, temperature: float, tree: TreeSettings | None = TREE) -> Finished:
+    sampling = Sampling(temperature=temperature)
+    return client.complete(submit(client, turns, sampling=sampling, tokens=TOKENS, seed=9, tree=tree))
+
+
+Told = dict[tuple[int, float], tuple[str, tuple[int, ...]]]
+
+
+def told_by(client: Client, tree: TreeSettings | None, prompts: int = 2) -> Told:
+    """Fingerprint and tokens by prompt and temperature."""
+    results = {(n, t): complete(client, PROMPTS[n], temperature=t, tree=tree).result for n in range(prompts) for t in (0.0, 1.0)}
+    return {place: (result.fingerprint, result.token_ids) for place, result in results.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(request: pytest.FixtureRequest) -> Iterator[tuple[str, Told]]:
+    """What the target says as a whole and alone, by type of weights."""
+    with running({**CPU, "target.weights": request.param}) as client:
+        yield request.param, told_by(client, None)
+
+
+def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_same(client: Client) -> None:
+    with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
+        assert told_by(spread, TREE) == told_by(client, None)
+        (target,) = [worker for worker in spread.status().workers if "target" in worker.roles]
+        assert target.placement == "cpu 0-3, cpu 4-7 (1 resident, 3 streamed) and head; prompts read by cpu"
+        result = complete(spread, PROMPTS[4], temperature=0.0).result
+        assert (result.placement, result.prefill) == (target.placement, "cpu")
+        assert result.accepted_tokens > 0
+    plain = complete(client, PROMPTS[4], temperature=0.0).result
+    assert (plain.placement, plain.prefill) == ("", "local")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whole", "placement"), CASES, indirect=["whole"])
+def test_every_placement_writes_the_same_as_the_whole(whole: tuple[str, Told], placement: str) -> None:
+    weights, expected = whole
+    with running({**CPU, "target.weights": weights, **PLACEMENTS[placement]}) as client:
+        assert told_by(client, TREE) == expected
+        assert [worker.placement != "" for worker in client.status().workers if "target" in worker.roles] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["4 of 8 resident", "all at once"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_any_draft_goes_with_any_placement(client: Client, draft: str, placement: str) -> None:
+    with running({**CPU, **DRAFTS[draft], **PLACEMENTS[placement]}) as spread:
+        assert told_by(spread, TREE) == told_by(client, None)
+
+
+@pytest.mark.slow
+def test_requests_side_by_side_give_what_each_gives_alone(client: Client) -> None:
+    alone = [complete(client, turns, temperature=1.0, tree=None).result.token_ids for turns in PROMPTS[:6]]
+    with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
+        together = [submit(spread, turns, sampling=Sampling(temperature=1.0), tokens=TOKENS, seed=9, tree=TREE) for turns in PROMPTS[:6]]
+        assert [finished.result.token_ids for finished in complete_all(spread, together)] == alone
+
+
+@pytest.mark.slow
+def test_a_target_is_swapped_for_one_that_is_placed_otherwise(client: Client) -> None:
+    expected = told_by(client, None)
+    with started({**CPU, **PLACEMENTS["mixed"]}) as (stack, spread):
+        before = told_by(spread, TREE)
+        flags = ["--target.split.device=cpu", "--target.split.layers=2", "--target.resident=auto"]
+        command = ["swap", "--role=target", "--json", f"--connect={stack.address}", *flags]
+        done = subprocess.run([sys.executable, "-P", "-m", "dovetail.launch.cli", *command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
+        (target,) = [worker for worker in spread.status().workers if "target" in worker.roles]
+        assert target.placement == "cpu 0-5, cpu 6-7 (2 resident) and head"
+        assert before == told_by(spread, TREE) == expected

@@ -1,0 +1,112 @@
+"""Where layers are placed: a function of sizes alone, within its limits, and of the sizes that the loader really makes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.workers.kernels.layer import LANES
+from dovetail.workers.models.blob import gather
+from dovetail.workers.models.fused import BlockedCache
+from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.placement import BUFFERS, Demand, Place, Sizes, has_sizes, needed_bytes, place_layers, sizes_of
+from support.kernels import needs_kernels
+from support.models import FAMILIES
+
+SIZES = Sizes(layers=8, layer=100, matrix=40, head=50, embedding=60, row=1, context=10)
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "dtype": "float16",
+}
+
+
+def test_without_limits_everything_is_resident() -> None:
+    assert place_layers(SIZES, Demand("cuda:0")).places == (Place.RESIDENT,) * 8
+
+
+def test_the_last_layers_are_split_off() -> None:
+    placement = place_layers(SIZES, Demand("cuda:0", computed=3))
+    assert placement.places == (Place.CPU,) * 5 + (Place.RESIDENT,) * 3
+    assert placement.first == 5
+    assert str(placement) == "cpu 0-4, cuda:0 5-7 (3 resident) and head"
+
+
+def test_resident_layers_stand_evenly_between_streamed_ones() -> None:
+    placement = place_layers(SIZES, Demand("cuda:0", resident=2))
+    assert [index for index, place in enumerate(placement.places) if place is Place.RESIDENT] == [3, 7]
+    assert (placement.resident, placement.streamed, placement.buffers) == (2, 6, BUFFERS)
+
+
+@pytest.mark.parametrize(("room", "computed"), [(200, 1), (309, 1), (312, 2), (897, 7), (970, 8)])
+def test_a_split_takes_as_many_layers_as_there_is_room_for(room: int, computed: int) -> None:
+    placement = place_layers(SIZES, Demand("cuda:0", streams=False, device_bytes=room))
+    assert len(placement.places) - placement.first == computed == placement.resident
+    assert placement.device_bytes <= room
+
+
+@given(room=st.integers(370, 2000))
+def test_a_streamed_target_keeps_as_many_layers_as_there_is_room_for(room: int) -> None:
+    placement = place_layers(SIZES, Demand("cuda:0", device_bytes=room))
+    assert placement.first == 0
+    assert placement.device_bytes == needed_bytes(SIZES, 8, placement.resident) <= room
+    assert placement.resident == 8 or needed_bytes(SIZES, 8, placement.resident + 1) > room
+
+
+@pytest.mark.parametrize(
+    ("demand", "words"),
+    [
+        (Demand("cuda:0", device_bytes=300), ("cuda:0 would need", "memory.vram leaves")),
+        (Demand("cuda:0", computed=4, resident=4, device_bytes=300), ("4 of 4 layers resident", "target.split.layers")),
+        (Demand("cuda:0", computed=9), ("target.split.layers = 9", "the model has 8 layers")),
+        (Demand("cuda:0", computed=3, resident=4), ("target.resident = 4", "cuda:0 computes 3 layers")),
+        (Demand("cuda:0", computed=3, host_bytes=500), ("5 layers and the embedding", "memory.ram")),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_one_line(demand: Demand, words: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        place_layers(SIZES, demand)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_7b_model_has_the_sizes_that_it_is_known_for() -> None:
+    half, int8 = sizes_of(LLAMA_7B, "half"), sizes_of(LLAMA_7B, "int8")
+    assert half.layer == pytest.approx(202_383_360 * 2, rel=1e-3)
+    assert int8.layer == pytest.approx(202_383_360, rel=3e-3)
+    assert half.row == 2 * 4096 * 4
+    assert half.layers * half.layer + half.head + half.embedding == pytest.approx(13.5e9, rel=0.01)
+
+
+def test_a_configuration_without_sizes_is_told_from_one_with_them() -> None:
+    assert has_sizes(LLAMA_7B)
+    assert has_sizes({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96, "vocab_size": 48})
+    for name in LLAMA_7B.keys() - {"model_type", "dtype"}:
+        assert not has_sizes({key: value for key, value in LLAMA_7B.items() if key != name})
+
+
+@needs_kernels
+@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("half", torch.float16), ("int8", torch.float32)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_by_the_configuration_are_those_that_are_loaded(tmp_path: Path, family: str, weights: str, dtype: torch.dtype) -> None:
+    """Within a bias, which is counted whether there is one, and the norms."""
+    folder = FAMILIES[family](tmp_path, dtype=dtype)
+    sizes = sizes_of(json.loads((folder / "config.json").read_text()), weights)
+    model = load_language_model(str(folder), weights=weights, device="cpu", backend="kernels")
+    plan = model._back_end._layers[0].plan  # type: ignore[attr-defined]
+    blob, norms = gather(plan).memory.numel(), 4 * 4 * model.hidden_size
+    outputs = plan.qkv.n + plan.output.n + plan.gate_up.n + plan.down.n
+    assert blob + norms <= sizes.layer <= blob + norms + 4 * outputs + 4 * 64
+    cache = model.new_cache(LANES)
+    assert isinstance(cache, BlockedCache)
+    assert sizes.row * sizes.layers == cache.row_bytes
+    assert (sizes.layers, sizes.context) == (model.layers, model.context)

@@ -1,0 +1,163 @@
+"""A draft that reads its target's own keys and values: what it computes, and that neither writes where the other reads."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import VerifyItem
+from dovetail.protocol.noise import session_key
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.protocol.tree import TokenTree
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
+from dovetail.workers.speculation.growth import NO_ROW
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.verifier import First, Verdict, Verifier
+from support.models import VOCABULARY, cache_row
+
+PROMPT = (0, 3, 17, 9, 30)
+KEY = session_key(7, 0, PROMPT)
+TREE = TreeSettings(policy="dynamic", gamma=12, depth=4, width=4)
+SHAPE, CHAIN = Shape(12, 4, 4), Shape(4, 4, 1)
+CAPACITY = 70
+SAMPLINGS = {"greedy": Sampling(), "warm": Sampling(temperature=1.0)}
+
+
+class Pair:
+    """A target and, as its draft, the same model over the same cache: a draft that would always be right, but for what the test has it propose."""
+
+    def __init__(self, model: LanguageModel, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> None:
+        self.model, self.sampling, self.round = model, sampling, 0
+        self.verifier, self.engine = Verifier(model, Spans()), SharedDrafter(model, Spans(), ahead=True)
+        self.engine.borrow = lambda number: Lent(*self.verifier.lend(number))
+        self.verifier.rows_beside = self.engine.rows_beside
+        self.session = self.open_draft(prompt)
+        self.log = [*prompt, self.open_target(prompt)]
+
+    def open_target(self, prompt: Sequence[int]) -> int:
+        (first,) = self.verifier.open(1, key=KEY, prompt=prompt, capacity=CAPACITY, sampling=self.sampling, tree=TREE)
+        assert isinstance(first, First)
+        return first.token
+
+    def open_draft(self, prompt: Sequence[int]) -> SharedSession:
+        session = self.engine.open(prompt, capacity=CAPACITY, vocabulary_size=VOCABULARY, key=KEY, sampling=self.sampling, tree=TREE)
+        session.number = 1
+        return session
+
+    def verify(self, tree: TokenTree) -> tuple[Sequence[int], int]:
+        """Accepted nodes and bonus."""
+        self.round += 1
+        item = VerifyItem(session=1, round=self.round, prefix=len(self.log), tokens=tree.tokens, parents=tree.parents)
+        self.verifier.check(item)
+        (verdict,) = self.verifier.verify([item])
+        assert isinstance(verdict, Verdict)
+        self.log += (*(tree.tokens[node] for node in verdict.item.accepted), verdict.item.bonus)
+        return verdict.item.accepted, verdict.item.bonus
+
+    def row_of(self, path: Sequence[int]) -> torch.Tensor:
+        """Keys and values of the last token of `path`, from a causal pass."""
+        cache = self.model.new_cache(len(path))
+        self.model.forward(torch.tensor(path), torch.arange(len(path)), [Segment(cache, 0, len(path))])
+        return cache_row(cache, len(path) - 1)
+
+    def check(self) -> None:
+        """Every committed row is what a plain pass gives, byte for byte, and so is every row of the draft's tree."""
+        cache, tree, session = self.session.cache, self.session.tree, self.session
+        for slot in range(cache.length):
+            assert torch.equal(cache_row(cache, slot), self.row_of(self.log[: slot + 1]))
+        if session.rooted:
+            assert torch.equal(cache_row(cache, session.first), self.row_of(session.log))
+        for node in range(len(tree)):
+            if tree.rows[node] != NO_ROW:
+                path = [*session.log, *tree.path_tokens(node)]
+                assert torch.equal(cache_row(cache, session.first + 1 + int(tree.rows[node])), self.row_of(path))
+
+
+def alone(model: LanguageModel, sampling: Sampling) -> list[int]:
+    """What the target writes without a draft."""
+    pair = Pair(model, sampling)
+    while len(pair.log) < CAPACITY - 14:
+        pair.verify(TokenTree())
+    return pair.log
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_committed_and_what_is_drafted_never_overwrite_each_other(llama: LanguageModel, sampling: Sampling, seed: int) -> None:
+    rng, pair, expected = random.Random(seed), Pair(llama, sampling), alone(llama, sampling)
+    accepted, bonus = (), pair.log[-1]
+    hits = 0
+    while len(pair.log) < CAPACITY - 20:
+        shape = SHAPE if rng.random() < 0.7 else Shape(3, 2, 2)
+        proposal = pair.engine.draft(pair.session, accepted, bonus, shape, ahead=True)
+        hits += proposal.hit
+        pair.check()
+        for _ in range(rng.randint(0, 3)):
+            pair.engine.grow_ahead(pair.session)
+        pair.check()
+        accepted, bonus = pair.verify(proposal.tree)
+        if rng.random() < 0.5:
+            pair.engine.grow_ahead(pair.session)  # the verdict is there, and the draft has not been told
+        pair.check()
+    assert hits
+    assert pair.log == expected[: len(pair.log)]
+
+
+def test_a_draft_that_is_the_target_is_always_right(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    accepted, bonus = (), pair.log[-1]
+    for _ in range(5):
+        accepted, bonus = pair.verify(pair.engine.draft(pair.session, accepted, bonus, CHAIN).tree)
+        assert len(accepted) == CHAIN.depth
+
+
+def test_a_draft_that_was_left_out_goes_on_from_what_the_target_has(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
+    missed = [pair.verify(TokenTree())[1] for _ in range(3)]
+    proposal = pair.engine.draft(pair.session, (), missed[0], CHAIN, more=missed[1:])
+    pair.check()
+    assert len(pair.verify(proposal.tree)[0]) == CHAIN.depth
+
+
+def test_without_the_targets_session_nothing_is_drafted(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
+    pair.verifier.close(1)
+    with pytest.raises(RequestError, match="session 1 is not open"):
+        pair.engine.draft(pair.session, (), 5, SHAPE)
+
+
+def test_a_target_that_has_another_log_is_told_apart(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    other = (pair.log[-1] + 1) % VOCABULARY
+    with pytest.raises(RequestError, match="another log"):
+        pair.engine.draft(pair.session, (), other, SHAPE)
+
+
+def test_a_session_that_was_opened_anew_is_opened_anew_by_the_draft(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
+    pair.verify(TokenTree())
+    pair.verifier.close(1)
+    pair.open_target(pair.log[:-1])
+    with pytest.raises(RequestError, match="opened anew"):
+        pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
+    again = pair.open_draft(pair.log[:-1])
+    proposal = pair.engine.draft(again, (), pair.log[-1], SHAPE)
+    assert len(proposal.tree) == SHAPE.nodes
+
+
+def test_rows_of_dead_nodes_are_free_again(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    accepted, bonus, free = (), pair.log[-1], []
+    for _ in range(6):
+        proposal = pair.engine.draft(pair.session, accepted, bonus, SHAPE)
+        free.append(pair.session.free_rows)
+        accepted, bonus = pair.verify(proposal.tree)
+    assert min(free[1:]) >= pair.session.own - 1 - 2 * SHAPE.width * SHAPE.depth

@@ -1,0 +1,142 @@
+"""The substitute of a small model: what it computes, what is kept of it, and where it cannot be."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.workers import kernels
+from dovetail.workers.models import fused
+from dovetail.workers.models.fused import BlockedCache
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.quantize import quantise
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.substitute import load_substitute
+from support.models import tiny_llama, transformers_model
+
+pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+ROUNDED = 0.08
+"""How far rows of 8 bits (bf16 on torch's products) may move the logits of these models, whose weights are ten times the usual ones: 0.03 to 0.065 measured."""
+TOKENS = torch.tensor([3, 14, 15, 9, 26, 5, 35, 8])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("target"), intermediate_size=128)
+
+
+def logits(model: LanguageModel) -> Tensor:
+    count = len(TOKENS)
+    return model.forward(TOKENS, torch.arange(count), [Segment(model.new_cache(count), 0, count)])
+
+
+def slow_logits(folder: Path, bits: int) -> Tensor:
+    """transformers' own model, each of its layers' weights put in place of by what its codes stand for."""
+    model = copy.deepcopy(transformers_model(folder))
+    for part in model.model.layers.modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(quantise(part.weight.float(), bits).weight(), requires_grad=False)
+    with torch.inference_mode():
+        found: Tensor = model(TOKENS.unsqueeze(0)).logits[0]
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
+def test_a_substitute_computes_what_its_codes_stand_for(folder: Path, tmp_path: Path, weights: str, bits: int) -> None:
+    found, expected = logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]), slow_logits(folder, bits)
+    assert float((found - expected).norm() / expected.norm()) < ROUNDED
+    assert bits > 4 or float((found - logits(load_language_model(str(folder), weights="fp32", device="cpu"))).norm() / expected.norm()) > 2 * ROUNDED
+
+
+@needs_kernels
+def test_its_cache_is_one_that_the_target_could_use(folder: Path, tmp_path: Path) -> None:
+    substitute, target = (
+        load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[0],
+        load_language_model(str(folder), weights="fp32", device="cpu"),
+    )
+    caches = substitute.new_cache(40), target.new_cache(40)
+    assert all(isinstance(cache, BlockedCache) for cache in caches)
+    assert caches[0].row_bytes == caches[1].row_bytes
+
+
+def test_on_torchs_products_it_computes_the_same_function(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "reason_against", lambda kind: "they are not built")
+    found, expected = logits(load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[0]), slow_logits(folder, 4)
+    assert float((found - expected).norm() / expected.norm()) < ROUNDED
+    with pytest.raises(SettingsError, match=r"draft\.weights = 'int3': without the C\+\+ kernels a substitute has 4 bits"):
+        load_substitute(str(folder), weights="int3", device="cpu", folder=tmp_path)
+
+
+def test_what_was_quantised_once_is_read_the_next_time(folder: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    first, made = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path, tell=lambda done, of: told.append((done, of)))
+    assert (made.made, told) == (2, [(1, 2), (2, 2)])
+    assert f"quantised 2 layers, 0.1 million weights, to 4 bits in {made.seconds:.1f} s, kept in {made.folder}" in made.report("draft")
+    again, nothing = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
+    assert (nothing.made, nothing.report("draft")) == (0, "")
+    assert torch.equal(logits(first), logits(again))
+
+
+def test_other_bits_another_inflation_and_another_checkpoint_are_kept_apart(folder: Path, tmp_path: Path) -> None:
+    other = tiny_llama(tmp_path / "other", intermediate_size=128, seed=1)
+    kept = tmp_path / "kept"
+    kinds = [(folder, "int4", 0), (folder, "int2", 0), (folder, "int4", 1 << 20), (other, "int4", 0)]
+    for source, weights, inflate in kinds:
+        assert load_substitute(str(source), weights=weights, device="cpu", inflate_bytes=inflate, folder=kept)[1].made > 0
+    assert len([*kept.iterdir()]) == len(kinds)
+
+
+def test_a_layer_whose_file_is_not_whole_is_quantised_again(folder: Path, tmp_path: Path) -> None:
+    _, made = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
+    assert made.folder is not None
+    first, second = sorted(made.folder.iterdir())
+    first.write_bytes(first.read_bytes()[:-100])
+    second.unlink()
+    (made.folder / "tmpabc").mkdir()
+    (made.folder / "tmpabc" / second.name).write_bytes(b"half of it")  # what a process that was killed left
+    assert load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[1].made == 2
+    assert load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[1].made == 0
+
+
+def test_where_nothing_can_be_kept_it_is_made_anew_each_time(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for place in (None, tmp_path / "file"):
+        made = load_substitute(str(folder), weights="int4", device="cpu", folder=place)[1]
+        assert made.made == 2
+        assert made.report("draft").endswith("not kept")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
+def test_inputs_that_do_not_divide_into_groups_are_filled_up(tmp_path: Path, weights: str, bits: int) -> None:
+    folder = tiny_llama(tmp_path / "odd", intermediate_size=104)
+    for _ in range(2):  # quantised, and read
+        found, expected = logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]), slow_logits(folder, bits)
+        assert float((found - expected).norm() / expected.norm()) < ROUNDED
+
+
+def test_what_torchs_products_cannot_lay_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "reason_against", lambda kind: "they are not built")
+    folder = tiny_llama(tmp_path, intermediate_size=104)
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_proj of layer 0 has 104 outputs, no multiple of 16; choose another draft\.kind"):
+        load_substitute(str(folder), weights="int4", device="cpu")
+
+
+@needs_kernels
+def test_the_substitute_of_an_inflated_target_is_inflated_too(folder: Path, tmp_path: Path) -> None:
+    """Layers that add nothing and units that are dead add nothing in 4 bits either: the same function at the price of a larger draft."""
+    plain = logits(load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[0])
+    inflated, made = load_substitute(str(folder), weights="int4", device="cpu", inflate_bytes=1 << 20, folder=tmp_path)
+    assert made.made > 2
+    assert float((logits(inflated) - plain).norm() / plain.norm()) < ROUNDED
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_computes_the_same_function(folder: Path, tmp_path: Path) -> None:
+    found, expected = logits(load_substitute(str(folder), weights="int4", device="cuda:0", folder=tmp_path)[0]).cpu(), slow_logits(folder, 4)
+    assert float((found - expected).norm() / expected.norm()) < ROUNDED

@@ -1,0 +1,51 @@
+"""Matrices of 8, 4, 3 or 2 bits a weight in the layout of the C++ kernels: codes in groups of 64 inputs, each group with a scale and an offset.
+
+A weight is (code - 2^(bits - 1)) scale + offset. Codes are widened in registers as they are used, and rows of x are rounded to 8 bits, each group of inputs
+for itself; a row gives the same bytes of y whatever its neighbours are. Knows shapes and addresses; how codes are chosen is the quantiser's business.
+"""
+
+from enum import IntEnum
+
+from dovetail.workers.kernels import Array, PackedMatrix, address_of, library
+
+GROUP = 64
+"""Inputs that share a scale and an offset."""
+
+
+class Coded(IntEnum):
+    """What the codes of a matrix are; the numbers go on from `Kind`'s."""
+
+    CODES8 = 4
+    CODES4 = 5
+    CODES3 = 6
+    CODES2 = 7
+
+
+KINDS = {8: Coded.CODES8, 4: Coded.CODES4, 3: Coded.CODES3, 2: Coded.CODES2}
+"""By the bits of a code."""
+
+
+def groups_of(inputs: int) -> int:
+    """Of a matrix with so many inputs."""
+    return -(-inputs // GROUP)
+
+
+class CodedMatrix(PackedMatrix):
+    """A matrix [n out, k in] of codes of `bits` bits; the last group may be longer than the inputs."""
+
+    def __init__(self, bits: int, n: int, k: int, *, bias: Array | None = None) -> None:
+        super().__init__(KINDS[bits], n, k, bias=bias)
+        self.groups = groups_of(k)
+
+    def pack_codes(self, codes: Array, scales: Array, offsets: Array, first: int = 0) -> None:
+        """Pack the outputs first .. first + count: codes [count, groups GROUP] uint8, scales and offsets [count, groups] float16."""
+        count = codes.shape[0]
+        if not 0 <= first <= first + count <= self.n:
+            raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")
+        parts = (count, self.groups)
+        addresses = (
+            address_of(codes, (count, self.groups * GROUP), ("uint8",)),
+            address_of(scales, parts, ("float16",)),
+            address_of(offsets, parts, ("float16",)),
+        )
+        library().dt_pack_codes(self.kind, *addresses, first, count, self.k, self.struct.packed)

@@ -1,0 +1,110 @@
+"""Weights of a few bits by HQQ: the only module that opens the hqq package, and only where something has to be quantised.
+
+Groups of 64 inputs (axis 1) share a scale and an offset, weight = (code - 2^(bits - 1)) scale + offset; hqq's proximal solver chooses the offset without any
+data (HQQ, Badri and Shaji 2023; the settings are those of the SubSpec paper, section 5). Knows single matrices; what is kept, and where, `substitute.py` knows.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.workers.kernels.coded import GROUP, groups_of
+
+BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
+"""By the type of a substitute's weights."""
+SCHEME = f"hqq-axis1-group{GROUP}-2"
+"""Of what `quantise` computes; part of what caches are named by."""
+REMEDY = "install it with `pip install 'dovetail[subspec]'`"
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix [rows, inputs] in codes of `bits` bits; the last group may be longer than the inputs."""
+
+    bits: int
+    inputs: int
+    codes: Tensor
+    """[rows, groups GROUP] uint8."""
+    scales: Tensor
+    """[rows, groups] float16."""
+    offsets: Tensor
+    """[rows, groups] float16."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.inputs
+
+    def weight(self) -> Tensor:
+        """The matrix that the codes stand for [rows, inputs] float32: what products are compared with, not what they are computed by."""
+        rows, groups = self.scales.shape
+        codes = (self.codes.float() - (1 << self.bits - 1)).view(rows, groups, GROUP)
+        return (codes * self.scales.float()[..., None] + self.offsets.float()[..., None]).view(rows, -1)[:, : self.inputs]
+
+
+def check_installed() -> None:
+    """`SettingsError` where there is no hqq package; it is not imported yet."""
+    if find_spec("hqq") is None:
+        raise SettingsError(f"draft.kind = 'substitute' quantises the target with the hqq package, which is not installed: {REMEDY}")
+
+
+@torch.inference_mode()
+def quantise(weight: Tensor, bits: int) -> Codes:
+    """The codes of weight [rows, inputs]. On a CPU hqq takes about a second a million weights and core.
+
+    A last group that is longer than the inputs is filled up with the last of them, so that it spans no more than they do.
+    """
+    rows, inputs = weight.shape
+    groups = groups_of(inputs)
+    whole = pad(weight.detach().float(), (0, groups * GROUP - inputs), mode="replicate")
+    codes, meta = _quantizer().quantize(
+        whole, nbits=bits, channel_wise=True, group_size=GROUP, optimize=True, round_zero=bits == 4, axis=1, bitpack=False, device="cpu"
+    )
+    scales, zeros = (meta[name].float().view(rows, groups) for name in ("scale", "zero"))
+    offsets = ((1 << bits - 1) - zeros) * scales
+    return Codes(bits, inputs, codes.view(rows, -1).to(torch.uint8), scales.half(), offsets.half())
+
+
+@cache
+def _quantizer() -> Any:
+    """hqq's own. It brings torch's compiler along, which takes seconds and warns of what torch itself deprecates."""
+    check_installed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from hqq.core.quantize import Quantizer
+    return Quantizer
+
+
+def to_bytes(codes: Tensor, bits: int) -> Tensor:
+    """codes [rows, inputs] -> [rows, inputs * bits / 8] uint8, for a file: of 3 bits the lower two first, then the upper one."""
+    if bits == 3:
+        return torch.cat([_plane(codes & 3, 2), _plane(codes >> 2, 1)], dim=1)
+    return _plane(codes, bits)
+
+
+def from_bytes(content: Tensor, bits: int) -> Tensor:
+    """What `to_bytes` made of codes [rows, inputs]."""
+    if bits == 3:
+        lower = content.shape[1] * 2 // 3
+        return _unplane(content[:, :lower], 2) | _unplane(content[:, lower:], 1) << 2
+    return _unplane(content, bits)
+
+
+def _plane(codes: Tensor, bits: int) -> Tensor:
+    """The inputs in 8 / bits equal parts, one part above the other in the bits of a byte."""
+    parts = codes.chunk(8 // bits, dim=1)
+    plane = parts[0].clone()
+    for shift, part in enumerate(parts[1:], start=1):
+        plane |= part << bits * shift
+    return plane
+
+
+def _unplane(plane: Tensor, bits: int) -> Tensor:
+    return torch.cat([plane >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=1)

@@ -1,0 +1,97 @@
+"""What of a pass goes into its matrices, its attention and its head, where somebody asks for it.
+
+Models compute as ever; those who time a pass listen, in the thread in which it is computed, and where nobody listens nothing is measured. The kernels add up
+the parts of a layer within the call that computes it; of what torch computes each part is timed from outside. On another device than the CPU torch only hands
+work over, so that there the parts are not known. Knows nothing of why it is asked.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import addressof, c_int64
+from typing import Any, Literal
+
+from torch import nn
+
+Part = Literal["linears", "attention", "head"]
+PARTS: tuple[Part, ...] = ("linears", "attention", "head")
+
+
+class Parts:
+    """How long each part of a pass took, in all layers together."""
+
+    def __init__(self) -> None:
+        self._ns = (c_int64 * len(PARTS))()
+
+    @property
+    def layers(self) -> int:
+        """Where the kernels add up: the address of int64 nanoseconds of matrices and attention, in this order."""
+        return addressof(self._ns)
+
+    def add(self, part: Part, duration_ns: int) -> None:
+        self._ns[PARTS.index(part)] += duration_ns
+
+    def ns(self, part: Part) -> int:
+        return self._ns[PARTS.index(part)]
+
+
+class _Thread(threading.local):
+    parts: Parts | None = None
+
+
+_thread = _Thread()
+
+
+def asked() -> Parts | None:
+    """Where the parts of this thread's pass are added up; None where nobody asks."""
+    return _thread.parts
+
+
+@contextmanager
+def timed() -> Iterator[Parts]:
+    """The parts of what is computed in this block."""
+    before, parts = _thread.parts, Parts()
+    _thread.parts = parts
+    try:
+        yield parts
+    finally:
+        _thread.parts = before
+
+
+@contextmanager
+def timing(part: Part) -> Iterator[None]:
+    """This block is such a part."""
+    if (parts := _thread.parts) is None:
+        yield
+        return
+    began_ns = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        parts.add(part, time.perf_counter_ns() - began_ns)
+
+
+@contextmanager
+def timing_modules(modules: Sequence[tuple[Part, nn.Module]]) -> Iterator[None]:
+    """Within this block modules are such parts, where anybody asks: only then are there hooks."""
+    if (parts := _thread.parts) is None:
+        yield
+        return
+    began_ns = [0]
+
+    def begin(*_: Any) -> None:
+        began_ns[0] = time.perf_counter_ns()
+
+    handles = []
+    for part, module in modules:
+
+        def end(*_: Any, part: Part = part) -> None:
+            parts.add(part, time.perf_counter_ns() - began_ns[0])
+
+        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,149 @@
+"""One process with both roles: a target, and its substitute as the draft, which share embedding, norms, head, resident layers, keys and values.
+
+To the coordinator they are a target worker and a draft worker that speak for themselves, each over a link of its own; here they take turns, one command at a
+time, and what the draft does ahead of its orders it leaves as soon as the other one has something to do. Knows workers and settings; nothing of links.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dovetail.protocol.errors import RequestError, SettingsError
+from dovetail.protocol.messages import Command, Event, Hello, Open, Opened
+from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings, MemorySettings, TargetSettings
+from dovetail.protocol.spans import Spans
+from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.drafter import SUBSTITUTE_SHARPENING
+from dovetail.workers.loop import Worker
+from dovetail.workers.models.inflate import inflation_bytes
+from dovetail.workers.models.substitute import Tell, load_substitute, share, shared_cache
+from dovetail.workers.progress import beat
+from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
+from dovetail.workers.target import TargetWorker, open_target_worker
+
+BEAT_S = 0.2
+"""Who waits for its turn says so often that it is alive."""
+
+
+class Turns:
+    """Of two workers that do one command at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[int] = set()
+        """Threads."""
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Within the block it is this thread's turn."""
+        self._waiting.add(threading.get_ident())
+        try:
+            while not self._lock.acquire(timeout=BEAT_S):
+                beat()
+        finally:
+            self._waiting.discard(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def free(self) -> Iterator[bool]:
+        """Whether nobody wants it; then it is this thread's turn within the block."""
+        mine = not self._waiting and self._lock.acquire(blocking=False)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
+
+
+class InTurn:
+    """A worker that takes its turn for every command, and between two answers to one lets the other have it: an answer may never be fetched, where the
+    coordinator has gone. A `Worker` of the loop."""
+
+    def __init__(self, worker: Worker, turns: Turns) -> None:
+        self._worker, self._turns = worker, turns
+        self.stale = 0
+
+    @property
+    def sessions(self) -> int:
+        return self._worker.sessions
+
+    @property
+    def spans(self) -> Spans:
+        return self._worker.spans
+
+    def hello(self, epoch: int) -> Hello:
+        return self._worker.hello(epoch)
+
+    def handle(self, command: Command) -> Iterator[Event]:
+        events: Iterator[Event] | None = None
+        while True:
+            with self._turns.taken():
+                try:
+                    events = iter(self._worker.handle(command)) if events is None else events
+                    event = next(events, None)
+                finally:
+                    self.stale = self._worker.stale
+            if event is None:
+                return
+            yield event
+
+    def idle(self) -> bool:
+        with self._turns.free() as mine:
+            return mine and self._worker.idle()
+
+    def forget(self) -> None:
+        with self._turns.taken():
+            self._worker.forget()
+
+
+class _Draft(DraftWorker[SharedSession]):
+    """A draft worker whose sessions know their numbers."""
+
+    def _open(self, command: Open) -> Opened:
+        opened = super()._open(command)
+        self.session(command.session).number = command.session
+        return opened
+
+
+def open_unified(
+    target: TargetSettings,
+    draft: DraftSettings,
+    *,
+    name: str,
+    threads: int,
+    memory: MemorySettings,
+    profile: Path | None = None,
+    cache: Path | None = None,
+    tell: Tell = lambda _done, _all: None,
+) -> tuple[Worker, Worker]:
+    """The target worker and the draft worker of one process; `UserError` where the target cannot share with a substitute of it."""
+    if draft.model or draft.weights not in SUBSTITUTE_WEIGHTS:
+        raise SettingsError("a substitute is made of its target, in int8, int4, int3 or int2: leave draft.model out, and set draft.weights to one of these")
+    weights = "int4" if draft.weights == "auto" else draft.weights
+    substitute, made = load_substitute(target.model, weights=weights, device="cpu", inflate_bytes=inflation_bytes(target.inflate), folder=cache, tell=tell)
+    if said := made.report(name):
+        print(said, file=sys.stderr)
+    verifying = open_target_worker(target, name=f"{name}-target", threads=threads, profile=profile, memory=memory)
+    shared = share(substitute, verifying.model)
+    spans = Spans()
+    engine = SharedDrafter(substitute, spans, ahead=draft.ahead is not False, sharpening=SUBSTITUTE_SHARPENING)
+    engine.borrow = lambda number: _lent(verifying, number)
+    verifying.verifier.rows_beside = engine.rows_beside
+    checkpoint = substitute.checkpoint
+    called = f"{checkpoint.source} ({weights} substitute, {shared} layers shared)" if shared else f"{checkpoint.source} ({weights} substitute)"
+    identity = Identity(f"{name}-draft", called, "cpu", threads, substitute.context, checkpoint.vocabulary, checkpoint.tokenizer)
+    turns = Turns()
+    return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
+
+
+def _lent(verifying: TargetWorker, number: int) -> Lent:
+    try:
+        log, cache, first = verifying.verifier.lend(number)
+    except RequestError as error:
+        raise RequestError("session", f"the target in this process does not have session {number} ({error}): its draft reads nothing without it") from None
+    return Lent(log, shared_cache(cache), first)
