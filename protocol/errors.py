@@ -19,7 +19,7 @@ class UserError(DovetailError):
 
 
 class SettingsError(UserError):
-    """A setting that is unknown, of the wrong type, out of range or not built."""
+    """A setting that is unknown, of the wrong type or out of range."""
 
 
 class CheckpointError(UserError):

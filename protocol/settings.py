@@ -1,4 +1,4 @@
-"""The settings as frozen models: one tree, unknown keys are errors, and a value that is not built yet is refused by name.
+"""The settings as frozen models: one tree, unknown keys are errors.
 
 Where a setting comes from (flag, environment, file, default) is the business of `launch/configure.py`; sampling and tree settings also travel in
 messages. Sizes are in bytes, probabilities within 0..1.
@@ -14,17 +14,14 @@ from annotated_types import MaxLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_serializer, field_validator
 
 POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
-BUILT_POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
 LOOKUP_POLICIES = ("dynamic", "budget", "goodput")
 """What a draft without a model can do."""
 DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
-BUILT_DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
-BUILT_TARGET_WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
-BUILT_DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
+DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 """Of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
@@ -43,12 +40,11 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def built(value: str, known: tuple[str, ...], available: tuple[str, ...], what: str) -> str:
-    """`value` if it is available; else an error that tells a misspelling from what is not built yet."""
-    if value in available:
-        return value
-    state = f"the {what} {value!r} is not built yet" if value in known else f"there is no {what} {value!r}"
-    raise ValueError(f"{state}; choose {' or '.join(repr(a) for a in available)}")
+def one_of(value: str, available: tuple[str, ...], what: str) -> str:
+    """`value` if it is available."""
+    if value not in available:
+        raise ValueError(f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}")
+    return value
 
 
 DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
@@ -116,12 +112,12 @@ class TargetSettings(Frozen):
     @field_validator("weights")
     @classmethod
     def _weights(cls, value: str) -> str:
-        return built(value, WEIGHTS, BUILT_TARGET_WEIGHTS, "type of target weights")
+        return one_of(value, WEIGHTS, "type of target weights")
 
     @field_validator("backend")
     @classmethod
     def _backend(cls, value: str) -> str:
-        return built(value, BACKENDS, BACKENDS, "back end")
+        return one_of(value, BACKENDS, "back end")
 
 
 class DraftSettings(Frozen):
@@ -154,12 +150,12 @@ class DraftSettings(Frozen):
     @field_validator("kind")
     @classmethod
     def _kind(cls, value: str) -> str:
-        return built(value, DRAFT_KINDS, BUILT_DRAFT_KINDS, "draft kind")
+        return one_of(value, DRAFT_KINDS, "draft kind")
 
     @field_validator("weights")
     @classmethod
     def _weights(cls, value: str) -> str:
-        return built(value, BUILT_DRAFT_WEIGHTS, BUILT_DRAFT_WEIGHTS, "type of draft weights")
+        return one_of(value, DRAFT_WEIGHTS, "type of draft weights")
 
 
 def _listed(value: Any) -> Any:
@@ -225,7 +221,7 @@ class TreeSettings(Frozen):
     @field_validator("policy")
     @classmethod
     def _policy(cls, value: str) -> str:
-        return built(value, POLICIES, BUILT_POLICIES, "tree policy")
+        return one_of(value, POLICIES, "tree policy")
 
     @property
     def low_bins(self) -> int:

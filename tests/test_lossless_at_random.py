@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dovetail.launch.embedded import head_folder
-from dovetail.protocol.settings import BUILT_POLICIES, HEAD_KINDS, Sampling, TreeSettings, misfit
+from dovetail.protocol.settings import HEAD_KINDS, POLICIES, Sampling, TreeSettings, misfit
 from dovetail.runtime.client import Client
 from support.losslessness import difference
 from support.stacks import PROMPTS, complete_all, running, submit
@@ -53,7 +53,7 @@ def some_turns(random: np.random.Generator) -> tuple[str, ...]:
 def some_tree(random: np.random.Generator) -> TreeSettings:
     gamma, depth, width = (int(random.integers(1, most + 1)) for most in (48, 12, 12))
     sharpening = "auto" if random.random() < 0.5 else float(random.uniform(0.3, 2.0))
-    return TreeSettings(policy=str(random.choice(BUILT_POLICIES)), gamma=gamma, depth=depth, width=width, sharpening=sharpening)
+    return TreeSettings(policy=str(random.choice(POLICIES)), gamma=gamma, depth=depth, width=width, sharpening=sharpening)
 
 
 def some_sampling(random: np.random.Generator) -> Sampling:

@@ -12,7 +12,7 @@ from scipy.stats import kstest
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
-from dovetail.protocol.settings import BUILT_POLICIES, Sampling, TreeSettings
+from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text import TextCodec
 from dovetail.workers.models.language_model import load_language_model
@@ -44,7 +44,7 @@ def inflated() -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize("policy", BUILT_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_output_is_the_same_with_every_policy(client: Client, inflated: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]]) -> None:
     """goodput drafts where that pays: for a target that is inflated, which says the same."""
     drafted = accepted = 0

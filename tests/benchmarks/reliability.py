@@ -28,7 +28,7 @@ from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import BUILT_POLICIES, Sampling, TreeSettings
+from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
 from dovetail.runtime.text import TextCodec
 
 SMALLEST = 1e-6
@@ -136,7 +136,7 @@ class Comparison:
 @option("--keys", type=click.IntRange(min=1), default=2, help="Keys of the noise: replies to each prompt above temperature 0.")
 @option("--temperature", "temperatures", multiple=True, type=click.FloatRange(min=0.0), default=(0.0, 1.0), help="Can be repeated.")
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
-@option("--policy", type=click.Choice(BUILT_POLICIES), default="dynamic", help="How the tree is shaped; static offers nearly the same nodes by every scale.")
+@option("--policy", type=click.Choice(POLICIES), default="dynamic", help="How the tree is shaped; static offers nearly the same nodes by every scale.")
 @option("--sharpening", type=click.FloatRange(min=0.0, min_open=True), default=1.0, help="The fixed one.")
 @option("--bins", type=click.IntRange(min=2), default=10, help="Of equal width.")
 @option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reliability.json and reliability.svg.")

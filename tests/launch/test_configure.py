@@ -62,7 +62,7 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         ({"tree.gamma": "9999"}, {}, ("9999", "1023")),
         ({"sampling.top_p": "0"}, {}, ("a number above 0.0 to 1.0",)),
         ({"target.threads": "few"}, {}, ("whole number from 1 to 1024 or 'auto'",)),
-        ({"draft.kind": "substitute"}, {}, ("draft.kind", "not built yet", "'small'")),
+        ({"draft.kind": "substitut"}, {}, ("draft.kind", "there is no draft kind 'substitut'", "'substitute'")),
         ({"draft.kind": "smal"}, {}, ("there is no draft kind 'smal'",)),
         ({"sampling.logit_bias": "5"}, {}, ("sampling.logit_bias = '5'", "--sampling.logit_bias", "17=-100,5=2.5")),
         ({"sampling.logit_bias": "5=1,5=2"}, {}, ("token 5 has two biases",)),
@@ -157,6 +157,7 @@ def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -
         "device": "auto",
         "contrast": "auto",
         "ahead": "auto",
+        "share": "auto",
         "pickled": False,
     }
     assert shown["origin"]["draft.model"] == "--draft.model"

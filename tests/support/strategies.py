@@ -18,10 +18,10 @@ MOST = 5
 """Longest text and tuple drawn, where the bounds allow more."""
 
 WORDS = {
-    (settings.TreeSettings, "policy"): settings.BUILT_POLICIES,
-    (settings.DraftSettings, "kind"): settings.BUILT_DRAFT_KINDS,
-    (settings.DraftSettings, "weights"): settings.BUILT_DRAFT_WEIGHTS,
-    (settings.TargetSettings, "weights"): settings.BUILT_TARGET_WEIGHTS,
+    (settings.TreeSettings, "policy"): settings.POLICIES,
+    (settings.DraftSettings, "kind"): settings.DRAFT_KINDS,
+    (settings.DraftSettings, "weights"): settings.DRAFT_WEIGHTS,
+    (settings.TargetSettings, "weights"): settings.WEIGHTS,
 }
 """Fields whose values a validator restricts."""
 
