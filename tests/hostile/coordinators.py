@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from dovetail.protocol.codec import COMMAND, INBOUND, REPLY, encode
+from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import MemoryLink
 from dovetail.protocol.messages import Draft, Drafted, Failed, Finished, Hello, Limits, Opened, Probe, Scored, Verified, Welcome
 from hostile import messages
@@ -27,6 +28,8 @@ RUNNING = 3
 TOKENS = 12
 PATIENCE = 50
 """Turns in which no request ends: sessions move from a target that was let go to the next, several times if need be."""
+ANYBODY = PeerKey("anybody", ("client", "draft", "target"), "")
+"""The hostile ones': they may be whatever they like but an operator, who lets workers go."""
 LIES = 0.1
 """Share of a lying target's answers that are lies: sessions come some way between them."""
 
@@ -59,7 +62,7 @@ class _Scene:
         self._prompts: dict[int | None, tuple[int, ...]] = {}
         """Of the healthy client's requests that run."""
         self._draft = self._new_draft()
-        self._stranger, self._client = self._house.hub.connect(), self._new_client()
+        self._stranger, self._client = self._house.hub.connect(ANYBODY), self._new_client()
 
     def attack(self) -> None:
         """One hostile message of one of the three; for some time any, and for some time such as are messages."""
@@ -81,7 +84,7 @@ class _Scene:
             self._draft = self._new_draft()
             self._found.hung_up += 1
         if is_struck(self._stranger):
-            self._stranger = self._instead(self._stranger, house.hub.connect())
+            self._stranger = self._instead(self._stranger, house.hub.connect(ANYBODY))
         if is_struck(self._client):
             self._client = self._instead(self._client, self._new_client())
 
@@ -124,7 +127,7 @@ class _Scene:
         return rogue
 
     def _new_client(self) -> MemoryLink:
-        link = self._house.hub.connect()
+        link = self._house.hub.connect(ANYBODY)
         link.send(encode(Hello(epoch=EPOCH, roles=("client",), name="rogue", host="here", pid=1)))
         return link
 
