@@ -35,7 +35,7 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "too many nodes": {"tree.policy": "dynamic", "tree.gamma": 63, "tree.depth": 8, "tree.width": 10, "draft.ahead": False},
     "too few nodes": {"tree.policy": "dynamic", "tree.gamma": 2, "tree.depth": 2, "tree.width": 2, "draft.ahead": False},
     "too many levels": {"tree.policy": "dynamic", "tree.gamma": 15, "tree.depth": 24, "tree.width": 4, "draft.ahead": False},
-    "no draft, one thread": {"draft.kind": NONE},
+    "no draft": {"draft.kind": NONE},
 }
 """Name -> settings that leave something to be gained, with the embedded pair."""
 MOST = 3
@@ -90,10 +90,10 @@ def profile(base: Configuration, prompts: Path, limit: int) -> dict[str, Any]:
 
 
 def chosen(advice: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The best certain change of each kind that changes no token, and drops nothing but the tree."""
+    """The best certain change of each kind that changes no token, and drops nothing but the tree; but of threads, since every method has the same cores."""
     by_name: dict[str, Mapping[str, Any]] = {}
     for one in advice:
-        if one["certain"] and one["flags"] and one["gain"] >= 1.02 and "int8" not in " ".join(one["flags"]):
+        if one["certain"] and one["flags"] and one["gain"] >= 1.02 and not any(word in " ".join(one["flags"]) for word in ("int8", "target.threads")):
             by_name.setdefault(one["name"], one)
     return sorted(by_name.values(), key=lambda one: -one["gain"])[:MOST]
 
