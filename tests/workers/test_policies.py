@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.settings import BUILT_POLICIES, TreeSettings
+from dovetail.protocol.settings import POLICIES, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
@@ -95,11 +95,11 @@ DEFINITIONS: dict[str, Callable[[Children, Shape], Offered]] = {
 shapes = st.builds(Shape, nodes=st.integers(0, 40), depth=st.integers(1, 5), width=st.integers(1, 6))
 tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.booleans())
 fine_tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.just(False))
-policies = st.sampled_from(BUILT_POLICIES)
+policies = st.sampled_from(POLICIES)
 
 
 def test_every_policy_that_is_built_has_a_definition_here() -> None:
-    assert sorted(DEFINITIONS) == sorted(BUILT_POLICIES)
+    assert sorted(DEFINITIONS) == sorted(POLICIES)
     assert [type(named(p, Shape(3, 3, 3))) for p in DEFINITIONS] == [Static, Dynamic, Beam, BestFirst, BestFirst, Heterospec]
 
 
@@ -308,7 +308,7 @@ def test_near_the_end_of_a_reply_the_shape_loses_its_deepest_levels_and_nothing_
     assert len(policy.select(tree, Shape(10, 3, 10))) == 10
 
 
-@pytest.mark.parametrize("policy", BUILT_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", [Shape(0, 3, 3), Shape(5, 0, 3), Shape(5, -2, 3)])
 def test_where_nothing_can_be_offered_nothing_is_computed(policy: str, shape: Shape) -> None:
     growing, tree = named(policy, Shape(5, 3, 3)), GrowingTree()
