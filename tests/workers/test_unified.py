@@ -26,7 +26,7 @@ class Answering:
         self.alone = True
 
     def hello(self, epoch: int) -> Hello:
-        raise NotImplementedError
+        raise AssertionError("it introduces itself to nobody here")
 
     def handle(self, command: Command) -> Iterable[Event]:
         return self._answers()
