@@ -136,6 +136,16 @@ class Tally:
         )
 
 
+@dataclass
+class Dropped:
+    """Messages that changed nothing."""
+
+    stale: int = 0
+    """Nobody waited for them any more."""
+    refused: int = 0
+    """They broke the protocol, or came from somebody who was not let in."""
+
+
 def count_depths(at_depth: list[int], accepted: int) -> None:
     """A round accepted a node at each of so many depths."""
     at_depth.extend([0] * (accepted - len(at_depth)))

@@ -36,7 +36,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
-from dovetail.runtime import coordinator
+from dovetail.runtime import answers, post
 from dovetail.runtime.client import Client
 from dovetail.runtime.coordinator import DEFAULTS, MAX_STRIKES
 from dovetail.runtime.live import Live
@@ -519,7 +519,7 @@ def test_a_client_that_reads_late_misses_nothing() -> None:
 
 
 def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "MAX_BACKLOG", 50)
+    monkeypatch.setattr(post, "MAX_BACKLOG", 50)
     house = House()
     house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
     other = house.connect()
@@ -589,7 +589,7 @@ def test_a_round_trip_is_the_quickest_of_late() -> None:
     target.trips.clear()
     for trip_ns in (9_000, 5_000, 7_000):
         answer = Probed(epoch=1, sent_ns=100_000 - trip_ns, clock_ns=0, busy_ns=0, stale=0, sessions=0, rss_bytes=0)
-        house.coordinator._probed(target, answer, 100_000)
+        house.coordinator._answers._probed(target, answer, 100_000)
     assert target.round_trip_ns == 5_000
 
 
@@ -841,13 +841,13 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
 def flickering(house: House, seed: int) -> list[int]:
     """Have every session's drafting stop and resume at random; the rounds of the plans that there were."""
     rng, planned = random.Random(seed), []
-    plan = house.coordinator._plan
+    plan = house.coordinator.plan
 
     def decide(live: Live) -> Plan | None:
         planned.append(live.session.round)
         return plan(live) if rng.random() < 0.4 else None
 
-    house.coordinator._plan = decide  # type: ignore[method-assign]
+    house.coordinator.plan = decide  # type: ignore[method-assign]
     return planned
 
 
@@ -867,9 +867,9 @@ def test_a_draft_that_is_asked_now_and_then_gets_all_that_was_committed_meanwhil
 
 
 def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "MAX_HELD_BYTES", 10 * READS.row * 2)
+    monkeypatch.setattr(answers, "MAX_HELD_BYTES", 10 * READS.row * 2)
     house = House(reads=READS)
-    house.coordinator._plan = lambda live: None  # type: ignore[method-assign]
+    house.coordinator.plan = lambda live: None  # type: ignore[method-assign]
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     report = house.report()
     assert [line for line in report.decisions if "gives its draft up" in line] == [report.decisions[-1]]
@@ -879,9 +879,9 @@ def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(monkeypat
 
 def test_a_draft_whose_session_ends_is_not_given_up_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(reads=READS)
-    house.coordinator._plan = lambda live: None  # type: ignore[method-assign]
+    house.coordinator.plan = lambda live: None  # type: ignore[method-assign]
     rounds = 20
-    monkeypatch.setattr(coordinator, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2)  # the last verdict is the first that is too much
+    monkeypatch.setattr(answers, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2)  # the last verdict is the first that is too much
     house.complete(max_tokens=1 + rounds)
     report = house.report()
     assert report.decisions == ()
@@ -901,7 +901,7 @@ def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_oth
     house.add(Boastful, "draft")
     tree = TreeSettings(policy="goodput")
     house.complete(tree=tree)  # finds out what a pass costs
-    house.coordinator._plan = lambda live: Plan()  # type: ignore[method-assign]
+    house.coordinator.plan = lambda live: Plan()  # type: ignore[method-assign]
     prompts = {house.submit((i, 9), max_tokens=30, tree=tree): (i, 9) for i in range(1, 5)}
     finished = [r for r in house.replies() if isinstance(r, Finished)]
     assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 30) for request, prompt in prompts.items()}

@@ -504,7 +504,7 @@ def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its
     house.coordinator.move(live, target)
     house.target.step()
     house.coordinator.pump()
-    assert house.coordinator._stale == 1
+    assert house.coordinator._dropped.stale == 1
     assert told(house, request)[0] == continuation(ENDLESS, LONG)
     assert [command.keep for command in house.target.seen if isinstance(command, Close)][:1] == [False]
 

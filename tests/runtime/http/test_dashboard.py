@@ -160,8 +160,8 @@ def test_the_coordinator_is_asked_when_somebody_looks_and_twice_a_second_at_most
     asked: list[float] = []
     with backend() as house, api(house.address) as server:
         with house.still() as coordinator:
-            look = coordinator._look
-            coordinator._look = lambda client, request: (asked.append(time.monotonic()), look(client, request))[1]  # type: ignore[method-assign]
+            look = coordinator._intake._look
+            coordinator._intake._look = lambda client, request: (asked.append(time.monotonic()), look(client, request))[1]  # type: ignore[method-assign]
         server.client.get("/")
         server.chat(max_tokens=60)
         assert not asked

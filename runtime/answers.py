@@ -1,0 +1,310 @@
+"""What workers answer: each event goes to the session that waits for it, and what follows from it is carried out.
+
+An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the session that it is about: a draft's is done without, a
+target's ends the request. Turns are the scheduler's business, what an event means to a request is the session's.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
+from dovetail.protocol.messages import (
+    Close,
+    Closed,
+    Drafted,
+    Event,
+    Failed,
+    Fed,
+    Hello,
+    Message,
+    Opened,
+    Prefilled,
+    Probed,
+    Refed,
+    Scored,
+    Verified,
+    VerifiedItem,
+)
+from dovetail.runtime.changes import Changes
+from dovetail.runtime.live import Live
+from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
+from dovetail.runtime.moving import Moving
+from dovetail.runtime.observing import Observing
+from dovetail.runtime.pilot import Round
+from dovetail.runtime.registry import Registry, Worker
+from dovetail.runtime.scheduler import Owed
+from dovetail.runtime.session import MAX_HELD_BYTES, Action, State
+
+log = logging.getLogger("dovetail.coordinator")
+
+
+class House(Protocol):
+    """What the coordinator does for sessions whose answers arrive."""
+
+    epoch: int
+
+    def now_ns(self) -> int:
+        """The coordinator's clock."""
+
+    def perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Carry out what a session decided."""
+
+    def fail(self, live: Live, error: RequestError) -> None:
+        """End a request with an error."""
+
+    def dispatch(self, worker: Worker) -> None:
+        """Send a worker its next command, if it is there and free and one waits."""
+
+    def send_to(self, worker: Worker, message: Message) -> None:
+        """Send to a worker."""
+
+    def decide(self, words: str) -> None:
+        """Keep for `status` what was decided."""
+
+
+class Answers:
+    """Takes the events of workers."""
+
+    def __init__(
+        self, house: House, live: Mapping[int, Live], registry: Registry, moving: Moving, changes: Changes, observing: Observing, dropped: Dropped
+    ) -> None:
+        """`live`: the sessions by their numbers."""
+        self._house, self._live, self._registry = house, live, registry
+        self._moving, self._changes, self._observing, self._dropped = moving, changes, observing, dropped
+
+    def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+        """Handle an event of `size` bytes; `StaleError` where nobody waits for it."""
+        if event.epoch != worker.hello.epoch:
+            raise StaleError(f"an event of another incarnation of {worker.name}")
+        worker.traffic.received_bytes += size
+        try:
+            self._take(worker, event, now_ns, size)
+        finally:
+            self._house.dispatch(worker)
+
+    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+        self._observing.event(worker, event)
+        match event:
+            case Drafted():
+                self._drafted(worker, event, now_ns, size)
+            case Verified():
+                self._verified(worker, event, now_ns, size)
+            case Opened():
+                self._opened(worker, event, now_ns, size)
+            case Prefilled():
+                self._prefilled(worker, event, size)
+            case Scored():
+                self._scored(worker, event, size)
+            case Fed():
+                self._fed(worker, event, now_ns, size)
+            case Refed():
+                self._refed(worker, event, size)
+            case Probed():
+                self._probed(worker, event, now_ns)
+            case Failed():
+                self._worker_failed(worker, event)
+            case Closed():
+                pass
+            case Hello():
+                raise StaleError(f"{worker.name} said Hello again")
+
+    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
+        if worker is not live.target:
+            live.draft_read(now_ns)
+            return
+        if event.bonus is not None and event.bonus >= worker.facts.size:
+            self._house.fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
+            return
+        live.answered(worker, now_ns, size, event.spans)
+        live.losses.clear()
+        if not live.session.round:
+            live.target_read(now_ns)
+        if live.draft is not None and not live.session.complete:
+            self.go_on_alone(live, worker, "fewer features than were asked for")
+        times = live.round_ended() if live.session.round else None
+        self._believe(live, lambda: live.session.opened(event, now_ns, times))
+
+    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
+        """Features of a part of a prompt; the answer to Open is still owed."""
+        live = self._live.get(event.session)
+        if live is None or live.target is not worker:
+            raise StaleError(f"session {event.session} reads nothing of {worker.name}")
+        actions = self._sensible(live, worker, lambda: live.session.prefilled(event))
+        live.passed_on(size)
+        self._house.perform(live, actions)
+
+    def _scored(self, worker: Worker, event: Scored, size: int) -> None:
+        """What the target thinks of a part of a prompt; the answer to Open is still owed."""
+        live = self._live.get(event.session)
+        if live is None or live.target is not worker:
+            raise StaleError(f"session {event.session} asks {worker.name} nothing")
+        live.passed_on(size)
+        self._believe(live, lambda: live.session.scored(event))
+
+    def _believe(self, live: Live, handle: Callable[[], list[Action]]) -> None:
+        """Do what follows from the word of a session's target; one that makes no sense ends the request."""
+        try:
+            actions = handle()
+        except StaleError:
+            raise
+        except ProtocolError as error:
+            self._dropped.refused += 1
+            self._house.fail(live, RequestError("internal", f"the target worker {live.target.name} sent what cannot be: {error}"))
+            return
+        self._house.perform(live, actions)
+
+    def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
+        live.passed_on(size)
+        live.draft_read(now_ns)
+
+    def _refed(self, worker: Worker, event: Refed, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
+        live.passed_on(size)
+        self._house.perform(live, self._sensible(live, worker, lambda: live.session.refed(event)))
+
+    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
+        if not live.session.wants_proposal(event.round):
+            raise StaleError(f"session {event.session} has done without the proposal of round {event.round}")
+        worker.traffic.answered(size, 1)
+        live.answered(worker, now_ns, size, event.spans)
+        self._house.perform(live, self._sensible(live, worker, lambda: live.session.drafted(event)))
+
+    def _sensible(self, live: Live, worker: Worker, handle: Callable[[], list[Action]]) -> list[Action]:
+        """What follows from a message that drafting needs; from one that makes no sense that the session goes on without its draft."""
+        try:
+            return handle()
+        except StaleError:
+            raise
+        except ProtocolError as error:
+            self.go_on_alone(live, worker, error)
+            return []
+
+    def go_on_alone(self, live: Live, worker: Worker, why: object) -> None:
+        log.warning("%s sent what cannot be (%s): session %d goes on without its draft", worker.name, why, live.session.number)
+        self._dropped.refused += 1
+        self._moving.drop_draft(live, shun=True)
+
+    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
+        """Handle every verdict of a pass; those that are stale are dropped one by one."""
+        self._passed(worker, event, size)
+        for item, features in zip(event.items, _shares(event), strict=True):
+            try:
+                live = self._answer(worker, item.session, Owed(Verified, item.round), "target")
+                live.answered(worker, now_ns, size // len(event.items), event.spans)
+                times = self._learn(live, item)
+                if not live.session.readable(features, len(item.accepted)):
+                    self.go_on_alone(live, worker, f"features {features and features.shape} with a path of {len(item.accepted)}")
+                self._house.perform(live, live.session.verified(item, features, times))
+                self._relieve(live)
+            except StaleError:
+                self._dropped.stale += 1
+            except ProtocolError as error:
+                self._dropped.refused += 1
+                self._house.fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
+
+    def _passed(self, worker: Worker, event: Verified, size: int) -> None:
+        """Remember what the pass took that these are the first verdicts of."""
+        if worker.passing is not None and any(item.session in worker.turns.owed for item in event.items):
+            rows, context = worker.passing
+            worker.passing = None
+            worker.traffic.answered(size, len(event.items))
+            worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
+
+    def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
+        """A round has ended: what it cost and brought says how the next is drafted."""
+        times, session = live.round_ended(), live.session
+        done = Round(times, session.length, 1 + len(item.accepted), session.verifying, session.proposal, live.other_rows)
+        live.pilot.learn(done)
+        return times
+
+    def _relieve(self, live: Live) -> None:
+        """A draft that has not been asked for long would have too much to catch up with."""
+        if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
+            self._house.decide(f"session {live.session.number} gives its draft up: {live.session.held_bytes >> 20} MiB of features wait for it")
+            self._moving.drop_draft(live, shun=True)
+
+    def _answer(self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]) -> Live:
+        """The session that waits for this answer of this worker in one of these roles; `StaleError` if none does, and then it waits on."""
+        live = self._live.get(session)
+        meant = [live.target if role == "target" else live.draft for role in roles] if live else []
+        if live and worker in (live.target, live.draft) and worker not in meant:
+            raise StaleError(f"{worker.name} spoke out of its role")
+        worker.stuck &= worker.turns.owed.get(session) != answer
+        wanted = worker.turns.answered(session, answer)
+        if not wanted or live is None or worker not in meant:
+            raise StaleError(f"nobody waits for round {answer.round} of session {session} from {worker.name}")
+        return live
+
+    def _worker_failed(self, worker: Worker, event: Failed) -> None:
+        """A worker could not do what was asked: a draft is done without, a target that does not have the session is to read it anew, and any other word of a
+        target's ends the request."""
+        if event.session is None:
+            log.error("%s: %s", worker.name, event.text)
+            return
+        live = self._live.get(event.session)
+        owed = worker.turns.owed.get(event.session)
+        if owed is None or event.round not in (None, owed.round):
+            raise StaleError(f"{worker.name} failed in something that was not asked of it")
+        if not worker.turns.answered(event.session, owed) or live is None:
+            return
+        log.warning("%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code)
+        if owed.type is Opened and self._open_anew(live, worker, event):
+            return
+        if self._changes.failed(live, worker, event.text):
+            if worker is live.target and worker.peer in self._registry.workers:
+                self._moving.lose_target(live, "could not do what was asked of it")
+                self._moving.resettle()
+            return
+        if (worker is live.draft and worker is not live.target) or owed.type is Refed:
+            self._moving.drop_draft(live, shun=True)
+        elif worker is live.target and event.code == "protocol" and live.session.doubtful:
+            self._verify_without_tree(live, event.text)
+        elif worker is live.target and event.code in ("session", "prefix") and owed.type is Verified:
+            self._moving.lose_target(live, "does not have its session any more")
+            self._moving.resettle()
+        elif worker is live.target:
+            self._house.fail(live, RequestError(event.code, event.text))
+
+    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> bool:
+        """Whether a worker reads the whole prompt, since it does not have what its session should have gone on from."""
+        role = "target" if worker is live.target else "draft"
+        if (base := live.session.base(role)) is None:
+            return False
+        self._house.send_to(worker, Close(epoch=self._house.epoch, session=base.session))
+        ordered = live.session.state is not State.OPENING and not live.joining
+        if event.code != "prefix" or ordered or (role == "draft" and live.session.brief is not None and live.session.brief.reads is not None):
+            return False
+        if role == "target":
+            live.interrupted(self._house.now_ns())
+        self._house.perform(live, live.session.base_refused(role))
+        return True
+
+    def _verify_without_tree(self, live: Live, why: str) -> None:
+        """The target can make nothing of what the draft proposed, such as laws that its nodes cannot have been drawn from; that changed nothing there."""
+        if live.draft is not None:
+            self.go_on_alone(live, live.draft, why)
+        live.interrupted(self._house.now_ns())
+        self._house.perform(live, live.session.tree_refused())
+
+    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
+        worker.awaiting_probe = False
+        worker.probed = event
+        if event.sent_ns <= now_ns:
+            worker.trips.append(now_ns - event.sent_ns)
+            worker.round_trip_ns = min(worker.trips)
+            worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
+
+
+def _shares(event: Verified) -> list[Array | None]:
+    """Each item's rows of the features of a pass; where these are not as many as they should be, none."""
+    stops = [*itertools.accumulate(1 + len(item.accepted) for item in event.items)]
+    features = event.features
+    if features is None or features.shape[:1] != (stops[-1],):
+        return [None] * len(event.items)
+    return [features.rows(start, stop) for start, stop in itertools.pairwise([0, *stops])]
