@@ -54,7 +54,7 @@ def test_nothing_is_divided_by_zero() -> None:
 def test_a_trace_has_a_row_for_each_process_and_a_slice_for_each_span() -> None:
     spans = [("target", ("verify", 2000, 1000)), ("draft", ("draft", 1000, 500)), ("target", ("commit", 3000, 10))]
     events = trace_events([SeenSpan(process=process, span=span) for process, span in spans], {"target": 12_000})
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["draft", "target (aligned within 12 us)"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["draft", "target (aligned within 12 us)"]
     slices = [e for e in events if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in slices] == [("draft", 1.0, 0.5), ("verify", 2.0, 1.0), ("commit", 3.0, 0.01)]
     assert slices[1]["pid"] == slices[2]["pid"] != slices[0]["pid"]
@@ -69,6 +69,23 @@ def test_arrows_follow_a_tree_from_the_draft_to_the_verdict_and_back() -> None:
     events = trace_events([*first, *then])
     slices = {(e["pid"], e["tid"], e["ts"]): e["name"] for e in events if e["ph"] == "X"}
     starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
-    assert [e["id"] for e in starts] == [e["id"] for e in ends]
+    assert [e["id"] for e in starts] == [e["id"] for e in ends] == [1, 2, 3, 4]
     arrows = [(slices[s["pid"], s["tid"], round(s["ts"] - 0.009, 3)], slices[f["pid"], f["tid"], f["ts"]]) for s, f in zip(starts, ends, strict=True)]
     assert arrows == [("draft", "handle"), ("handle", "verify"), ("verify", "commit"), ("commit", "draft")]
+
+
+def test_what_overlaps_in_part_is_on_another_track_and_what_lies_within_is_not() -> None:
+    spans = {"verify": (0, 100), "linears": (10, 40), "head": (50, 50), "send": (90, 30), "next": (120, 10)}
+    events = trace_events([SeenSpan(process="target", span=(name, *when)) for name, when in spans.items()])
+    tracks = {e["name"]: e["tid"] for e in events if e["ph"] == "X"}
+    assert tracks["verify"] == tracks["linears"] == tracks["head"] == tracks["next"] != tracks["send"]
+    assert {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"} == {tracks["verify"]: "target", tracks["send"]: "target, beside it"}
+
+
+def test_no_arrow_points_back_in_time() -> None:
+    about = {"session": 1, "round": 1}
+    spans = [("draft", "draft", 0, 50), ("coordinator", "handle", 60, 40), ("target", "verify", 70, 30), ("target", "commit", 65, 2)]
+    events = trace_events([SeenSpan(process=process, span=(name, start, length), **about) for process, name, start, length in spans])
+    starts, ends = ([e["ts"] for e in events if e["ph"] == kind] for kind in "sf")
+    assert len(starts) == 2
+    assert all(start <= end for start, end in zip(starts, ends, strict=True))
