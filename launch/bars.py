@@ -53,7 +53,7 @@ def draw_bars(title: str, along: str, groups: Sequence[Group], *, level: float |
     top = float(HEAD + 6)
     body: list[str] = []
     for group in groups:
-        body.append(f'<text x="{MARGIN}" y="{top + 12:.0f}" font-weight="bold">{escape(group.name)}</text>')
+        body.append(f'<text class="halo" x="{MARGIN}" y="{top + 12:.0f}" font-weight="bold" {HALO}>{escape(group.name)}</text>')
         top += GROUP + GAP
         for bar in group.bars:
             body += _bar(bar, names.index(bar.name) % len(COLOURS), left, top, scale)

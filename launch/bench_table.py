@@ -12,9 +12,10 @@ COLUMNS = {
     "prompts": "name of the file",
     "T": "temperature",
     "tokens/s": "of the tokens after the first of each reply",
-    "predicted": "the same, as the cost model expected it before each round",
     "speed-up": "over none on the same prompts, with its 95 % interval",
     "tau": "tokens that a round brings",
+    "differ": "replies whose tokens are not those of none",
+    "predicted": "tokens/s as the cost model expected them before each round",
     "pass": "time of a pass of the target, over that of a pass of none",
     "rows": "in a pass of the target: nodes verified, and their root",
     "draft": "share of the time in which drafting is waited for",
@@ -22,9 +23,10 @@ COLUMNS = {
     "hit": "share of the drafted rounds whose root was in the tree already",
     "plain": "share of the rounds that are verified without a tree",
     "MB": "the most memory that the processes held, 10^6 bytes",
-    "differ": "replies whose tokens are not those of none",
 }
-"""Of the table: heading -> what it means."""
+"""Of the table: heading -> what it means, what matters most first."""
+KEYS = 3
+"""Of them, those that say which row it is."""
 SWEPT = {
     "T_V ms": "with --sweep: a pass of the target",
     "T_V/T_T": "with --sweep: the same as pass",
@@ -41,7 +43,7 @@ def show(result: Mapping[str, Any]) -> None:
     """The table of all rows, and what has to be known beside it."""
     differing = [(told["method"], told["prompts"], told["temperature"]) for told in result["differences"]]
     rows = [_line(told, passes, differing) for told, passes in zip(result["rows"], result["passes"], strict=True)]
-    print_table(tuple(COLUMNS), rows)
+    print_table(tuple(COLUMNS), rows, keys=KEYS, whole=True)
     show_notes(result)
 
 
@@ -61,8 +63,8 @@ def _line(told: Mapping[str, Any], passes: Mapping[str, Any], differing: Sequenc
     where = (told["method"], told["prompts"], told["temperature"])
     rows = told["verified_tokens"] / told["calls"] if told["calls"] else None
     costs = (number(passes["ratio"], 2), number(rows, 1), f"{told['draft_share']:.0%}", f"{told['verify_share']:.0%}")
-    rates = (f"{told['tokens_per_s']:.1f}", number(told["predicted_tokens_per_s"], 1), interval(told), told["tau"])
-    return (*where, *rates, *costs, share(told["hit_rate"]), share(told["plain_share"]), round(told["peak_rss_mb"]), differing.count(where))
+    rates = (f"{told['tokens_per_s']:.1f}", interval(told), number(told["tau"], 2), differing.count(where), number(told["predicted_tokens_per_s"], 1))
+    return (*where, *rates, *costs, share(told["hit_rate"]), share(told["plain_share"]), round(told["peak_rss_mb"]))
 
 
 def interval(told: Mapping[str, Any]) -> str:

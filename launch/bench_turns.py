@@ -17,7 +17,7 @@ from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptS
 from dovetail.launch.connection import Connection
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.remaining import Remaining
-from dovetail.launch.terminal import progress_bar
+from dovetail.launch.terminal import counted, note, progress_bar
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
 from dovetail.runtime.comparison import Difference, first_difference
@@ -64,6 +64,10 @@ def measure(
     journal = journal or Journal()
     left = replies_left(found, sets, temperatures, repeat, journal)
     remaining = Remaining(left)
+    if not sum(left.values()):
+        note(f"all {counted(len(journal.replies), 'reply', 'replies')} were in the file of --out already: nothing was measured")
+    elif journal.replies:
+        note(f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept from before: {sum(left.values())} to go")
     with progress_bar(sum(left.values()), "replies", remaining.seconds) as step:
         turns = _Turns(found, repeat, seed, journal, remaining, step)
         for prompts in sets:

@@ -38,12 +38,12 @@ class Binding:
     reason: str = ""
 
     def __str__(self) -> str:
-        """For `status`: "full: cores 0-7, memory of node 1", "cores: cores 0-7 (why not the memory)", "none (why)"."""
+        """For `status`: "full: cores 0-7, memory of node 1", "cores only: 0-7 (why not the memory)", "none (why)"."""
         because = f" ({self.reason})" if self.reason else ""
         if self.level == "none":
             return f"none{because}"
-        memory = f", memory of node {format_numbers(self.place.nodes)}" if self.level == "full" else ""
-        return f"{self.level}: cores {format_numbers(self.place.cores)}{memory}{because}"
+        cores = format_numbers(self.place.cores)
+        return f"full: cores {cores}, memory of node {format_numbers(self.place.nodes)}" if self.level == "full" else f"cores only: {cores}{because}"
 
 
 class System(Protocol):

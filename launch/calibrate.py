@@ -23,7 +23,7 @@ from dovetail.launch.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.cli import run
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
-from dovetail.launch.directory import profile_path, writable_profile_path
+from dovetail.launch.directory import profile_path, substitutes_path, writable_profile_path
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.outputs import check_output
 from dovetail.launch.preflight import check_draft, check_inflation, estimated_bytes, free_memory_bytes, memory_bytes
@@ -32,11 +32,11 @@ from dovetail.launch.terminal import counted, note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
-from dovetail.protocol.profile import Calibration, ContextCurve, Entry, ProfileKey, Reading, load_profile, update_profile
+from dovetail.protocol.profile import Calibration, ContextCurve, DeviceCosts, Entry, ProfileKey, Reading, load_profile, update_profile
 from dovetail.protocol.settings import HEAD_KINDS
 
 Role = Literal["target", "draft"]
-ReadT = TypeVar("ReadT", Calibration, ContextCurve, Reading)
+ReadT = TypeVar("ReadT", Calibration, ContextCurve, DeviceCosts, Reading)
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
@@ -66,7 +66,8 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     downloaded. Where memory does not hold all layers, fewer are measured and the times scaled by weights. Median of several passes.
 
     Of a draft, a small model or a head of the target's, t_D is measured too: the seconds of a level of its tree. With --target.prefill DEVICE so is what
-    prompts take that this device reads for a target on the CPU; from then on target.prefill auto knows for which it pays.
+    prompts take that this device reads for a target on the CPU; from then on target.prefill auto knows for which it pays. With --target.split.device DEVICE,
+    or --target.device DEVICE, so is what layers take on it, resident and streamed, and its link: what `dovetail plan` puts placements together from.
     """
     if math.isnan(seconds):  # which no range excludes
         raise UserError("--seconds nan is no number of seconds: write one such as 30")
@@ -83,13 +84,15 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found = _measure(supervisor, "target", place.target, [*options, *configuration.arguments("target")], step)
         drafted = _measure(supervisor, "draft", place.draft, [*options[:1], *_draft_arguments(configuration)], step) if _has_draft(configuration) else None
-    key, calibration, read = found.pop("key"), _read(Calibration, found.pop("calibration")), found["reading"]
+    key, calibration, read, parts = found.pop("key"), _read(Calibration, found.pop("calibration")), found["reading"], found["device"]
     levels = _read(ContextCurve, drafted["levels"]) if drafted is not None else None
     found["t_d"] = {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)} if levels is not None else {}
     if profile is not None:
         _keep(profile, key, lambda entry: entry.with_calibration(calibration))
         if read is not None:
             _keep(profile, key, lambda entry: entry.with_reading(_read(Reading, read)))
+        if parts is not None:
+            _keep(profile, key, lambda entry: entry.with_device(_read(DeviceCosts, parts)))
         if drafted is not None and levels is not None:
             _keep(profile, drafted["key"], lambda entry: entry.with_levels(levels))
     if plot is not None:
@@ -104,11 +107,9 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
 def _check(configuration: Configuration) -> None:
     """What is wrong with the settings, before a process is started."""
     target = configuration.settings.target
-    if target.device != "cpu":
-        raise SettingsError(f"target.device = {target.device!r}: calibrate measures a target on the CPU; leave it out")
-    if target.split.device or target.resident != "auto":
-        name, value = ("target.split.device", target.split.device) if target.split.device else ("target.resident", target.resident)
-        raise SettingsError(f"{name} = {value!r}: calibrate measures a target as a whole, on the CPU; leave it out")
+    for name, value in (("target.resident", target.resident), ("target.split.layers", target.split.layers)):
+        if value != "auto":
+            raise SettingsError(f"{name} = {value!r}: calibrate measures layers one by one, wherever they may come to be; leave it out")
     folder = Path(target.model).expanduser() if target.model else None
     if folder is not None and (folder.exists() or target.model.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
         raise CheckpointError(f"the target model {target.model} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)")
@@ -117,16 +118,23 @@ def _check(configuration: Configuration) -> None:
         check_draft(configuration.settings)
 
 
+def _device(configuration: Configuration) -> str:
+    """What is to be measured beside the CPU; empty: nothing."""
+    target = configuration.settings.target
+    return target.split.device or (target.device if target.device != "cpu" else "")
+
+
 def _has_draft(configuration: Configuration) -> bool:
-    """Whether there is a small model or a head to measure: one that is named, or an embedded one beside the embedded target."""
+    """Whether there is a draft to measure: a substitute, a small model or a head that is named, or an embedded one beside the embedded target."""
     draft = configuration.settings.draft
-    return draft.kind in ("auto", "small", *HEAD_KINDS) and bool(draft.model or not configuration.settings.target.model)
+    return draft.kind == "substitute" or (draft.kind in ("auto", "small", *HEAD_KINDS) and bool(draft.model or not configuration.settings.target.model))
 
 
 def _draft_arguments(configuration: Configuration) -> list[str]:
-    """The settings of the draft; a head reads the target's embedding."""
-    target = configuration.settings.target.model
-    return [*configuration.arguments("draft"), *([f"--target.model={target}"] if target else [])]
+    """The settings of the draft; a head reads the target's embedding, and a substitute is inflated as its target is."""
+    target = configuration.settings.target
+    named = {"--target.model": target.model, "--target.inflate": target.inflate}
+    return [*configuration.arguments("draft"), *(f"{flag}={value}" for flag, value in named.items() if value)]
 
 
 def _read(kind: type[ReadT], told: object) -> ReadT:
@@ -185,6 +193,8 @@ def _show(found: dict[str, Any]) -> None:
         curves = zip(read["local"]["rows"], read["local"]["seconds"], read["streamed"]["seconds"], strict=True)
         times = ", ".join(f"{rows} rows {_ms(own):.3g} and {_ms(other):.3g} ms" for rows, own, other in curves)
         click.echo(f"prompts, read by the CPU and by {read['device']}: {times}")
+    if (parts := found["device"]) is not None:
+        click.echo(f"{parts['device']}: its link carries {parts['link_gb_s']:.1f} GB/s; a layer takes (CPU; resident; streamed) {_parts(parts)}")
     if found["t_d"]:
         click.echo("t_D, a level of the draft: " + ", ".join(f"{rows} rows {_ms(taken):.3g} ms" for rows, taken in found["t_d"].items()))
 
@@ -193,6 +203,13 @@ def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object,
     taken, share = found["t_v"][m], f"{found['achieved'][m]:.0%}"
     elsewhere = (_ms(found["t_v_by_context"][length][m]) for length in others)
     return (int(m), _ms(taken), _ms(found["t_v_limit"][m]), share, taken / found["t_v"]["1"], *elsewhere)
+
+
+def _parts(parts: dict[str, Any]) -> str:
+    curves = [parts[name] for name in ("host_layer", "layer", "streamed")]
+    return ", ".join(
+        f"{rows} rows " + "; ".join(f"{_ms(curve['seconds'][place]):.3g}" for curve in curves) + " ms" for place, rows in enumerate(curves[0]["rows"])
+    )
 
 
 def _linear(choice: dict[str, Any]) -> tuple[object, ...]:
@@ -241,13 +258,20 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
     from dovetail.workers.calibration import calibrate
-    from dovetail.workers.devices import is_out_of_memory
+    from dovetail.workers.device_costs import measure_device
+    from dovetail.workers.devices import is_out_of_memory, open_device
     from dovetail.workers.draft_costs import calibrate_draft
 
-    found: object
+    found: dict[str, Any]
+    device = _device(configuration)
+    if device:
+        open_device(device, threads)  # one that is not there is told now, not after the measurement
     try:
         if role == "draft":
-            key, levels = calibrate_draft(with_draft(draft), threads=threads, target=with_target(target).model, seconds=seconds / 4)
+            named = with_target(target)
+            key, levels = calibrate_draft(
+                with_draft(draft), threads=threads, target=named.model, inflate=named.inflate, cache=substitutes_path(), seconds=seconds / 4
+            )
             found = {"key": key.model_dump(), "levels": levels.model_dump()}
         else:
             found = calibrate(
@@ -260,6 +284,8 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
                 isa=isa,
                 say=lambda text, share: _tell(said, {"doing": text, "share": share}),
             )
+            costs = measure_device(with_target(target), device=device, threads=threads, seconds=seconds) if device else None
+            found["device"] = None if costs is None else costs.model_dump()
     except Exception as error:
         if is_out_of_memory(error):
             raise DovetailError("memory ended while the model was loaded or measured: name a smaller model, or other weights") from None

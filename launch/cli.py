@@ -34,6 +34,7 @@ COMMANDS = {
     "simulate": ("dovetail.launch.simulate", "Play recorded rounds on machines that are not at hand."),
     "replay": ("dovetail.launch.replay", "Play a recorded session again, and compare."),
     "calibrate": ("dovetail.launch.calibrate", "Measure what a pass of the target costs here, beside what it could."),
+    "plan": ("dovetail.launch.plan", "Say what this hardware should do with this model."),
     "stratify": ("dovetail.launch.stratify", "Find the thresholds that the policy heterospec goes by."),
     "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
     "features": ("dovetail.launch.features", "Store what draft heads are trained on."),

@@ -82,7 +82,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
     """A connection to the coordinator at `address`; without one, to the only one of this user; if there is none, to one of our own."""
     _check_no_url(address)
     keys = configuration.settings.coordinator.keys
-    models_named = _names_models(configuration)
+    models_named = names_models(configuration)
     if address is not None and models_named:
         raise UserError(f"{models_named} is a matter of the workers and does nothing with --connect: leave one of the two out")
     if address is None and not models_named and (found := only_announcement()) is not None:
@@ -168,7 +168,7 @@ def find_coordinator(configuration: Configuration, address: str | None, *, role:
     return Client(open_link(address, keys=Path(keys) if keys else None, role=role))
 
 
-def _names_models(configuration: Configuration) -> str:
+def names_models(configuration: Configuration) -> str:
     """The first flag that is about the workers; `--draft none` and `--draft.ahead` are not, they are wishes that any coordinator can fulfil."""
     flags = (n for n, origin in configuration.origins.items() if n.split(".")[0] in ("target", "draft") and origin.startswith("--"))
     wishes = {"draft.ahead", *(("draft.kind",) if configuration.value("draft.kind") == "none" else ())}

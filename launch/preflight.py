@@ -10,9 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from dovetail.launch.embedded import with_draft
+from dovetail.launch.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
+from dovetail.workers.models.placement import Sizes, cache_bytes, coded_bytes, has_sizes, pass_bytes, sizes_of
 
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
 MAX_CONFIG_BYTES = 16 << 20
@@ -56,8 +57,14 @@ def check_unified(settings: Settings) -> None:
     if draft.kind != "substitute":
         raise SettingsError(f"one process with both roles drafts with a substitute of its target: set draft.kind to 'substitute', not {draft.kind!r}")
     check_substitute(settings)
-    if any(device not in ("", "auto", "cpu") for device in (target.device, target.split.device, draft.device)):
-        raise SettingsError("a target and a substitute that share are not built for a GPU yet: set draft.share to false, and they are two processes")
+    if draft.device not in ("auto", target.device):
+        raise SettingsError(
+            f"a target and a substitute that share are on one device, and draft.device is {draft.device!r}: leave it out, or set draft.share to false"
+        )
+    if target.split.device not in ("", "cpu"):
+        raise SettingsError(
+            "a target that is split shares nothing with a substitute: set target.device to the GPU in place of target.split, or draft.share to false"
+        )
 
 
 def check_model(role: str, source: str, *, pickled: bool = False) -> None:
@@ -96,6 +103,34 @@ def estimated_bytes(target: TargetSettings) -> int:
         return size
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return size + files * BYTES_A_WEIGHT.get(target.weights, 4) // _stored_bytes(folder)
+
+
+def draft_bytes(settings: Settings) -> int:
+    """What a draft takes of the GPU that it has in common with the target, as far as the sizes of both tell: weights of 16 bits (a substitute's codes), the
+    cache of a long conversation and its trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
+    target, draft = with_target(settings.target), with_draft(settings.draft)
+    device = target.split.device or target.device
+    if not device.startswith("cuda") or draft.device not in ("auto", device) or draft.kind in ("none", "ngram") or draft.share is True:
+        return 0
+    own, whole = _sizes(draft.model), _sizes(target.model)
+    if draft.kind == "substitute" and whole is not None:
+        bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
+        return coded_bytes(whole, "half", bits) + whole.embedding + whole.head + whole.layers * cache_bytes(whole) + pass_bytes(whole, device)
+    if own is None:
+        return 0
+    return own.layers * (own.layer + cache_bytes(own)) + own.embedding + own.head + pass_bytes(own, device)
+
+
+def _sizes(model: str) -> Sizes | None:
+    """Of a model, or a head with what it has of its target, that is here and has its sizes in its config.json."""
+    file = Path(model).expanduser() / "config.json"
+    if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return sizes_of(config, "half") if isinstance(config, dict) and has_sizes(config) else None
+    except (ValueError, TypeError, ZeroDivisionError):  # whoever loads it says so
+        return None
 
 
 def memory_bytes() -> int:

@@ -112,7 +112,8 @@ def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
 
 def show(told: Mapping[str, Any]) -> None:
     """The tables of a profile, for people."""
-    click.echo(f"{told['title']}\n{told['workload']}: {told['tokens']} tokens, {told['rounds']} rounds, {told['wall_s']:.2f} s")
+    several = f", {told['sessions_a_pass']:.1f} sessions a pass" if told["sessions"] > 1 and told["sessions_a_pass"] > 1.0 else ""
+    click.echo(f"{told['title']}\n{told['workload']}: {told['tokens']} tokens, {told['rounds']} rounds{several}, {told['wall_s']:.2f} s")
     headings = ("device", "busy", "of it ahead", *(f"waits: {name}" for name in report.WAITS[:4]), "no work", "its process", "its cores")
     print_table(headings, [_device(name, device) for name, device in told["devices"].items()])
     if told["parts_ms"]:

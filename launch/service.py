@@ -21,7 +21,17 @@ from dovetail.launch.child import LET_GO
 from dovetail.launch.configure import SETTINGS, Configuration
 from dovetail.launch.directory import announced
 from dovetail.launch.inquiry import Inquiry
-from dovetail.launch.supervise import GRACE_S, POLL_S, Child, Supervisor, coordinator_arguments, layout_of, processes_of, worker_arguments
+from dovetail.launch.supervise import (
+    GRACE_S,
+    POLL_S,
+    Child,
+    Supervisor,
+    coordinator_arguments,
+    layout_of,
+    processes_of,
+    with_room_for_draft,
+    worker_arguments,
+)
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Tell, Watch
 from dovetail.protocol.errors import DovetailError
@@ -163,7 +173,9 @@ class Service:
                 wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
             called = [] if self._settings.target.model or self._settings.http.model else ["--http.model=demo"]
             return ["http", f"--connect={self.address}", *wishes, *called, *port, *keys]
-        return [*worker_arguments(configuration, self._workers[name], self.address, self._layout), *keys]
+        role = self._workers[name]
+        settings = with_room_for_draft(configuration) if role == "target" else configuration
+        return [*worker_arguments(settings, role, self.address, self._layout), *keys]
 
     def _listening(self) -> list[str]:
         """Where the coordinator listens: as the settings say, and once it is known where exactly, there for good."""

@@ -44,7 +44,7 @@ def _show(state: Reported) -> None:
     for reason in state.reasons:
         click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
     if state.workers:
-        print_table(("worker", "roles", "model", "device", "busy", "sessions", "MB", "pid"), [_row(worker) for worker in state.workers])
+        print_table(("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"), [_row(worker) for worker in state.workers])
         print_table(("worker", "host", "trip us", "clock us", "bytes/round"), [_link(worker) for worker in state.workers])
         for worker in state.workers:
             click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")

@@ -23,10 +23,10 @@ from typing import IO, Literal, NoReturn
 
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, lay_out_here
-from dovetail.launch.preflight import check_draft, check_target, estimated_bytes
+from dovetail.launch.preflight import check_draft, check_target, draft_bytes, estimated_bytes
 from dovetail.launch.terminal import QUANTISED
 from dovetail.launch.topology import format_numbers
-from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
 from dovetail.protocol.settings import MODELLESS_KINDS, Settings
@@ -252,7 +252,8 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
     flags = [*coordinator_arguments(configuration), *waits, *(["--coordinator.reuse=false"] if anew else [])]
     address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator", flags=flags)
     for role in processes_of(configuration.settings):
-        supervisor.start(f"{prefix}{role} worker", worker_arguments(configuration, role, address, layout))
+        settings = with_room_for_draft(configuration) if role == "target" else configuration
+        supervisor.start(f"{prefix}{role} worker", worker_arguments(settings, role, address, layout))
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
 
@@ -310,6 +311,17 @@ def worker_arguments(configuration: Configuration, role: Role | Played, address:
     own = configuration.arguments(*SECTIONS[role])
     stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
     return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *own, *reads, stuck]
+
+
+def with_room_for_draft(configuration: Configuration) -> Configuration:
+    """The settings of a target that is started with its draft: of a GPU that both have, the draft gets its memory first. `SettingsError` if nothing is left."""
+    memory, taken = configuration.settings.memory, draft_bytes(configuration.settings)
+    if memory.vram_bytes is None or not taken:
+        return configuration
+    if taken >= memory.vram_bytes:
+        text = f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB of it"
+        raise SettingsError(f"{text}: choose a smaller draft, or raise memory.vram")
+    return configuration.over("memory.vram, without what the draft takes", {"memory.vram": f"{memory.vram_bytes - taken}B"})
 
 
 def _check_pair(configuration: Configuration) -> None:

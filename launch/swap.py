@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,7 +26,7 @@ from dovetail.launch.directory import only_announcement, runtime_directory
 from dovetail.launch.drain import figures, named, told, wait_for
 from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.replaced import settings_of
-from dovetail.launch.supervise import GRACE_S, POLL_S, SECTIONS, Child, layout_of, worker_arguments
+from dovetail.launch.supervise import GRACE_S, POLL_S, SECTIONS, Child, Played, layout_of, worker_arguments
 from dovetail.launch.terminal import note, spinner
 from dovetail.launch.travels import leaves_the_machine
 from dovetail.protocol.errors import UserError
@@ -40,7 +41,7 @@ LOCAL = ("target.model", "target.device", "target.threads", "target.numa", "draf
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--role", type=click.Choice(["draft", "target"]), required=True, help="What the worker does.")
+@click.option("--role", type=click.Choice(["draft", "target", "unified"]), required=True, help="What the worker does; unified: both, in one process.")
 @click.option("--replace", "replaced", metavar="WORKER", help="The worker that leaves, by name or pid.  [default: the only one of the role, if there is one]")
 @click.option("--beside", is_flag=True, help="Let nobody go: the worker comes beside those that are there.")
 @click.option("--name", help="Name of the new worker in `dovetail status`.  [default: one that is free]")
@@ -50,7 +51,7 @@ LOCAL = ("target.model", "target.device", "target.threads", "target.numa", "draf
 @settings_flags("target", "draft", "memory", "coordinator.keys", "coordinator.stuck_s")
 def command(
     configuration: Configuration,
-    role: Role,
+    role: Played,
     replaced: str | None,
     beside: bool,
     name: str | None,
@@ -64,55 +65,98 @@ def command(
 
     The new worker is tried with short sessions, then gets the new ones and takes over those that run: from a draft all of them, from a target one after the
     other if it computes the same bytes (where the coordinator has move = any: if it has the same vocabulary); the others end where they are. Then the old
-    worker ends. If the new one fails it is let go and the old one stays, with exit code 1. No request fails of it.
+    worker ends. If the new one fails it is let go and the old one stays, with exit code 1. No request fails of it. A process with both roles takes the place
+    of the target first, then that of the draft.
     """
     if beside and replaced is not None:
         raise UserError(f"--beside lets nobody go, and --replace {replaced} names who should: leave one of them out")
     _check_flags(configuration, role)
     if role == "draft" and configuration.settings.draft.kind == "none":
         raise UserError("--draft none is no worker: let the one that is there go with `dovetail drain WORKER`")
+    if role == "unified":
+        if replaced is not None:
+            raise UserError(f"--replace {replaced} names one worker, and a process with both roles takes the place of two: leave it out")
+        configuration = configuration.over("--role unified", {"draft.kind": "substitute", "draft.share": True})
+    parts: tuple[Role, ...] = ("target", "draft") if role == "unified" else (role,)
     with find_coordinator(configuration, connect, role="operator") as client:
         state = client.status()
-        old = None if beside else _leaver(state.workers, role, replaced)
-        name = _free(state.workers, name, old) if name is not None else free_name(state.workers, role)
-        configuration, known = as_before(configuration, role, old, state.workers, elsewhere=elsewhere)
+        old = {part: None if beside else _leaver(state.workers, part, replaced) for part in parts}
+        name = _free(state.workers, name, old[parts[0]]) if name is not None else free_name(state.workers, role)
+        configuration, known = as_before(configuration, parts[0], old[parts[0]], state.workers, elsewhere=elsewhere)
         if not elsewhere:
-            (check_target if role == "target" else check_draft)(configuration.settings)
+            for check in (check_target, check_draft) if role == "unified" else (check_target if role == "target" else check_draft,):
+                check(configuration.settings)
         keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
+        change = _Change(client, role, name, old, known)
         if elsewhere:
             line = _command_for_another_machine(configuration, role, name, state.address)
             click.echo(line, err=as_json)
             note("FOLDER holds its own NAME.key and coordinator.pub; models, devices and threads that are not named are those of a worker without settings")
             note(f"waiting for {name}; Ctrl-C to leave it")
-            newcomer = _wait_until_here(client, name, None, old)
-            if not known:
-                _check_checkpoint(newcomer, state.workers)
-            done = wait_for(client, client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
+            change.wait(None)
+            done = change.make()
         else:
             flags = [*worker_arguments(configuration, role, state.address, layout_of(configuration.settings)), *([f"--keys={keys}"] if keys else [])]
             with Newcomer([flag for flag in flags if not flag.startswith("--name=")] + [f"--name={name}", "--standby", "--own-log"], name) as process:
-                newcomer = _wait_until_here(client, name, process.child, old)
-                if not known:
-                    _check_checkpoint(newcomer, state.workers)
-                request = client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None)
+                change.wait(process.child)
                 try:
-                    done = wait_for(client, request)
-                except (KeyboardInterrupt, SystemExit):
-                    if _is_in_place(client, newcomer):
+                    done = change.make()
+                except BaseException as error:
+                    if change.is_begun(interrupted=isinstance(error, KeyboardInterrupt | SystemExit)):
                         process.stays()
                     raise
                 process.stays()
     if as_json:
-        told_of = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model, "replaced": old.name if old else None}
-        click.echo(json.dumps({**told_of, **figures(done)}))
+        click.echo(json.dumps(done[role] if role != "unified" else {"pid": change.newcomers["target"].pid, **done}))
     else:
-        place = f"in the place of {old.name} (pid {old.pid} on {old.host})" if old is not None else "beside the others"
-        note(f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, {describe(role, newcomer)}: {told(done)}")
+        for words in change.words:
+            note(words)
 
 
-def free_name(workers: Sequence[WorkerState], role: Role) -> str:
+class _Change:
+    """A newcomer, which has one role or both, in the place of who has them."""
+
+    def __init__(self, client: Client, role: Played, name: str, old: Mapping[Role, WorkerState | None], known: bool) -> None:
+        """`known`: whether it is certain which model is meant."""
+        self._client, self._old, self._known = client, old, known
+        self._names: dict[Role, str] = {part: f"{name}-{part}" if role == "unified" else name for part in old}
+        self.newcomers: dict[Role, WorkerState] = {}
+        self._placed = False
+        self.words: list[str] = []
+        """What came of it, for people."""
+
+    def wait(self, child: Child | None) -> None:
+        """Until it is registered."""
+        for part, name in self._names.items():
+            self.newcomers[part] = _wait_until_here(self._client, name, child, self._old[part])
+        if not self._known:
+            _check_checkpoint(next(iter(self.newcomers.values())), self._client.status().workers)
+
+    def make(self) -> dict[str, Any]:
+        """Put it in place, role by role; what came of it."""
+        found: dict[str, Any] = {}
+        for part, newcomer in self.newcomers.items():
+            old = self._there(self._old[part])
+            done = wait_for(self._client, self._client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
+            self._placed = True
+            told_of = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model, "replaced": old.name if old else None}
+            found[part] = {**told_of, **figures(done)}
+            place = f"in the place of {old.name} (pid {old.pid} on {old.host})" if old is not None else "beside the others"
+            self.words.append(f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, {describe(part, newcomer)}: {told(done)}")
+        return found
+
+    def is_begun(self, *, interrupted: bool) -> bool:
+        """Whether it has sessions, or may have where this was `interrupted`: then it is not ours to end."""
+        return self._placed or (interrupted and any(_is_in_place(self._client, newcomer) for newcomer in self.newcomers.values()))
+
+    def _there(self, old: WorkerState | None) -> WorkerState | None:
+        """Who leaves, unless it has gone with the other role of its process."""
+        return old if old is not None and any(worker.worker_epoch == old.worker_epoch for worker in self._client.status().workers) else None
+
+
+def free_name(workers: Sequence[WorkerState], role: Played) -> str:
     """The role, or the role with the first number that nobody has."""
-    taken = {worker.name for worker in workers}
+    taken = {worker.name.removesuffix("-target").removesuffix("-draft") if role == "unified" else worker.name for worker in workers}
     return next(name for name in (role, *(f"{role}-{number}" for number in range(2, len(taken) + 3))) if name not in taken)
 
 
@@ -123,8 +167,10 @@ def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) ->
     return name
 
 
-def _check_flags(configuration: Configuration, role: Role) -> None:
+def _check_flags(configuration: Configuration, role: Played) -> None:
     """`UserError` for a flag that is about the other role, and would do nothing."""
+    if role == "unified":
+        return
     other = "draft" if role == "target" else "target"
     read = ("target.model", "target.inflate") if role == "draft" else ()
     typed = (name for name, origin in configuration.origins.items() if origin == f"--{name}" and name.split(".")[0] == other and name not in read)
@@ -188,13 +234,13 @@ def _announced_keys(address: str) -> str:
     return found.keys if found is not None and found.address == address else ""
 
 
-def _command_for_another_machine(configuration: Configuration, role: Role, name: str, address: str) -> str:
+def _command_for_another_machine(configuration: Configuration, role: Played, name: str, address: str) -> str:
     """What to type there; `UserError` for a coordinator that no other machine reaches."""
     if not leaves_the_machine(address):
         raise UserError(f"no other machine reaches the coordinator at {address}: start it with --coordinator.listen tcp://HOST:PORT and keys")
     for anywhere in EVERYWHERE:
         address = address.replace(anywhere, f"//{socket.gethostname()}:")
-    sections = ("target", "memory") if role == "target" else ("target", "draft")
+    sections = {"target": ("target", "memory"), "draft": ("target", "draft"), "unified": SECTIONS["unified"]}[role]
     settings = [flag for flag in configuration.arguments(*sections) if _was_typed(configuration, flag)]
     return shlex.join(["dovetail", "worker", f"--role={role}", f"--name={name}", "--standby", f"--connect={address}", "--keys=FOLDER", *settings])
 

@@ -92,7 +92,7 @@ def swept(sweep: Sweep, methods: Sequence[Method], result: Mapping[str, Any]) ->
 def show_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> None:
     """The table of a sweep."""
     headings = ("method", "prompts", "T", sweep.name, "T_V ms", "T_V/T_T", "rows", "draft ms", "tau", "tokens/s", "speed-up", "hit")
-    print_table(headings, [_line(told) for told in points])
+    print_table(headings, [_line(told) for told in points], keys=4, whole=True)
 
 
 def _line(told: Mapping[str, Any]) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 All of it goes to stderr, but for tables, which are results. rich obeys NO_COLOR.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,10 @@ SAY_EVERY_S = 10.0
 QUANTISED = "layers quantised"
 """How a line of a worker ends that says how far it has got."""
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
+GAP, MOST_WORD = 2, 24
+"""Letters between two columns of a table; a longer word than this is broken where there is no room."""
+FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
+"""What a cell with a number looks like: 3, 1.70, 84%, 1.17x, 2.38 (1.87-2.65)."""
 
 
 def note(text: str) -> None:
@@ -38,22 +43,22 @@ def spinner() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(total: int, unit: str, remaining: Callable[[], float | None] | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar over `total` steps; what it yields takes one step and says which comes next. `remaining` says how many seconds are left, where steps differ."""
-    if not sys.stderr.isatty():
+    """A bar over `total` steps; what it yields takes one step and says which comes next. `remaining` says how many seconds are left, where steps differ. Where
+    nothing is to be done there is no bar."""
+    if not total or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
 
     class Left(ProgressColumn):
-        """What `remaining` says, as often as the bar is drawn."""
+        """What `remaining` says, as often as the bar is drawn; without it, by the steps so far."""
 
         def render(self, task: Task) -> Text:
-            return Text(f"{clock_text(remaining() if remaining is not None else None)} left", style="progress.remaining")
+            return Text(f"{clock_text(remaining() if remaining is not None else task.time_remaining)} left", style="progress.remaining")
 
-    left = TimeRemainingColumn() if remaining is None else Left()
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), left, TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), Left(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
@@ -89,22 +94,50 @@ def clock_text(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout; numbers to the right."""
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, keys: int = 1, whole: bool = False) -> None:
+    """A table on stdout; numbers to the right. Where the terminal is too narrow for all columns, those that do not fit follow below, beside the first `keys`
+    again. `whole`: every cell stands in one line."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, heading in enumerate(headings):
-        numeric = all(isinstance(row[index], int | float | None) or row[index] in ("", "-") for row in rows)
-        widest = max(map(len, heading.split()), default=0)
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold", min_width=widest)
-    for row in rows:
-        table.add_row(*(format_cell(cell) for cell in row))
     # with a height beside it the width holds for a "dumb" terminal too, which rich takes for 80 columns else
     width, height = (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
-    Console(width=width, height=height).print(table, markup=False)
+    console = Console(width=width, height=height)
+    widths = [_least_width(heading, [row[index] for row in rows], whole=whole) for index, heading in enumerate(headings)]
+    for columns in beside_each_other(widths, console.width, keys):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for index in columns:
+            numeric = all(_is_number(row[index]) for row in rows)
+            widest = widths[index] if whole else max(map(len, headings[index].split()), default=0)
+            table.add_column(headings[index], justify="right" if numeric else "left", overflow="fold", min_width=widest)
+        for row in rows:
+            table.add_row(*(format_cell(row[index]) for index in columns))
+        console.print(table, markup=False)
+
+
+def beside_each_other(widths: Sequence[int], most: int, keys: int = 1) -> list[list[int]]:
+    """Which columns of these widths stand beside each other in `most` letters, table by table; the first `keys` stand in each of them."""
+    first = [*range(min(keys, len(widths)))]
+    found = [first] if widths else []
+    for column in range(len(first), len(widths)):
+        beside = [*found[-1], column]
+        if len(found[-1]) > len(first) and sum(widths[one] + GAP for one in beside) > most:
+            beside = [*first, column]
+            found.append(beside)
+        found[-1] = beside
+    return found
+
+
+def _least_width(heading: str, cells: Sequence[object], *, whole: bool) -> int:
+    """Of a column whose lines break between words, those of `whole` cells nowhere; what is longer than MOST_WORD may be broken in any case."""
+    parts = [*heading.split(), *(part for text in map(format_cell, cells) for part in ([text] if whole else text.split()))]
+    return min(MOST_WORD, max(map(len, parts), default=0))
+
+
+def _is_number(cell: object) -> bool:
+    """Whether it belongs to the right side of a column: a figure, its unit beside it or not, or the want of one."""
+    return isinstance(cell, int | float | None) or cell in ("", "-") or FIGURE.fullmatch(str(cell)) is not None
 
 
 def explained(columns: Mapping[str, str], heading: str = "Columns:") -> str:

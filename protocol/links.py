@@ -159,7 +159,7 @@ def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: f
         path = Path(place).absolute()
         _check_length(path)
         if path.parent.is_dir():
-            _check_private(path.parent)
+            _check_way(path)
         return ZmqLink(f"ipc://{path}", None, role, timeout_s)
     if scheme == "tcp" and place:
         _host_and_port(address)
@@ -635,6 +635,16 @@ def _check_private(folder: Path) -> None:
         raise UserError(f"the folder {folder} of the socket belongs to somebody else: choose a path in a folder of your own")
     if status.st_mode & 0o077:
         raise UserError(f"the folder {folder} of the socket is open to others: choose a path in a folder that only you can enter, such as a new one in it")
+
+
+def _check_way(path: Path) -> None:
+    """A coordinator's socket lies in a private folder; where there is none at all, that is what is wrong first."""
+    try:
+        _check_private(path.parent)
+    except UserError as error:
+        if path.exists():
+            raise
+        raise UserError(f"nobody listens at ipc://{path}, and no coordinator would: {error}") from None
 
 
 def _keys_for(address: str, keys: Path | None) -> Path:

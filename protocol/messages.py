@@ -17,7 +17,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 6)
+VERSION = (1, 7)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""
@@ -721,6 +721,8 @@ class RoundRecord(Frozen):
     verified: Count
     accepted: Nodes
     bonus: Token
+    committed: Count | None = None
+    """Tokens that it added to the reply, where that ended within its path; None: all of the path, and the bonus."""
     entropy: float | None = None
     hit: bool = False
     grown: Count = 0
@@ -734,6 +736,11 @@ class RoundRecord(Frozen):
     queue_ns: Nanoseconds = 0
     coordinator_ns: Nanoseconds = 0
 
+    @property
+    def brought(self) -> int:
+        """Tokens that it added to the reply."""
+        return len(self.accepted) + 1 if self.committed is None else self.committed
+
 
 class SeenRound(Frozen):
     """A round that has ended."""
@@ -746,6 +753,8 @@ class SeenRound(Frozen):
     target: Name
     at_ns: Nanoseconds
     """When its verdict was handled, on the coordinator's clock."""
+    readable: bool = True
+    """Whether its tokens are told; else zeros stand in the record for them and for the bonus."""
     record: RoundRecord
 
 
@@ -757,6 +766,8 @@ class SeenSpan(Frozen):
     session: Count | None = None
     """None: it was about none, or about several."""
     round: Count | None = None
+    shared: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
+    """Session and round of each, where it was about several."""
     span: SpanField
     """On the coordinator's clock, which that of another machine is aligned with as well as its `clock_bound_ns` says."""
 

@@ -133,6 +133,22 @@ class Reading(Frozen):
         return better[-1] if better else None
 
 
+class DeviceCosts(Frozen):
+    """What the parts of a target take in a pass over rows, on a device and on the CPU beside it: what a planner puts placements together from."""
+
+    device: str
+    link_gb_s: Rate
+    """Copying a layer's weights to the device, with nothing computed meanwhile."""
+    layer: RowsSeconds
+    """One whose weights stay there."""
+    streamed: RowsSeconds
+    """One of several whose weights stream through it."""
+    head: RowsSeconds
+    """On the device, and whatever else a pass has but layers."""
+    host_layer: RowsSeconds
+    host_head: RowsSeconds
+
+
 class Entry(Frozen):
     """Everything known under one key."""
 
@@ -144,6 +160,8 @@ class Entry(Frozen):
     """Of a draft: t_D, a level of its tree."""
     readings: tuple[Reading, ...] = ()
     """Of a target on the CPU, at most one for each device."""
+    devices: tuple[DeviceCosts, ...] = ()
+    """Of a target, at most one for each device."""
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
         """What was chosen for a shape: the entry of the smallest row class that holds `rows`."""
@@ -164,6 +182,11 @@ class Entry(Frozen):
         """This reading in place of that of the same device."""
         others = tuple(r for r in self.readings if r.device != reading.device)
         return self.model_copy(update={"readings": (*others, reading)})
+
+    def with_device(self, costs: DeviceCosts) -> "Entry":
+        """These costs in place of those of the same device."""
+        others = tuple(d for d in self.devices if d.device != costs.device)
+        return self.model_copy(update={"devices": (*others, costs)})
 
     def with_levels(self, levels: ContextCurve) -> "Entry":
         """This t_D in place of what was known."""

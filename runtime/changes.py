@@ -133,7 +133,7 @@ class Changes:
         """What a newcomer is tried with: as a draft, drafting for the target that is there; as a target alone, then with the draft that is there, and
         beside a target that should decide the same."""
         if role == "draft":
-            target = self._placement.target()
+            target = self._placement.target(lambda target: self._placement.goes_with(newcomer, target))
             if target is None:
                 raise RequestError("no_target", f"no target worker is there that {newcomer.name} could be tried with: start one first")
             return [Trial("drafted", target.peer, newcomer.peer)]

@@ -79,7 +79,7 @@ class Talk:
 
     def add(self, seen: SeenRound) -> None:
         before, record = self.last.record, seen.record
-        self.root = before.bonus if self.rounds and before.round == record.round - 1 else None
+        self.root = before.bonus if self.rounds and before.round == record.round - 1 and self.last.readable else None
         self.rounds += 1
         self.tokens += len(record.accepted) + 1
         self.drafted += record.verified
@@ -304,7 +304,7 @@ def _pair(pair: PairState) -> dict[str, Any]:
 def _tree(talk: Talk, spell: Spell | None) -> dict[str, Any]:
     """The last tree of a session, best node first; of each node its parent, what became of it and how likely the draft thought it."""
     record = talk.last.record
-    if not any((*record.tokens, record.bonus)):  # zeros: the coordinator keeps these tokens from whoever asked
+    if not talk.last.readable:
         spell = None
     shown = min(len(record.parents), MAX_NODES)
     accepted = {node for node in record.accepted if node < shown}

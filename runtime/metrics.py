@@ -72,6 +72,8 @@ class RoundFacts:
     accepted: tuple[int, ...]
     bonus: int
     times: RoundTimes
+    committed: int | None = None
+    """As the record has it."""
 
     def record(self) -> RoundRecord:
         offered = {name: getattr(self.proposal, name) for name in OFFERED} if self.proposal is not None else dict.fromkeys(OFFERED[:3], ())
@@ -82,6 +84,7 @@ class RoundFacts:
             verified=self.verified,
             accepted=self.accepted,
             bonus=self.bonus,
+            committed=self.committed,
             draft_ns=times.draft_ns,
             verify_ns=times.verify_ns,
             transport_ns=times.transport_ns,

@@ -36,6 +36,8 @@ MAX_HELD = 1 << 15
 """Rounds and spans that are remembered: minutes of coarse ones; some 6 MiB."""
 MAX_TRACED = 1 << 16
 """Spans of a request that is traced."""
+LATEST_NS = (1 << 63) - 1
+"""That a message can tell."""
 LOOKED_NS = 5_000_000_000
 """Fine spans are recorded for so long after somebody has looked for spans."""
 OURS = "coordinator"
@@ -67,6 +69,8 @@ class _Batch(NamedTuple):
     round: int | None
     offset_ns: int
     spans: Sequence[Span]
+    shared: Sequence[tuple[int, int]] = ()
+    """Session and round of each, where it was about several."""
 
     def seen(self) -> Iterator[SeenSpan]:
         """They, on our clock."""
@@ -76,7 +80,8 @@ class _Batch(NamedTuple):
                 device=self.device,
                 session=self.session,
                 round=self.round,
-                span=(name, max(0, start_ns - self.offset_ns), duration_ns),
+                shared=tuple(self.shared),
+                span=(name, _on_ours(start_ns, self.offset_ns), duration_ns),
             )
 
 
@@ -126,8 +131,9 @@ class Observing:
             return
         name, device, offset_ns = worker.name, worker.hello.device, offset(worker.clock)
         if spans and isinstance(event, Verified):
-            session, round = (event.items[0].session, event.items[0].round) if len(event.items) == 1 else (None, None)
-            self._add(name, device, session, round, offset_ns, spans, event.items)
+            about = [(item.session, item.round) for item in event.items]
+            session, round = about[0] if len(about) == 1 else (None, None)
+            self._add(name, device, session, round, offset_ns, spans, about if len(about) > 1 else ())
         elif spans:
             self._add(name, device, event.session, event.round, offset_ns, spans)  # type: ignore[union-attr]
         for session, round, span in beside:
@@ -139,16 +145,25 @@ class Observing:
         self._ring.append(_Round(self._number, session, draft.name if draft is not None else "", target.name, at_ns, record))
         self._trim()
 
-    def _add(self, process: str, device: str, session: int | None, round: int | None, offset_ns: int, spans: Sequence[Span], items: Sequence[Any] = ()) -> None:
+    def _add(
+        self,
+        process: str,
+        device: str,
+        session: int | None,
+        round: int | None,
+        offset_ns: int,
+        spans: Sequence[Span],
+        shared: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self._number += len(spans)
-        batch = _Batch(self._number, process, device, session, round, offset_ns, spans)
+        batch = _Batch(self._number, process, device, session, round, offset_ns, spans, shared)
         self._ring.append(batch)
         self._trim()
         if self._traces:
-            about = [(item.session, item.round) for item in items] or [(session, round)]
+            about: Sequence[tuple[int | None, int | None]] = shared or [(session, round)]
             for traced, its_round in about:
                 if traced in self._traces and len(kept := self._traces[traced]) < MAX_TRACED:
-                    kept.extend(batch._replace(session=traced, round=its_round).seen())
+                    kept.extend(batch._replace(session=traced, round=its_round, shared=()).seen())
 
     def _trim(self) -> None:
         while self._number - self._gone > MAX_HELD and self._ring:
@@ -238,11 +253,16 @@ def offset(clock: ClockOffset) -> int:
     return 0 if abs(clock.offset_ns) <= clock.bound_ns else clock.offset_ns
 
 
+def _on_ours(peer_ns: int, offset_ns: int) -> int:
+    """A worker's time on our clock, as far as a message may tell it: a clock that jumps must not keep others from being seen."""
+    return min(max(0, peer_ns - offset_ns), LATEST_NS)
+
+
 def _seen_round(entry: _Round, *, readable: bool) -> SeenRound:
     record = entry.record()
     if not readable:
         record = record.model_copy(update={"tokens": (0,) * len(record.tokens), "bonus": 0})
-    return SeenRound(number=entry.number, session=entry.session, draft=entry.draft, target=entry.target, at_ns=entry.at_ns, record=record)
+    return SeenRound(number=entry.number, session=entry.session, draft=entry.draft, target=entry.target, at_ns=entry.at_ns, readable=readable, record=record)
 
 
 def _seen_worker(worker: Worker, waiting: Waits) -> SeenWorker:
@@ -257,7 +277,7 @@ def _seen_worker(worker: Worker, waiting: Waits) -> SeenWorker:
         cores=hello.cores,
         node=bound[1] if bound else "",
         busy_ns=probed.busy_ns if probed is not None else 0,
-        at_ns=max(0, probed.clock_ns - offset(clock)) if probed is not None else 0,
+        at_ns=_on_ours(probed.clock_ns, offset(clock)) if probed is not None else 0,
         clock_bound_ns=clock.bound_ns if clock.known else None,
         waiting=waiting,
     )

@@ -75,8 +75,13 @@ class Placement:
 
     def draft(self, target: Worker, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0) -> Worker | None:
         """The same of the drafts, for a session on this target."""
-        drafts = [draft for draft in candidates(self._registry.workers.values(), "draft") if wanted(draft)]
+        drafts = [draft for draft in candidates(self._registry.workers.values(), "draft") if self.goes_with(draft, target) and wanted(draft)]
         return best(drafts, [draft_rate(draft, target, self._pairs.get((draft.peer, target.peer)), context) for draft in drafts])
+
+    def goes_with(self, draft: Worker, target: Worker) -> bool:
+        """Whether a draft can draft for a target: one that shares a process with a target reads that one's rows, and no other's."""
+        own = [other for other in self._registry.workers.values() if other.plays("target") and other.process == draft.process]
+        return not own or any(other.process == target.process for other in own)
 
     def settle(self, target: Worker, request: Request) -> Worker | RequestError:
         """Where a request runs that was read for this target: on the best one with its tokens that can hold it.

@@ -13,7 +13,7 @@ Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from dovetail.protocol.arrays import Array
@@ -423,14 +423,15 @@ class Session:
         times: RoundTimes | None,
     ) -> list[Action]:
         """A round is over: these nodes were accepted; `tokens` are theirs and the bonus."""
-        self.ended = RoundFacts(self.round, self.length, self.proposal, len(self._tree), accepted, tokens[-1], times or RoundTimes())
-        record = self.ended.record() if self.request.record else None
+        ended = RoundFacts(self.round, self.length, self.proposal, len(self._tree), accepted, tokens[-1], times or RoundTimes())
         if self.brief is not None:
             self.brief.committed(accepted, tokens[-1], features, ordered=self._ordered)
         before, drafted = len(self.tokens), len(self._tree)
         actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
-        self.accounts.verdict(drafted, min(len(accepted), len(self.tokens) - before))
-        return actions if record is None else [actions[0], Note(record), *actions[1:]]
+        committed = len(self.tokens) - before
+        self.accounts.verdict(drafted, min(len(accepted), committed))
+        self.ended = replace(ended, committed=committed) if committed < len(tokens) else ended
+        return [actions[0], Note(self.ended.record()), *actions[1:]] if self.request.record else actions
 
     @property
     def verifying(self) -> int:

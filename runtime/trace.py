@@ -77,7 +77,9 @@ def _track_label(process: str, session: int, lane: int) -> str:
 
 def _slice(seen: SeenSpan, place: Place) -> dict[str, Any]:
     name, start_ns, duration_ns = seen.span
-    about = {key: value for key, value in (("session", seen.session), ("round", seen.round)) if value is not None}
+    about: dict[str, Any] = {key: value for key, value in (("session", seen.session), ("round", seen.round)) if value is not None}
+    if seen.shared:
+        about = {"sessions": [session for session, _ in seen.shared], "rounds": [round for _, round in seen.shared]}
     row, track = place
     return {"ph": "X", "name": name, "pid": row, "tid": track, "ts": start_ns / 1000, "dur": duration_ns / 1000, "args": about}
 
@@ -86,8 +88,9 @@ def _arrows(spans: Sequence[SeenSpan], where: Mapping[int, Place]) -> Iterator[d
     """Of every session one chain through its rounds, broken where a round had no draft."""
     stops: dict[tuple[int, int], dict[str, SeenSpan]] = {}
     for seen in spans:
-        if seen.session is not None and seen.round is not None and seen.span[0] in TRIP:
-            its = stops.setdefault((seen.session, seen.round), {})
+        own = [(seen.session, seen.round)] if seen.session is not None and seen.round is not None else []
+        for key in seen.shared or own if seen.span[0] in TRIP else ():
+            its = stops.setdefault(key, {})
             if seen.span[0] != "handle" or "draft" in its:  # the one between proposal and pass
                 its.setdefault(seen.span[0], seen)
     numbers = itertools.count(1)  # Perfetto takes numbers alone

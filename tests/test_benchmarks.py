@@ -18,6 +18,7 @@ from benchmarks.sameness import Record
 from dovetail.launch.llama.kinds import LLAMA_TYPES
 from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.verifier import tree_paths
+from support.few_colours import MOST_BYTES, in_few_colours, small_png
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 TINY = Shape(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=2)
@@ -134,8 +135,25 @@ def test_the_pictures_of_the_documentation_are_made_by_one_command(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"bench.svg", "sweep-depth.svg"}
 
 
+def test_a_picture_in_few_colours_keeps_those_that_are_frequent_and_takes_the_nearest_for_others() -> None:
+    pixels = np.full((40, 50, 3), 250, np.uint8)
+    pixels[:20, :10], pixels[30, 30], pixels[31, 31] = (10, 20, 200), (20, 25, 190), (0, 255, 0)
+    palette, indices = in_few_colours(pixels, 2)
+    assert palette.tolist() == [[250, 250, 250], [10, 20, 200]]
+    assert (indices[0, 0], indices[30, 30], indices[39, 49]) == (1, 1, 0)
+    exact, numbers = in_few_colours(pixels, 16)
+    assert (exact[numbers] == pixels).all()
+
+
+def test_a_picture_of_many_colours_is_made_small_or_refused() -> None:
+    smooth = np.add.outer(np.arange(600), np.arange(800))[:, :, None] // np.array([6, 8, 12])
+    assert len(small_png(smooth.astype(np.uint8))) < MOST_BYTES
+    with pytest.raises(ValueError, match="in 16 colours: take a smaller one"):
+        small_png(np.random.default_rng(1).integers(0, 256, (600, 800, 3), np.uint8))
+
+
 @pytest.mark.parametrize("picture", sorted((BENCHMARKS.parent.parent / "launch" / "pictures").iterdir()), ids=lambda path: path.name)
 def test_a_picture_of_the_documentation_is_small_and_an_image(picture: Path) -> None:
     content = picture.read_bytes()
-    assert len(content) < 60_000
+    assert len(content) < MOST_BYTES
     assert ElementTree.fromstring(content).tag.endswith("svg") if picture.suffix == ".svg" else content.startswith(b"\x89PNG")

@@ -25,6 +25,11 @@ TREES = {
     "beam": BEAM,
     "narrow": TreeSettings(policy="dynamic", gamma=1, depth=1, width=1),
 }
+PLACED = {
+    "split": {"target.split.device": "cpu", "target.split.layers": "3"},
+    "streamed": {"target.resident": "0"},
+    "mixed": {"target.split.device": "cpu", "target.split.layers": "5", "target.resident": "2", "target.prefill": "cpu"},
+}
 TOKENS = 48
 
 needs_hqq = pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")
@@ -114,6 +119,20 @@ def test_a_target_that_streams_shares_its_resident_layers_with_its_substitute(cl
 
 @needs_hqq
 @pytest.mark.slow
+@pytest.mark.parametrize("tree", ["beam", "budget"])
+def test_large_trees_of_a_shared_substitute_change_nothing_where_the_target_streams(client: Client, tree: str) -> None:
+    check({**SHARED, "target.split.device": "cpu", "target.split.layers": "8", "target.resident": "2"}, {tree: TREES[tree]}, alone=client)
+
+
+@needs_hqq
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACED)
+def test_a_substitute_in_a_process_of_its_own_drafts_for_a_target_that_is_anywhere(client: Client, placement: str) -> None:
+    check({**SUBSTITUTE, **PLACED[placement]}, {name: TREES[name] for name in ("static", "dynamic")}, alone=client)
+
+
+@needs_hqq
+@pytest.mark.slow
 def test_a_conversation_goes_on_from_the_rows_that_were_kept(client: Client) -> None:
     """The target keeps a session's rows, and resizes its cache, for the next turn; the draft's slots lie elsewhere then."""
     with running(SHARED) as drafted:
@@ -131,7 +150,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
         ({"draft.share": "true"}, "draft.share = true is for a substitute of the target, and draft.kind is 'auto'"),
         ({**SUBSTITUTE, "draft.model": str(tmp_path)}, "draft.kind = 'substitute' is made of the target, and draft.model names"),
         ({**SUBSTITUTE, "draft.weights": "fp16"}, "draft.weights = 'fp16' is no type of a substitute's weights: use int8, int4, int3 or int2"),
-        ({**SHARED, "target.device": "cuda:0"}, "not built for a GPU yet"),
+        ({**SHARED, "target.device": "cuda:0"}, "a target and a substitute that share are on one device, and draft.device is 'cpu'"),
     ):
         with pytest.raises(SettingsError, match=words), running(flags):
             pass

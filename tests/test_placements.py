@@ -27,8 +27,8 @@ SPLITS = {f"split after {LAYERS - n}": {"target.split.device": "cpu", "target.sp
 STREAMED = {f"{n} of {LAYERS} resident": {"target.resident": str(n)} for n in (0, 1, 4, LAYERS)}
 MIXED = {
     "mixed": {"target.split.device": "cpu", "target.split.layers": "5", "target.resident": "2"},
-    "within a limit": {"target.split.device": "cpu", "memory.vram": "16MiB"},
-    "streamed within a limit": {"target.split.device": "cpu", "target.split.layers": str(LAYERS), "memory.vram": "18MiB"},
+    "within a limit": {"target.split.device": "cpu", "memory.vram": "29MiB"},
+    "streamed within a limit": {"target.split.device": "cpu", "target.split.layers": str(LAYERS), "memory.vram": "31MiB"},
     "prompts read": {"target.prefill": "cpu"},
     "all at once": {"target.split.device": "cpu", "target.split.layers": "4", "target.resident": "1", "target.prefill": "cpu"},
 }

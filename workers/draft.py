@@ -450,7 +450,7 @@ def _open_substitute(
     cache: Path | None,
     tell: Callable[[int, int], None],
 ) -> DraftWorker[Any]:
-    from dovetail.workers.devices import first_device, free_bytes, open_device
+    from dovetail.workers.devices import against_int4, first_device, free_bytes, open_device
     from dovetail.workers.draft_costs import known_levels
     from dovetail.workers.drafter import SUBSTITUTE_SHARPENING, Drafter
     from dovetail.workers.models.inflate import inflation_bytes
@@ -461,6 +461,8 @@ def _open_substitute(
     if settings.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use int8, int4, int3 or int2")
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    if why_not := against_int4(device.torch_device):
+        raise SettingsError(f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set draft.device to 'cpu', or choose another draft.kind")
     weights = "int4" if settings.weights == "auto" else settings.weights
     model, made = load_substitute(target, weights=weights, device=device.name, inflate_bytes=inflation_bytes(inflate), folder=cache, tell=tell)
     if said := made.report(name):

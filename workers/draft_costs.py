@@ -19,7 +19,9 @@ from dovetail.workers.draft import open_draft_worker
 from dovetail.workers.drafter import Drafter
 from dovetail.workers.head_drafter import HeadDrafter
 from dovetail.workers.head_levels import Capture, Levels, open_levels
+from dovetail.workers.models.checkpoint import find_folder, open_weights
 from dovetail.workers.models.heads import Head
+from dovetail.workers.models.inflate import inflated_digest, inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Segment
 
@@ -27,13 +29,17 @@ LEVELS = (1, 2, 4, 8, 10, 16)
 """Rows of one level of a draft."""
 
 
-def calibrate_draft(settings: DraftSettings, *, threads: int, target: str, seconds: float) -> tuple[ProfileKey, ContextCurve]:
-    """t_D of the draft of `settings`, a small model or a head of the model `target`, and where that holds; `seconds`: about how long to measure.
+def calibrate_draft(
+    settings: DraftSettings, *, threads: int, target: str, seconds: float, inflate: str = "", cache: Path | None = None
+) -> tuple[ProfileKey, ContextCurve]:
+    """t_D of the draft of `settings`, a small model, a head of the model `target` or its substitute, which is inflated as it is and kept in the folder `cache`;
+    and where that holds. `seconds`: about how long to measure.
 
     Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as `open_draft_worker`.
     """
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
-    engine = open_draft_worker(settings.model_copy(update={"device": device.name}), name="draft", threads=threads, target=target).engine
+    own = settings.model_copy(update={"device": device.name})
+    engine = open_draft_worker(own, name="draft", threads=threads, target=target, inflate=inflate, cache=cache).engine
     if isinstance(engine, HeadDrafter):
         head = engine.head
         return levels_key(head, device.library), _measure(_Guesses(head, device.capture), head.spec.context, seconds)
@@ -52,6 +58,21 @@ def known_levels(profile: Path | None, model: LanguageModel | Head, library: str
     """t_D of a draft as the file has it; nothing where it was not measured. `library`: of the device that it is on. `ProfileError` if the file is damaged."""
     levels = load_profile(profile).find(levels_key(model, library)).levels if profile is not None else None
     return () if levels is None else (levels,)
+
+
+def expected_levels(profile: Path, settings: DraftSettings, *, target: str, inflate: str, vocabulary_size: int, library: str) -> ContextCurve | None:
+    """The same of a draft that is not loaded: by the digest of its files, or, of a substitute, of its target's; None where it was not measured."""
+    known = [entry for entry in load_profile(profile).entries if entry.levels is not None]
+    if not known:
+        return None
+    digest = open_weights(find_folder(target if settings.kind == "substitute" else settings.model)).digest
+    if settings.kind == "substitute" and inflate:
+        digest = inflated_digest(digest, inflation_bytes(inflate))
+    shapes = shapes_key((), digest, vocabulary_size)
+    fitting = [entry for entry in known if (entry.key.machine, entry.key.shapes, entry.key.threads) == (machine_key(), shapes, torch.get_num_threads())]
+    weights = settings.weights if settings.weights != "auto" else "int4" if settings.kind == "substitute" else None
+    found = [entry.levels for entry in fitting if entry.key.software.endswith(f", {library}") and weights in (None, entry.key.weights)]
+    return found[-1] if found else None
 
 
 def levels_key(model: LanguageModel | Head, library: str) -> ProfileKey:

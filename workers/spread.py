@@ -4,7 +4,7 @@ Opens the devices that are named beside the target's own. Knows settings and dev
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,20 @@ from dovetail.workers.calibration import read_design
 from dovetail.workers.devices import Device, free_bytes, open_device
 from dovetail.workers.models.checkpoint import find_folder, read_json
 from dovetail.workers.models.fused import VERSION
-from dovetail.workers.models.placement import WEIGHT_BYTES, Demand, Place, Placement, Sizes, has_sizes, needed_bytes, place_layers, reader_bytes, sizes_of
+from dovetail.workers.models.placement import (
+    WEIGHT_BYTES,
+    Demand,
+    Place,
+    Placement,
+    Sizes,
+    coded_bytes,
+    has_sizes,
+    host_bytes,
+    needed_bytes,
+    place_layers,
+    reader_bytes,
+    sizes_of,
+)
 from dovetail.workers.models.staged import Staging
 
 FREE_SHARE = 0.9
@@ -39,6 +52,8 @@ class Spread:
     room: int | None
     """Bytes of a device that the target may take in all; None: whatever there is."""
     placement: Placement | None = None
+    beside: int = 0
+    """Bits of the codes of a substitute of all layers that the device has to hold too; 0: there is none."""
 
     def stage(self, config: Mapping[str, Any], weights: str) -> Staging:
         """The staging of a model by its configuration; a `Stager`."""
@@ -46,13 +61,16 @@ class Spread:
             kind = config.get("model_type")
             raise SettingsError(f"the config.json of a {kind} model has no sizes that layers could be placed by: leave target.split and target.resident out")
         sizes = sizes_of(config, weights)
-        self.placement = _all_on_cpu(sizes) if self.demand is None else place_layers(sizes, self.demand)
+        demand = self.demand
+        if demand is not None and self.beside and demand.device_bytes is not None:
+            demand = replace(demand, device_bytes=demand.device_bytes - coded_bytes(sizes, weights, self.beside))
+        self.placement = _all_on_cpu(sizes) if demand is None else place_layers(sizes, demand)
         if self.reader is not None and not self.placement.first:
             raise SettingsError(f"target.prefill = {self.reader.name!r} reads prompts for layers on the CPU, and there are none: leave it out")
         left = None if self.room is None else self.room - self.placement.device_bytes
-        if self.reader is not None and left is not None and reader_bytes(sizes) > left:
+        if self.reader is not None and left is not None and (needed := reader_bytes(sizes, self.reader.name)) > left:
             raise SettingsError(
-                f"{self.reader.name} would need {reader_bytes(sizes) / 1e9:.3g} GB to read prompts, and memory.vram leaves {left / 1e9:.3g} GB: "
+                f"{self.reader.name} would need {needed / 1e9:.3g} GB to read prompts, and memory.vram leaves {left / 1e9:.3g} GB: "
                 "set target.prefill to 'local', or raise memory.vram"
             )
         return Staging(
@@ -85,8 +103,12 @@ class Spread:
         return f"{self.placement}; {which} read by {self.reader.name}"
 
 
-def spread_of(settings: TargetSettings, memory: MemorySettings, device: Device, threads: int, readings: Sequence[Reading] = ()) -> Spread | None:
+def spread_of(
+    settings: TargetSettings, memory: MemorySettings, device: Device, threads: int, readings: Sequence[Reading] = (), *, beside: int = 0
+) -> Spread | None:
     """How a target on this device is to be spread; None: it is not, and computed as a whole. `readings`: what the profile file has of prompts.
+
+    `beside`: bits of the codes of a substitute that shares the device's layers, which then are there one by one; 0 for none.
 
     `SettingsError` for settings that do not go together, or name a device that is not there.
     """
@@ -95,13 +117,13 @@ def spread_of(settings: TargetSettings, memory: MemorySettings, device: Device, 
         raise SettingsError(f"target.split.layers = {split.layers} needs a device: name it with target.split.device, or leave both out")
     if split.device and device.name != "cpu":
         raise SettingsError(f"target.split.device = {split.device!r} goes with target.device = 'cpu', not {device.name!r}: leave one of the two out")
-    own = open_device(split.device, threads) if split.device else device if _has_layers(settings, memory, device) else None
+    own = open_device(split.device, threads) if split.device else device if (beside and _is_gpu(device)) or _has_layers(settings, memory, device) else None
     reader, reads_from = _reader(settings, threads, device, readings)
     if own is None and reader is None:
         _refuse_unused(settings, memory)
         return None
     room = _room(memory, reader) if reader is not None and _is_gpu(reader) else memory.vram_bytes
-    return Spread(None if own is None else _demand(settings, memory, own), own, reader, reads_from, room)
+    return Spread(None if own is None else _demand(settings, memory, own), own, reader, reads_from, room, beside=beside)
 
 
 def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]:
@@ -127,7 +149,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False
     sizes = sizes_of(config, settings.weights)
-    return needed_bytes(sizes, sizes.layers, sizes.layers) > _room(memory, device)
+    return needed_bytes(sizes, sizes.layers, sizes.layers, device.name) > _room(memory, device)
 
 
 def _demand(settings: TargetSettings, memory: MemorySettings, device: Device) -> Demand:
@@ -170,7 +192,7 @@ def _refuse_unused(settings: TargetSettings, memory: MemorySettings) -> None:
 
 
 def _all_on_cpu(sizes: Sizes) -> Placement:
-    return Placement("cpu", (Place.CPU,) * sizes.layers, 0, sizes.embedding + sizes.head + sizes.layers * sizes.layer)
+    return Placement("cpu", (Place.CPU,) * sizes.layers, 0, host_bytes(sizes, 0, 0))
 
 
 def _is_gpu(device: Device | None) -> bool:

@@ -77,13 +77,15 @@ class Identity:
     """Rows of a prompt from which on it does."""
 
 
-def open_target_worker(settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None, memory: MemorySettings = UNLIMITED) -> "TargetWorker":
+def open_target_worker(
+    settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None, memory: MemorySettings = UNLIMITED, beside: int = 0
+) -> "TargetWorker":
     """A target worker with its model loaded on its device, or spread over several; `UserError` names what is wrong with the settings.
 
-    `profile`: the file that remembers what was measured on this machine.
+    `profile`: the file that remembers what was measured on this machine. `beside`: bits of the codes of a substitute that shares its GPU, 0 for none.
     """
     device = open_device(settings.device, threads)
-    spread = spread_of(settings, memory, device, threads, () if profile is None else known_readings(settings, profile))
+    spread = spread_of(settings, memory, device, threads, () if profile is None else known_readings(settings, profile), beside=beside)
     if settings.weights == "int8-per-tensor":
         print(f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes a token depend on what is computed beside it", file=sys.stderr)
     model = load_language_model(

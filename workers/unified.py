@@ -14,10 +14,13 @@ from dovetail.protocol.errors import RequestError, SettingsError
 from dovetail.protocol.messages import Command, Event, Hello, Open, Opened
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Spans
+from dovetail.workers.devices import against_int4, open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafter import SUBSTITUTE_SHARPENING
 from dovetail.workers.loop import Worker
+from dovetail.workers.models.device_codes import load_device_substitute
 from dovetail.workers.models.inflate import inflation_bytes
+from dovetail.workers.models.quantize import BITS
 from dovetail.workers.models.substitute import Tell, load_substitute, share, shared_cache
 from dovetail.workers.progress import beat
 from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
@@ -125,18 +128,28 @@ def open_unified(
     if draft.model or draft.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError("a substitute is made of its target, in int8, int4, int3 or int2: leave draft.model out, and set draft.weights to one of these")
     weights = "int4" if draft.weights == "auto" else draft.weights
-    substitute, made = load_substitute(target.model, weights=weights, device="cpu", inflate_bytes=inflation_bytes(target.inflate), folder=cache, tell=tell)
+    inflate_bytes = inflation_bytes(target.inflate)
+    if target.device == "cpu":
+        substitute, made = load_substitute(target.model, weights=weights, device="cpu", inflate_bytes=inflate_bytes, folder=cache, tell=tell)
+        verifying = open_target_worker(target, name=f"{name}-target", threads=threads, profile=profile, memory=memory, beside=BITS[weights])
+        shared = share(substitute, verifying.model)
+    else:
+        device = open_device(target.device, threads)
+        if why_not := against_int4(device.torch_device):
+            raise SettingsError(f"draft.share = true is not possible on {device.name}: {why_not}; set draft.share to false, and choose another draft.kind")
+        verifying = open_target_worker(target, name=f"{name}-target", threads=threads, profile=profile, memory=memory, beside=BITS[weights])
+        substitute, made, shared = load_device_substitute(
+            verifying.model, device.capture, weights=weights, inflate_bytes=inflate_bytes, folder=cache, tell=tell
+        )
     if said := made.report(name):
         print(said, file=sys.stderr)
-    verifying = open_target_worker(target, name=f"{name}-target", threads=threads, profile=profile, memory=memory)
-    shared = share(substitute, verifying.model)
     spans = Spans()
     engine = SharedDrafter(substitute, spans, ahead=draft.ahead is not False, sharpening=SUBSTITUTE_SHARPENING)
     engine.borrow = lambda number: _lent(verifying, number)
     verifying.verifier.rows_beside = engine.rows_beside
     checkpoint = substitute.checkpoint
     called = f"{checkpoint.source} ({weights} substitute, {shared} layers shared)" if shared else f"{checkpoint.source} ({weights} substitute)"
-    identity = Identity(f"{name}-draft", called, "cpu", threads, substitute.context, checkpoint.vocabulary, checkpoint.tokenizer)
+    identity = Identity(f"{name}-draft", called, target.device, threads, substitute.context, checkpoint.vocabulary, checkpoint.tokenizer)
     turns = Turns()
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
 

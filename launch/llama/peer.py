@@ -79,6 +79,8 @@ def _check_kind(folder: Path) -> None:
 
 def python_for(python: Path | None) -> Path:
     """The Python with llama.cpp; `UserError` says how to get one."""
+    if python is not None and not python.is_file():
+        raise UserError(f"--llama-python {python} {'is no file' if python.exists() else 'is not there'}: name the Python that has llama-cpp-python")
     found = find_python(python)
     if found is None:
         who = f"--llama-python {python}" if python is not None else "this Python"

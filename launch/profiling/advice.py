@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from dovetail.launch.profiling.bounds import Roofline
-from dovetail.launch.profiling.timeline import NS
+from dovetail.launch.profiling.timeline import NS, PARTS
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.planner import DRAFTED_HOPS, PLAIN_HOPS
 from dovetail.runtime.policies import cut
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
@@ -26,6 +27,10 @@ WORTH = 1.02
 """A smaller gain is none: it is within what two runs differ by."""
 SWITCHED = 8
 """Times that the rate which goodput goes by is taken from its own result; it moves no further then."""
+LEAST_PLAIN = 4
+"""Rounds without a draft that tell what is beside one; the first of a session is often one, and slow."""
+USABLE = 0.9
+"""Of a card's free memory, what layers may take."""
 TABLE_7 = (4.99, 5.71, 5.96, 6.03, 6.25, 6.26)
 """tau of Dovetail's head with 1 to 6 blocks (Dovetail paper, Table 7: Vicuna 13B on HumanEval, T = 0)."""
 
@@ -106,43 +111,64 @@ class Prices:
     """What everything in a round costs, but for drafting, which stands with each offer."""
 
     verify_s: Callable[[int], float]
-    """T_V over rows."""
+    """T_V over the rows that a session has in a pass."""
     beside_s: float
     """Messages and the coordinator, a drafted round; `plain_beside_s`: without a draft."""
     plain_beside_s: float
+    waiting: float = 0.0
+    """For workers that serve other sessions, over the rest of a round: the longer that is, the longer are those of others."""
 
     @property
     def alone_s(self) -> float:
         """A round of the target alone."""
-        return self.verify_s(1) + self.plain_beside_s
+        return (self.verify_s(1) + self.plain_beside_s) * (1.0 + self.waiting)
 
     def scaled(self, factor: Callable[[int], float]) -> "Prices":
         """With passes that take `factor(rows)` times as long."""
         return replace(self, verify_s=lambda rows: self.verify_s(rows) * factor(rows))
 
 
-def prices_of(records: Sequence[RoundRecord], plain: Sequence[RoundRecord], costs: RowCosts) -> Prices:
-    """From rounds with a draft and some without; `costs` has seen the passes of both."""
+def prices_of(records: Sequence[RoundRecord], plain: Sequence[RoundRecord], costs: RowCosts, sessions: float = 1.0) -> Prices:
+    """From rounds with a draft and some without; `costs` has seen the passes of both, which serve so many `sessions` with as many rows each."""
     every = [*records, *plain]
     context = fmean(record.prefix for record in every)
-    drafted, alone = _beside(records or every), _beside(plain or every)
+    drafted = fmean(_beside(records or every))
+    alone = median(_beside(plain)) if len(plain) >= LEAST_PLAIN or not records else drafted * PLAIN_HOPS / DRAFTED_HOPS
+    queue_ns = sum(record.queue_ns for record in every)
+    rest_ns = sum(getattr(record, f"{part}_ns") for record in every for part in PARTS if part != "queue")
     table = costs.table(1 + max(*GAMMAS, *(record.verified for record in every)), context)
-    return Prices(lambda rows: table[rows] if rows < len(table) else costs.at(rows, context), drafted, alone)
+
+    def verify_s(rows: int) -> float:
+        every_row = round(rows * sessions)
+        return table[every_row] if every_row < len(table) else costs.at(every_row, context)
+
+    return Prices(verify_s, drafted, alone, queue_ns / rest_ns if rest_ns else 0.0)
 
 
-def _beside(records: Sequence[RoundRecord]) -> float:
-    return fmean(record.transport_ns + record.coordinator_ns for record in records) / NS
+def _beside(records: Sequence[RoundRecord]) -> list[float]:
+    return [(record.transport_ns + record.coordinator_ns) / NS for record in records]
 
 
 class Forecast:
     """What rounds of other settings would cost and bring."""
 
     def __init__(
-        self, offers: Sequence[Offer], prices: Prices, *, exposed_s: float | None = None, tree: Tree, ahead: bool, reads: bool = False, cuts: bool = False
+        self,
+        offers: Sequence[Offer],
+        prices: Prices,
+        *,
+        exposed_s: float | None = None,
+        rate: float | None = None,
+        tree: Tree,
+        width: int | None = None,
+        ahead: bool,
+        reads: bool = False,
+        cuts: bool = False,
     ) -> None:
-        """`offers`: none where nothing is drafted; `exposed_s`: drafting that a round of the settings in force waits for, where it was measured; `tree` and
-        `ahead` are these settings; `reads`: whether the draft is a head, which makes a pass in any case; `cuts`: whether the policy is goodput."""
-        self.offers, self.prices, self.tree, self.ahead, self.reads, self.cuts = offers, prices, tree, ahead, reads, cuts
+        """`offers`: none where nothing is drafted; `exposed_s`: drafting that a round of the settings in force waits for, and `rate`: its tokens a second,
+        where they were measured; `tree`, `width` and `ahead` are these settings; `reads`: whether the draft is a head, which makes a pass in any case; `cuts`:
+        whether the policy is goodput."""
+        self.offers, self.prices, self.rate, self.tree, self.width, self.ahead, self.reads, self.cuts = offers, prices, rate, tree, width, ahead, reads, cuts
         self._factor = 1.0
         if offers and exposed_s is not None and (guessed := self._exposed_s(tree, ahead)) > 0.0:
             self._factor = exposed_s / guessed
@@ -162,6 +188,11 @@ class Forecast:
         """The target without a draft."""
         return Outcome(1.0, self.prices.alone_s, 1.0)
 
+    @property
+    def off(self) -> float | None:
+        """By how much the forecast of the settings in force misses what was measured."""
+        return self.now.rate / self.rate - 1.0 if self.rate else None
+
     def of(self, tree: Tree, *, ahead: bool | None = None, prices: Prices | None = None) -> Outcome:
         """Rounds with a tree of that size."""
         prices = prices or self.prices
@@ -169,9 +200,17 @@ class Forecast:
             return Outcome(1.0, prices.alone_s, 1.0)
         kept = [offer.kept(tree) for offer in self.offers]
         tokens = fmean(1 + offer.brings(nodes) for offer, nodes in zip(self.offers, kept, strict=True))
-        verify_s = fmean(prices.verify_s(1 + len(nodes)) for nodes in kept)
+        rows = [self._rows(offer, nodes, tree) for offer, nodes in zip(self.offers, kept, strict=True)]
+        verify_s = fmean(prices.verify_s(count) for count in rows)
         exposed_s = self._exposed_s(tree, self.ahead if ahead is None else ahead) * self._factor
-        return Outcome(tokens, exposed_s + verify_s + prices.beside_s, 1 + fmean(len(nodes) for nodes in kept))
+        return Outcome(tokens, (exposed_s + verify_s + prices.beside_s) * (1.0 + prices.waiting), fmean(rows))
+
+    def _rows(self, offer: Offer, kept: Sequence[int], tree: Tree) -> int:
+        """Of the pass: where levels are left out, other nodes take their place, as many as `width` allows; what those bring is not known, and left out."""
+        if tree.depth >= max(offer.levels):
+            return 1 + len(kept)
+        room = len(offer.levels) if self.width is None else self.width + (tree.depth - 1) * self.width**2
+        return 1 + max(len(kept), min(tree.gamma, len(offer.levels), room))
 
     def goodput(self, depth: int) -> Outcome:
         """Rounds of so many levels, of which as many nodes are verified as pay."""
@@ -190,7 +229,8 @@ class Forecast:
             verify_s.append(self.prices.verify_s(1 + count))
             rows.append(1 + count)
         exposed_s = self._exposed_s(tree, self.ahead) * self._factor
-        return Outcome(fmean(tokens), exposed_s + fmean(verify_s) + self.prices.beside_s, fmean(rows))
+        seconds = exposed_s + fmean(verify_s) + self.prices.beside_s
+        return Outcome(fmean(tokens), seconds * (1.0 + self.prices.waiting), fmean(rows))
 
     def _exposed_s(self, tree: Tree, ahead: bool) -> float:
         """Drafting that a round waits for: as many passes as there are levels; ahead, on a hit, only what the target's pass leaves of them."""
@@ -199,16 +239,17 @@ class Forecast:
             drafting_s = sum(offer.passes_s[: tree.depth]) + offer.beside_s
             if ahead:
                 kept = offer.kept(tree)
-                left_s = max(0.0, drafting_s - self.prices.verify_s(1 + len(kept)))
+                left_s = max(0.0, drafting_s - self.prices.verify_s(self._rows(offer, kept, tree)))
                 least_s = offer.passes_s[0] + offer.beside_s if self.reads and offer.passes_s else 0.0
                 foreseen = offer.foreseen or offer.brings(kept) < len(offer.accepted)
                 drafting_s = max(left_s, least_s) if foreseen else drafting_s
             total += drafting_s
         return total / len(self.offers)
 
-    def drafting_s(self, tree: Tree | None = None) -> float:
-        """All passes of a round's tree, whether waited for or not."""
-        return self._exposed_s(tree or self.tree, False)
+    @property
+    def exposed_s(self) -> float:
+        """Drafting that a round of the settings in force waits for, with the waiting that comes of it."""
+        return self._exposed_s(self.tree, self.ahead) * self._factor * (1.0 + self.prices.waiting)
 
 
 @dataclass(frozen=True)
@@ -242,6 +283,30 @@ UNKNOWN = ""
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """Cores and memory nodes that the target could have in place of its own."""
+
+    what: str
+    flags: tuple[str, ...]
+    roofline: Roofline
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU beside a target that is on the CPU."""
+
+    device: str
+    name: str
+    free_bytes: int
+    link_gb_s: float | None
+    """What its slot carries one way at best; None: not known."""
+
+    def holds(self, layer_bytes: float) -> int:
+        """Layers that stay on it, with some room for keys, values and what a pass needs."""
+        return int(self.free_bytes * USABLE // layer_bytes)
+
+
+@dataclass(frozen=True)
 class Situation:
     """What else is known of a run."""
 
@@ -264,6 +329,12 @@ class Situation:
     """Of a Dovetail head."""
     idle_gpu: str = ""
     """A GPU that nobody uses."""
+    elsewhere: tuple[Elsewhere, ...] = ()
+    card: Card | None = None
+    layers: int = 0
+    """Of the target; 0: not known."""
+    weight_bytes: int = 0
+    """The same of the bytes that a pass reads."""
 
 
 REPLAYED = "replayed from the offered trees, with the measured passes"
@@ -271,7 +342,7 @@ REPLAYED = "replayed from the offered trees, with the measured passes"
 
 def advise(forecast: Forecast, situation: Situation) -> list[Advice]:
     """Every change that was looked at, the largest gain first; those that are certain before those that are not, and what keeps the target as it is first."""
-    found = [*_threads(forecast, situation), *_weights(forecast, situation)]
+    found = [*_threads(forecast, situation), *_nodes(forecast, situation), *_weights(forecast, situation), *_layers(forecast, situation)]
     if forecast.offers:
         found += [*_sizes(forecast), *_policy(forecast, situation), *_ahead(forecast, situation), *_alone(forecast)]
         found += [*_blocks(forecast, situation), *_placement(forecast, situation)]
@@ -324,7 +395,9 @@ def _ahead(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
 
 def _alone(forecast: Forecast) -> Iterator[Advice]:
     advice = _advice("alone", "decode with the target alone", ("--draft=none",), forecast.alone, forecast.now)
-    yield replace(advice, basis="a measured pass over a single row", tau=None)
+    if forecast.rate:
+        advice = replace(advice, gain=forecast.alone.rate / forecast.rate)
+    yield replace(advice, basis="measured, both", tau=None)
 
 
 def _threads(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
@@ -336,6 +409,44 @@ def _threads(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     basis = "T_V in proportion to what bandwidth and arithmetic of these cores allow"
     advice = _advice("threads", f"give the target {threads} threads in place of {situation.threads}", (f"--target.threads={threads}",), outcome, forecast.now)
     yield replace(advice, basis=basis)
+
+
+def _nodes(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    """Other memory nodes for the target, whose cores and memory were probed as its own were."""
+    here = situation.roofline
+    for one in situation.elsewhere if here is not None else ():
+        prices = forecast.prices.scaled(lambda rows, there=one.roofline, here=here: there.least_s(rows) / here.least_s(rows))  # type: ignore[misc]
+        advice = _advice("placement", one.what, one.flags, forecast.of(forecast.tree, prices=prices), forecast.now)
+        yield replace(advice, basis="T_V in proportion to what bandwidth and arithmetic of these cores and this memory allow")
+
+
+def _layers(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
+    """Layers of the target on a card: as many as fit, and the others on the CPU, or streaming through the card where its slot carries them faster than the
+    CPU computes them. What the card itself takes is not known, and left out."""
+    card, layers, tree = situation.card, situation.layers, forecast.tree
+    if card is None or not layers or not situation.weight_bytes:
+        return
+    layer_bytes = situation.weight_bytes / layers
+    held = min(layers, card.holds(layer_bytes))
+    basis = "at most: if the card's own arithmetic cost nothing; dovetail plan measures it"
+
+    def placed(what: str, flags: tuple[str, ...], verify_s: Callable[[int], float]) -> Advice:
+        outcome = forecast.of(tree, prices=replace(forecast.prices, verify_s=verify_s))
+        return replace(_advice("placement", what, flags, outcome, forecast.now), basis=basis, certain=False)
+
+    if held == layers:
+        yield placed(f"the whole target on {card.device} {card.name}, which has room for it", (f"--target.device={card.device}",), lambda _: 0.0)
+        return
+    split = f"--target.split.device={card.device}"
+    if held:
+        flags = (split, f"--target.split.layers={held}")
+        left = (layers - held) / layers
+        yield placed(f"the last {held} of {layers} layers on {card.device} {card.name}", flags, lambda rows: left * forecast.prices.verify_s(rows))
+    if card.link_gb_s is not None:
+        through = (split, f"--target.split.layers={layers}", f"--target.resident={held}")
+        streaming_s = (layers - held) * layer_bytes / (card.link_gb_s * 1e9)
+        stay = f" and {held} that stay there" if held else ""
+        yield placed(f"{layers - held} of {layers} layers streaming through {card.device} {card.name}{stay}", through, lambda _: streaming_s)
 
 
 def _weights(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
@@ -358,7 +469,7 @@ def _blocks(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
         return
     now, best = forecast.now, None
     for blocks in range(situation.blocks + 1, len(TABLE_7) + 1):
-        slower_s = (forecast.now.seconds - _verified_s(forecast) - forecast.prices.beside_s) * (blocks / situation.blocks - 1)
+        slower_s = forecast.exposed_s * (blocks / situation.blocks - 1)
         outcome = Outcome(now.tokens * TABLE_7[blocks - 1] / TABLE_7[situation.blocks - 1], now.seconds + slower_s, now.rows)
         best = max(best or (blocks, outcome), (blocks, outcome), key=lambda pair: pair[1].rate)
     assert best is not None
@@ -366,15 +477,11 @@ def _blocks(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     yield replace(advice, basis="if tau grows with blocks as in Table 7 of the Dovetail paper, and a block costs what the head costs now", certain=False)
 
 
-def _verified_s(forecast: Forecast) -> float:
-    return fmean(forecast.prices.verify_s(1 + len(offer.kept(forecast.tree))) for offer in forecast.offers)
-
-
 def _placement(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     if not situation.idle_gpu:
         return
     now = forecast.now
-    least = Outcome(now.tokens, _verified_s(forecast) + forecast.prices.beside_s, now.rows)
+    least = Outcome(now.tokens, now.seconds - forecast.exposed_s, now.rows)
     advice = _advice("placement", f"draft on {situation.idle_gpu}, which nobody uses", (f"--draft.device={situation.idle_gpu.split()[0]}",), least, now)
     yield replace(advice, basis="at most: if drafting cost nothing there", certain=False)
 

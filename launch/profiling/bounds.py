@@ -59,6 +59,14 @@ def has_16_bits(folder: Path | None) -> bool:
     return bool(kinds & {"F16", "BF16"})
 
 
+def count_layers(folder: Path | None) -> int:
+    """Decoder layers of the checkpoint in a folder; 0 where it does not say."""
+    if folder is None or not (folder / "config.json").is_file():
+        return 0
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(told.get("num_hidden_layers") or told.get("n_layer") or 0)
+
+
 def linear_parameters(folder: Path) -> int:
     """Weights of all matrices of a checkpoint, from the headers of its safetensors: a table of embeddings where it is the output head too. 0: unknown."""
     sizes: dict[str, int] = {}

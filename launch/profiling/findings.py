@@ -21,6 +21,10 @@ from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWo
 from dovetail.runtime.costs import RowCosts
 
 CURVE_ROWS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+OFF = 0.15
+"""By which the forecast of a run may miss it without a word."""
+FEW = 40
+"""Rounds of which that is no wonder."""
 STRETCHES = 60
 """Of the run, for which a device's busy share is drawn."""
 
@@ -47,6 +51,8 @@ class Evidence:
     roofline: Roofline | None
     wider: Roofline | None
     tree: Tree
+    width: int | None
+    """Of the trees; None where it is not known."""
     ahead: bool
     situation: Situation
     title: str
@@ -92,6 +98,7 @@ def find(evidence: Evidence) -> Findings:
         "workload": evidence.workload,
         "wall_s": evidence.wall_s,
         "sessions": len({seen.session for seen in evidence.rounds}),
+        "sessions_a_pass": timeline.sessions_a_pass(_inside(evidence)),
         "rounds": len(evidence.rounds),
         "tokens": tokens,
         "tau": tokens / len(evidence.rounds) if evidence.rounds else None,
@@ -111,7 +118,8 @@ def find(evidence: Evidence) -> Findings:
         "bubbles": [{"after": b.after, "before": b.before, "ms": b.seconds * 1e3} for b in timeline.bubbles(every, [w.name for w in evidence.workers])],
         "bounds": bounds_told(evidence, bounds),
         "curves": curves_of(evidence, forecast, costs),
-        "verdict": verdict(evidence, bounds, advice),
+        "forecast_off": forecast.off,
+        "verdict": verdict(evidence, bounds, advice, forecast.off),
         "missed": evidence.missed,
     }
     return Findings(told, timeline.telling(every, alone=alone), _busy(evidence, actors), _sampled(evidence), advice)
@@ -220,21 +228,34 @@ def _sampled(evidence: Evidence) -> dict[str, list[tuple[float, float]]]:
 
 
 def costs_of(evidence: Evidence, *, alone: bool) -> RowCosts:
-    """T_V from every pass that was seen, where sessions ran one after the other (`alone`): else a pass has rows of several, and what the coordinator has
-    learned of it counts, as it does for a pass over a single row where none was seen."""
+    """T_V from every pass that was seen; of those over a single row, where there was none, what the coordinator has learned. Where sessions did not run one
+    after the other (`alone`), a pass has the rows of all that it was for."""
     costs, context = RowCosts(), fmean(record.prefix for record in evidence.records)
-    for record in _passes(evidence) if alone else ():
-        costs.observe(1 + record.verified, record.verify_ns / NS, record.prefix)
+    for rows, seconds, prefix in _passes(evidence) if alone else _shared_passes(evidence):
+        costs.observe(rows, seconds, prefix)
+    none, no_single = not costs.known, not costs.seen(1)
     for pair in evidence.pairs:
         for rows, seconds in zip(pair.t_v.rows, pair.t_v.seconds, strict=True) if pair.t_v is not None else ():
-            if not alone or (rows == 1 and not costs.seen(1)):
+            if none or (rows == 1 and no_single):
                 costs.observe(rows, seconds, context)
     return costs
 
 
-def _passes(evidence: Evidence) -> list[RoundRecord]:
+def _passes(evidence: Evidence) -> Iterator[tuple[int, float, int]]:
+    """Rows, seconds and context of every pass that one session had to itself."""
     sounded = [*evidence.soundings.plain, *evidence.soundings.others, *(record for reply in evidence.soundings.wide for record in reply)]
-    return [record for record in (*evidence.records, *sounded) if record.verify_ns]
+    for record in (*evidence.records, *sounded):
+        if record.verify_ns:
+            yield 1 + record.verified, record.verify_ns / NS, record.prefix
+
+
+def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float]]:
+    """The same of passes for several; of those alone whose rounds have all been seen."""
+    records = {(seen.session, seen.record.round): seen.record for seen in evidence.rounds}
+    for piece in timeline.passes(evidence.slices):
+        its = [records[key] for key in piece.about if key in records]
+        if len(its) == len(piece.about):
+            yield sum(1 + record.verified for record in its), (piece.end_ns - piece.start_ns) / NS, fmean(record.prefix for record in its)
 
 
 def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> Forecast:
@@ -245,10 +266,20 @@ def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> For
     offers = advising.offers_of(evidence.soundings.wide or own)
     drafted = [record for record in records if record.verified]
     plain = [*evidence.soundings.plain, *(record for record in records if not record.verified)]
-    prices = advising.prices_of(drafted, plain, costs)
+    prices = advising.prices_of(drafted, plain, costs, timeline.sessions_a_pass(_inside(evidence)))
     exposed_s = fmean(record.draft_ns for record in drafted) / NS if drafted else None
-    cuts = evidence.situation.policy == "goodput"
-    return Forecast(offers, prices, exposed_s=exposed_s, tree=evidence.tree, ahead=evidence.ahead, reads=evidence.situation.reads, cuts=cuts)
+    situation = evidence.situation
+    return Forecast(
+        offers,
+        prices,
+        exposed_s=exposed_s,
+        rate=timeline.tokens_of(records) / len(records) / split.wall_s if split is not None else None,
+        tree=evidence.tree,
+        width=evidence.width,
+        ahead=evidence.ahead,
+        reads=situation.reads,
+        cuts=situation.policy == "goodput",
+    )
 
 
 def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bounds | None:
@@ -309,15 +340,15 @@ def curves_of(evidence: Evidence, forecast: Forecast, costs: RowCosts) -> dict[s
 # -- the verdict -------------------------------------------------------------------------------------------------------------------------------
 
 
-def verdict(evidence: Evidence, bounds: Bounds | None, advice: Sequence[Advice]) -> dict[str, Any]:
-    """What binds, whether this is the right method here, and what would help."""
+def verdict(evidence: Evidence, bounds: Bounds | None, advice: Sequence[Advice], off: float | None = None) -> dict[str, Any]:
+    """What binds, whether this is the right method here, and what would help; `off`: by how much the forecast misses the run that was measured."""
     roofline = evidence.roofline
     pass_ = Pass.of(roofline, _rows(evidence), bounds.t_v_s) if roofline and bounds else None
     offloading = Offloading.of(evidence.model, bounds, _bus(evidence)) if evidence.model and bounds else None
     best = next((one for one in advice if one.worth and one.certain and one.same), None)
     return {
         "bound": pass_.bound if pass_ else None,
-        "in_words": list(_sentences(bounds, pass_, offloading, best, evidence)),
+        "in_words": [*_sentences(bounds, pass_, offloading, best, evidence), *_doubts(off, len(evidence.rounds))],
         "offloading": offloading.as_json() if offloading else None,
         "advice": [one.as_json() for one in advice],
     }
@@ -348,6 +379,12 @@ def _sentences(bounds: Bounds | None, pass_: Pass | None, offloading: Offloading
         yield "None of the changes that keep the target as it is promises more than 2 %."
     else:
         yield f"What would help most: {best.what} ({' '.join(best.flags)}), predicted {best.gain:.2f} times as fast."
+
+
+def _doubts(off: float | None, rounds: int) -> Iterator[str]:
+    if off is not None and abs(off) > OFF:
+        few = f", of {rounds} rounds alone" if rounds < FEW else ""
+        yield f"The forecast of this very run{few} misses what was measured by {off:+.0%}: take the predicted gains with care."
 
 
 def _of_pass(pass_: Pass) -> str:

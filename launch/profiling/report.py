@@ -37,7 +37,7 @@ figcaption{font-size:.86rem;color:var(--soft)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--soft)}td.n,th.n{text-align:right;white-space:nowrap}
-code{font-size:.85em}
+code{font-size:.85em;white-space:nowrap}
 ul{padding-left:1.2em;margin:.3em 0}li{margin:.35em 0}
 .gain{color:var(--good);font-weight:600}.least{color:var(--soft)}
 a{color:var(--mark)}
@@ -179,7 +179,7 @@ def _advice(advice: Sequence[Advice]) -> str:
     rows = []
     for one in advice:
         kind = "gain" if one.worth else "least"
-        flags = f"<br><code>{escape(' '.join(one.flags))}</code>" if one.flags else ""
+        flags = f"<br>{' '.join(f'<code>{escape(flag)}</code>' for flag in one.flags)}" if one.flags else ""
         change = f"{escape(one.what)}{flags}<br><span class='soft small'>{escape(one.basis)}</span>"
         gain = f"<span class='{kind}'>{'' if one.certain else 'up to '}{one.gain:.2f}x</span>"
         rows.append(f"<tr><td class='n'>{gain}</td><td>{change}</td></tr>")

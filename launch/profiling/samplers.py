@@ -47,6 +47,7 @@ class Gpu:
     busy: float
     """Share of the driver's last window, which is coarse: up to a second."""
     used_bytes: int
+    memory_bytes: int
     energy_j: float | None
     """Since the driver was loaded."""
     link_gb_s: float | None
@@ -126,6 +127,10 @@ class Nvml:
         if not count:
             raise Absent("NVML finds no card")
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        try:
+            self.read()
+        except self._nvml.NVMLError as error:  # as a part of a card (MIG) that has no figures of its own
+            raise Absent(f"NVML does not tell how busy the card is: {error}") from None
 
     def read(self) -> Mapping[str, Gpu]:
         return {f"cuda:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
@@ -137,8 +142,9 @@ class Nvml:
         energy_mj = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         generation, lanes = (self._ask(ask, handle) for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth))
         link = LANE_GB_S[generation] * lanes if generation in LANE_GB_S and lanes else None
-        used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-        return Gpu(name if isinstance(name, str) else name.decode(), busy, used, None if energy_mj is None else energy_mj / 1e3, link)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        energy_j = None if energy_mj is None else energy_mj / 1e3
+        return Gpu(name if isinstance(name, str) else name.decode(), busy, int(memory.used), int(memory.total), energy_j, link)
 
     def _ask(self, question: Any, handle: Any) -> Any:
         """What some cards do not tell."""
@@ -165,6 +171,10 @@ class Amd:
             raise Absent(f"amdsmi finds no card: {error}") from None
         if not self._handles:
             raise Absent("amdsmi finds no card")
+        try:
+            self.read()
+        except (self._smi.AmdSmiException, KeyError, TypeError) as error:  # what a card does not tell is left out, or is the text N/A
+            raise Absent(f"amdsmi does not tell how busy the card is: {error!r}") from None
 
     def read(self) -> Mapping[str, Gpu]:
         return {f"amd:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
@@ -172,11 +182,19 @@ class Amd:
     def _card(self, handle: Any) -> Gpu:
         smi = self._smi
         busy = smi.amdsmi_get_gpu_activity(handle)["gfx_activity"] / 100
-        used = int(smi.amdsmi_get_gpu_vram_usage(handle)["vram_used"]) << 20
-        energy = smi.amdsmi_get_energy_count(handle)
+        memory = smi.amdsmi_get_gpu_vram_usage(handle)
+        joules = self._energy_j(handle)
+        name = str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"])
+        return Gpu(name, busy, int(memory["vram_used"]) << 20, int(memory["vram_total"]) << 20, joules, None)
+
+    def _energy_j(self, handle: Any) -> float | None:
+        """None on the guest of a virtual machine, which is not told."""
+        try:
+            energy = self._smi.amdsmi_get_energy_count(handle)
+        except self._smi.AmdSmiException:
+            return None
         ticks = energy.get("energy_accumulator", energy.get("power"))
-        joules = None if ticks is None else ticks * energy["counter_resolution"] / 1e6
-        return Gpu(str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"]), busy, used, joules, None)
+        return ticks * energy["counter_resolution"] / 1e6 if isinstance(ticks, int) else None
 
 
 class Samplers:

@@ -5,18 +5,20 @@ Knows the order and where each fact comes from, not what follows from them.
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dovetail.launch.binding import Place
 from dovetail.launch.configure import Configuration
-from dovetail.launch.connection import Connection, ahead_of, find_coordinator, is_url, models_of, weights_of
+from dovetail.launch.connection import Connection, ahead_of, find_coordinator, models_of, names_models, speaks_http, weights_of
+from dovetail.launch.cores import lay_out
 from dovetail.launch.directory import announcements, profile_path
 from dovetail.launch.embedded import with_draft
-from dovetail.launch.profiling.advice import UNKNOWN, Situation, Tree, levels_of
-from dovetail.launch.profiling.bounds import Model, Roofline, has_16_bits, read_model
+from dovetail.launch.profiling.advice import UNKNOWN, Card, Elsewhere, Situation, Tree, levels_of
+from dovetail.launch.profiling.bounds import Model, Roofline, count_layers, has_16_bits, read_model
 from dovetail.launch.profiling.findings import Evidence
 from dovetail.launch.profiling.probing import probe
 from dovetail.launch.profiling.samplers import Samplers
@@ -26,16 +28,18 @@ from dovetail.launch.profiling.workload import Soundings, Workload, watch_others
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.supervise import Supervisor, check_stack, layout_of, start_stack, wait_until_ready
 from dovetail.launch.terminal import counted, note, progress_bar, spinner
-from dovetail.launch.topology import read_topology
+from dovetail.launch.topology import Topology, format_numbers, read_topology
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.profile import Limits, load_profile, machine_key
-from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.protocol.settings import HEAD_KINDS, TargetSettings
 
 LIGHT_DRAFTS = ("none", "ngram")
 """Drafts that leave a core to the target."""
 HEAD, SMALL = "head", "small"
 """A draft whose kind its settings do not name: whether it reads its target's states tells which."""
+OWN_END = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
+"""Hosts of a URL that are this machine, wherever its server listens."""
 QUIET = 0.05
 """A GPU that is busy for less is nobody's."""
 
@@ -51,11 +55,13 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
     supervisor = owned.enter_context(Supervisor())
     limits: Limits | None = None
     wider: Limits | None = None
+    others_nodes: dict[str, Limits] = {}
     with spinner() as say:
         if settings.target.device == "cpu":
             say("probing the machine")
             limits = probe(supervisor, layout.target)
             wider = probe(supervisor, Place((*layout.target.cores, *spare), layout.target.nodes)) if spare else None
+            others_nodes = {numa: probe(supervisor, place) for numa, place in other_nodes(topology, settings.target, layout.target).items()}
         say("starting")
         stack = start_stack(supervisor, configuration, layout=layout, anew=True)
         state = wait_until_ready(supervisor, stack, say)
@@ -78,6 +84,7 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
         status,
         soundings,
         tree,
+        settings.tree.width,
         _went_ahead(watch) if ahead is None else ahead,
         settings.tree.policy,
         settings.draft.kind,
@@ -86,13 +93,32 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
         _blocks(configuration),
         limits,
         wider,
+        others_nodes,
         words,
     )
     return facts.evidence(watch), watch
 
 
+def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mapping[str, Place]:
+    """What target.numa could say else - the best node, or all of them, from which memory is taken in turn - with the place that it gives; none on a machine
+    with one memory node."""
+    if len(topology.computing) < 2:
+        return {}
+    found: dict[str, Place] = {}
+    for numa in ("auto", format_numbers(node.number for node in topology.computing)):
+        try:
+            place = lay_out(topology, numa=numa, threads=target.threads).target
+        except UserError:  # it has not so many threads
+            continue
+        if place != now and place not in found.values():
+            found[numa] = place
+    return found
+
+
 def attached(owned: ExitStack, configuration: Configuration, address: str, prompts: Sequence[Prompt], seconds: float, seed: int) -> tuple[Evidence, Watch]:
     """A coordinator that runs: some prompts of ours on it, or what others have decoded meanwhile."""
+    if named := names_models(configuration):
+        raise UserError(f"{named} is a matter of the workers and does nothing with --connect: leave one of the two out")
     address = _behind(address)
     client = owned.enter_context(find_coordinator(configuration, address))
     state = client.status()
@@ -115,18 +141,28 @@ def attached(owned: ExitStack, configuration: Configuration, address: str, promp
     tree = Tree(max(record.verified for record in records), max((max(levels_of(r.parents[: r.verified]), default=0) for r in records), default=0))
     limits = _known_limits(target) if target.host == socket.gethostname() else None
     kind = HEAD if any(worker.feature_bytes for worker in status.workers) else SMALL
-    facts = _Facts(status, Soundings(), tree, _went_ahead(watch), policy, kind, _share_cores(watch), 0, None, limits, None, words)
+    facts = _Facts(status, Soundings(), tree, None, _went_ahead(watch), policy, kind, _share_cores(watch), 0, None, limits, None, {}, words)
     return facts.evidence(watch), watch
 
 
 def _behind(address: str) -> str:
     """The coordinator's address behind the URL of a server of this user on this machine; an address stays as it is."""
-    if not is_url(address):
+    if not speaks_http(address):
         return address
-    found = next((one.address for one in announcements() if one.url and one.url.rstrip("/") == address.rstrip("/")), None)
+    found = next((one.address for one in announcements() if one.url and _listener(one.url) == _listener(address)), None)
     if found is None:
         raise UserError(f"no server of yours on this machine serves {address}: name its coordinator's address instead (`dovetail status` tells it)")
     return found
+
+
+def _listener(url: str) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port of a URL; all names of this machine's own end are one. `UserError` if it is no URL."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise UserError(f"{url!r} is no address: write http://HOST:PORT for a server") from None
+    return parts.scheme, "localhost" if parts.hostname in OWN_END else parts.hostname, port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 @contextmanager
@@ -195,6 +231,7 @@ class _Facts:
     status: Reported
     soundings: Soundings
     tree: Tree
+    width: int | None
     ahead: bool
     policy: str
     kind: str
@@ -207,6 +244,8 @@ class _Facts:
     limits: Limits | None
     wider: Limits | None
     """Of the target's cores and the spare ones together."""
+    others_nodes: Mapping[str, Limits]
+    """Of other places that the target could have, by what target.numa would say."""
     words: str
     """What was decoded."""
 
@@ -236,6 +275,7 @@ class _Facts:
             roofline=self._roofline(self.limits),
             wider=self._roofline(self.wider),
             tree=self.tree,
+            width=self.width,
             ahead=self.ahead,
             situation=self._situation(watch),
             title=models_of(self.status),
@@ -260,14 +300,31 @@ class _Facts:
             wider=self._roofline(self.wider),
             blocks=self.blocks,
             idle_gpu=_idle_gpu(watch, drafts),
+            elsewhere=tuple(self._elsewhere()),
+            card=_card(watch) if self.target.device == "cpu" and not self.target.placement else None,
+            layers=count_layers(_folder(self.target)) if not self.target.inflation else 0,
+            weight_bytes=self.model.bytes if self.model is not None else 0,
         )
 
+    def _elsewhere(self) -> Iterator[Elsewhere]:
+        for numa, limits in self.others_nodes.items():
+            if (roofline := self._roofline(limits)) is not None:
+                what = "the target on the best memory node" if numa == "auto" else f"the target on the memory nodes {numa}, its weights on all of them in turn"
+                yield Elsewhere(what, (f"--target.numa={numa}",), roofline)
+
     def _roofline(self, limits: Limits | None) -> Roofline | None:
-        """None too where the target computes on something else than the CPU, whose limits are not probed."""
-        if limits is None or self.model is None or self.target.device != "cpu":
+        """None too where some of the target computes on something else than the CPU, whose limits are not probed."""
+        if limits is None or self.model is None or self.target.device != "cpu" or self.target.placement:
             return None
         kernels = str(self.target.fingerprint).split("/")[2] if self.target.fingerprint else ""
         return Roofline(self.model, limits, library=kernels.startswith("torch"))
+
+
+def _card(watch: Watch) -> Card | None:
+    """The card with the most memory free."""
+    cards = watch.samplers.taken[-1].gpus if watch.samplers.taken else {}
+    found = [Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s) for device, gpu in cards.items() if device.startswith("cuda")]
+    return max(found, key=lambda card: card.free_bytes, default=None)
 
 
 def _idle_gpu(watch: Watch, drafts: Sequence[WorkerState]) -> str:

@@ -38,15 +38,24 @@ class Slice:
     end_ns: int
     session: int | None = None
     round: int | None = None
+    shared: tuple[tuple[int, int], ...] = ()
+    """Session and round of each, where it was about several."""
 
     @classmethod
     def of(cls, seen: SeenSpan) -> "Slice":
         name, start, duration = seen.span
-        return cls(seen.process, name, start, start + duration, seen.session, seen.round)
+        return cls(seen.process, name, start, start + duration, seen.session, seen.round, seen.shared)
 
     @property
     def works(self) -> bool:
         return self.name not in BESIDE
+
+    @property
+    def about(self) -> Sequence[tuple[int, int]]:
+        """Session and round of all that it was about; those of a session that are about no round of it are not among them."""
+        if self.shared or self.session is None or self.round is None:
+            return self.shared
+        return ((self.session, self.round),)
 
 
 @dataclass(frozen=True)
@@ -130,9 +139,9 @@ def open_spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
     """From the first to the last that was done for each session."""
     sessions: dict[int, tuple[int, int]] = {}
     for piece in slices:
-        if piece.session is not None:
-            begin, end = sessions.get(piece.session, (piece.start_ns, piece.end_ns))
-            sessions[piece.session] = min(begin, piece.start_ns), max(end, piece.end_ns)
+        for session in [session for session, _ in piece.shared] or ([] if piece.session is None else [piece.session]):
+            begin, end = sessions.get(session, (piece.start_ns, piece.end_ns))
+            sessions[session] = min(begin, piece.start_ns), max(end, piece.end_ns)
     return sorted(sessions.values())
 
 
@@ -165,6 +174,16 @@ def one_by_one(rounds: Iterable[SeenRound]) -> bool:
         sessions[seen.session].append(seen.at_ns)
     spans = sorted((min(times), max(times)) for times in sessions.values())
     return all(one[1] <= two[0] for one, two in pairwise(spans))
+
+
+def passes(slices: Iterable[Slice]) -> list[Slice]:
+    """Those of the target over trees."""
+    return [piece for piece in slices if piece.name == "verify" and piece.about]
+
+
+def sessions_a_pass(slices: Iterable[Slice]) -> float:
+    """How many sessions a pass of the target serves, on average."""
+    return fmean(len(piece.about) for piece in found) if (found := passes(slices)) else 1.0
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------------------------------
@@ -301,7 +320,7 @@ def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
     """Milliseconds a round of all spans by name, of every process; parts of a span are in it once more."""
     sums: dict[str, float] = defaultdict(float)
     for piece in slices:
-        if piece.session is not None or piece.round is not None or piece.name in AHEAD:
+        if piece.session is not None or piece.shared or piece.name in AHEAD:
             sums[piece.name] += (piece.end_ns - piece.start_ns) / 1e6
     return {name: total / rounds for name, total in sorted(sums.items(), key=lambda item: -item[1])} if rounds else {}
 

@@ -37,10 +37,10 @@ def decode_all(configuration: Configuration, library: Library, methods: Sequence
             check_apart(methods, layout_of(configuration.settings))
         with stack.connect() as client, progress_bar(len(methods) * len(library.recordings), "replies") as step:
             for method in methods:
-                _decode(client, library, library.recordings[0], method)
+                decode(client, library, library.recordings[0], method)
                 replies = []
                 for recording in library.recordings:
-                    replies.append(_decode(client, library, recording, method))
+                    replies.append(decode(client, library, recording, method))
                     step(f"{method.name} {recording.id}")
                 if losses := stack.losses():
                     raise losses[0]
@@ -64,7 +64,8 @@ def most_tokens(library: Library, recording: Recording) -> int:
     return min(about.max_tokens, about.context - len(recording.prompt))
 
 
-def _decode(client: Client, library: Library, recording: Recording, method: Method) -> Reply:
+def decode(client: Client, library: Library, recording: Recording, method: Method) -> Reply:
+    """One recorded reply, for real."""
     about = library.about
     request = client.submit(
         tokens=recording.prompt,

@@ -95,6 +95,23 @@ class LinkPart(Frozen):
     coordinator_us: Micros
 
 
+class HostPart(Frozen):
+    """The processor of a machine whose target runs elsewhere."""
+
+    bandwidth_gb_s: Rate
+    peak_gflop_s: dict[Weights, Rate]
+    layer_us: Micros
+
+
+class MemoryPart(Frozen):
+    """What a planner needs beside the costs of the placement that was measured."""
+
+    vram_gb: Rate
+    ram_gb: Rate
+    link_gb_s: Rate
+    """Of the bus between the two."""
+
+
 class Machine(Frozen):
     """A machine, as a file describes it."""
 
@@ -106,6 +123,9 @@ class Machine(Frozen):
     target: TargetPart
     draft: DraftPart
     link: LinkPart
+    memory: MemoryPart | None = None
+    host: HostPart | None = None
+    """None: the target runs on it, or nothing is known of it."""
 
     def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> Costs:
         """What rounds cost with a target of that size; `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""

@@ -94,7 +94,8 @@ def _spelt(target: Target, token: int) -> str:
 def add_dashboard(app: FastAPI, watch: Watch) -> None:
     """The routes of the page and of what it asks; none of them is part of the API."""
     for path, (kind, content) in page_files().items():
-        app.get(path, include_in_schema=False)(_serve(content, {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}))
+        about = {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(_serve(content, about))
 
     @app.get(STATE_PATH, include_in_schema=False)
     async def state(session: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None) -> Response:

@@ -18,13 +18,16 @@ from benchmarks.limit import limit
 from benchmarks.links import links
 from benchmarks.loading import loading
 from benchmarks.losses import losses
+from benchmarks.memory import memory
 from benchmarks.observed import observed
 from benchmarks.papers import papers
 from benchmarks.pictures import pictures
+from benchmarks.plan import plan
 from benchmarks.reliability import reliability
 from benchmarks.rest import rest
 from benchmarks.rounds import rounds
 from benchmarks.sameness import bytes_command
+from benchmarks.substitute import substitute
 from benchmarks.training import training
 from benchmarks.turns import turns
 
@@ -46,6 +49,8 @@ for command in (
     bytes_command,
     accuracy,
     loading,
+    memory,
+    substitute,
     coupling,
     levels,
     papers,
@@ -64,5 +69,6 @@ for command in (
     gains,
     utilisation,
     picture,
+    plan,
 ):
     main.add_command(command)

@@ -200,4 +200,4 @@ def picture(out: Path | None, folder: Path | None, inflate: str, width: int, hei
         with chromium(program) as browser:
             page = browser.page()
             page.open(((folder or Path(made)) / "report.html").absolute().as_uri(), width=width, height=height, dark=dark)
-            page.picture(out or PICTURE, whole=False)
+            page.small_picture(out or PICTURE, whole=False)

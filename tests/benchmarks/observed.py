@@ -2,13 +2,13 @@
 
 A session's rounds follow each other without a pause: from one verdict to the next the coordinator handles, the session waits for a worker, a message is on its
 way, a worker works. `Sum` adds these up by their durations, wherever the clocks of other machines put them, and sets them beside the time between the two
-verdicts. It is more than that where the coordinator is held up between sending an order and noting that: then its handling overlaps the work. What recording
+verdicts; on one machine their union covers it as well, so that nothing is counted twice in place of a gap. What recording
 costs is the processor time of recording, sending and keeping one span, as measured here, times the spans of a round.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -46,6 +46,8 @@ class Sum:
 
     wall_ns: int
     parts: Mapping[str, int]
+    covered_ns: int
+    """Of the round, what these spans cover, as far as the clocks of all processes are one."""
     spans: int
     """How many spans were recorded of it, of whatever kind."""
 
@@ -64,13 +66,22 @@ def sums(rounds: Sequence[SeenRound], spans: Sequence[SeenSpan]) -> list[Sum]:
     for number in dict.fromkeys(seen.session for seen in rounds):
         for before, this in pairwise(seen for seen in rounds if seen.session == number):
             its = about.get((number, this.record.round), [])
+            told = [seen for seen in its if seen.span[0] in (BETWEEN if seen.process == OURS else (*WORK["draft"], *WORK["target"]))]
             parts = Counter[str]()
-            for seen in its:
-                if (seen.process == OURS and seen.span[0] in BETWEEN) or (seen.process != OURS and seen.span[0] in (*WORK["draft"], *WORK["target"])):
-                    parts[seen.span[0]] += seen.span[2]
+            for seen in told:
+                parts[seen.span[0]] += seen.span[2]
             if parts["verify"] and this.record.round == before.record.round + 1:
-                found.append(Sum(this.at_ns - before.at_ns, parts, len(its)))
+                found.append(Sum(this.at_ns - before.at_ns, parts, overlap(told, before.at_ns, this.at_ns), len(its)))
     return found
+
+
+def overlap(spans: Iterable[SeenSpan], start_ns: int, end_ns: int) -> int:
+    """Nanoseconds of an interval that spans cover, overlapping ones once."""
+    covered, until = 0, start_ns
+    for begin, end in sorted((max(s.span[1], start_ns), min(s.span[1] + s.span[2], end_ns)) for s in spans):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def everything(client: Client, after: int = 0) -> tuple[list[SeenRound], list[SeenSpan], int]:
@@ -165,11 +176,13 @@ def told(found: Sequence[Sequence[Sum]], *, ours: float, theirs: float) -> dict[
     round_us = sum(one.wall_ns for one in rounds) / len(rounds) / 1e3
     cost_us = (ours * cost_of_our_span() + theirs * cost_of_a_workers_span()) / 1e3
     worst = max(abs(1.0 - one.explained) for one in rounds)
+    covered = sum(one.covered_ns for one in rounds) / sum(one.wall_ns for one in rounds)
     return {
         "rounds": len(rounds),
         "round_us": round_us,
         "explained": {**explained.as_json(), "holds": explained.reaches(1 - ADDS_UP) and explained.holds(1 + ADDS_UP)},
         "worst_round": worst,
+        "covered": covered,
         "spans": ours + theirs,
         "cost_us": cost_us,
         "cost_share": cost_us / round_us,
@@ -184,8 +197,9 @@ def show(row: Mapping[str, Any]) -> None:
         f"{row['round_us'] / 1e3:.3f}",
         f"{explained} {'yes' if row['explained']['holds'] else 'NO'}",
         f"{row['worst_round']:.2%}",
+        f"{row['covered']:.2%}",
         f"{row['spans']:.1f}",
         f"{row['cost_us']:.1f}",
         f"{row['cost_share']:.2%} {'yes' if row['cost_holds'] else 'NO'}",
     )
-    print_table(("rounds", "ms a round", "spans / round", "worst round", "spans a round", "us of processor", "of a round"), [cells])
+    print_table(("rounds", "ms a round", "spans / round", "worst round", "covered", "spans a round", "us of processor", "of a round"), [cells])

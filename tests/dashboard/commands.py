@@ -82,7 +82,7 @@ def _photograph(browser: Browser, url: str, path: Path, width: int, height: int,
     deadline = time.monotonic() + PATIENCE_S
     while not tab.value(LIVE) and time.monotonic() < deadline:  # a round with an accepted path shows what there is to see
         time.sleep(0.2)
-    tab.picture(path, whole=whole)
+    tab.small_picture(path, whole=whole)
     tab.close()
 
 

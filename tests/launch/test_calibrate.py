@@ -73,6 +73,16 @@ def test_a_head_is_measured_and_its_worker_tells_what_it_took(calibrate: Calibra
 
 
 @pytest.mark.slow
+def test_layers_on_a_device_are_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
+    result = calibrate("--draft", "none", "--target.split.device", "cpu", "--json")
+    assert result.returncode == 0, result.stderr
+    parts = json.loads(result.stdout)["device"]
+    (entry,) = (entry for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.devices)
+    assert entry.devices[0].model_dump(mode="json") == parts
+    assert (parts["device"], parts["layer"]["rows"][0]) == ("cpu", 1)
+
+
+@pytest.mark.slow
 def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibrate, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = calibrate("--target", str(tiny_llama(tmp_path / "model")), XDG_CACHE_HOME=str(tmp_path / "file"))
@@ -84,7 +94,8 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibr
     ("arguments", "words"),
     [
         (("--target", "/nowhere"), "has no config.json"),
-        (("--target.device", "cuda:0"), "leave it out"),
+        (("--target.device", "cuda:99"), "there is no cuda:99"),
+        (("--target.resident", "3"), "leave it out"),
         (("--plot", "plot.png"), "plot.svg"),
         (("--target.numa", "7"), "there is no node 7"),
         (("--target.numa", "everywhere"), "target.numa"),

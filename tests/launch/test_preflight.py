@@ -11,8 +11,8 @@ import pytest
 from dovetail.launch import embedded
 from dovetail.launch.configure import configure
 from dovetail.launch.outputs import check_output
-from dovetail.launch.preflight import check_draft, check_inflation, check_model, estimated_bytes, free_memory_bytes, memory_bytes
-from dovetail.launch.supervise import Supervisor, start_stack
+from dovetail.launch.preflight import check_draft, check_inflation, check_model, draft_bytes, estimated_bytes, free_memory_bytes, memory_bytes
+from dovetail.launch.supervise import Supervisor, start_stack, with_room_for_draft
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 
@@ -173,3 +173,25 @@ def test_what_is_not_here_yet_or_no_size_is_not_estimated(tmp_path: Path) -> Non
 
 def test_no_more_memory_is_free_than_there_is() -> None:
     assert 0 < free_memory_bytes() <= memory_bytes()
+
+
+GPU = {"target.device": "cuda:0", "memory.vram": "1GB"}
+
+
+@pytest.mark.parametrize("draft", [{}, {"draft.kind": "dovetail"}, {"draft.kind": "substitute"}], ids=["small", "head", "substitute"])
+def test_of_a_gpu_that_both_have_the_draft_gets_its_memory_first(draft: dict[str, str]) -> None:
+    settings = configure(flags={**GPU, **draft}, environment={})
+    taken = draft_bytes(settings.settings)
+    assert taken > 0
+    assert with_room_for_draft(settings).settings.memory.vram_bytes == 10**9 - taken
+
+
+@pytest.mark.parametrize("draft", [{"draft.kind": "none"}, {"draft.kind": "ngram"}, {"draft.device": "cuda:1"}, {"draft.device": "cpu"}])
+def test_a_draft_that_is_elsewhere_takes_nothing_of_the_targets_gpu(draft: dict[str, str]) -> None:
+    settings = configure(flags={**GPU, **draft}, environment={})
+    assert with_room_for_draft(settings) is settings
+
+
+def test_a_limit_that_the_draft_alone_exceeds_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"memory\.vram = '10MB', and the draft alone takes"):
+        with_room_for_draft(configure(flags={**GPU, "memory.vram": "10MB"}, environment={}))

@@ -30,7 +30,7 @@ def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_wou
     assert 0.0 < told["devices"]["target"]["busy"] < 1.0
     assert told["devices"]["target"]["sampled"]["process"] > 0.0
     assert {"verify", "draft", "linears", "level", "handle", "link"} <= set(told["round_ms"])
-    assert abs(told["unaccounted_share"]) < 0.1
+    assert abs(told["unaccounted_share"]) < 0.02
     assert told["bounds"]["pass"]["bound"] in ("memory", "compute", "both")
     assert {"alone", "policy"} <= {one["name"] for one in told["verdict"]["advice"]}
     assert set(told["files"]) >= FILES
@@ -57,7 +57,7 @@ def test_a_server_is_watched_while_somebody_asks_it(start: Callable[..., Popen[s
     assert server.stdout is not None
     told = json.loads(server.stdout.readline())
     asking = start("generate", "--connect", told["address"], "Tell me a long story.")
-    watched = run("profile", "--connect", told["url"], "--seconds", "8", "--out", str(tmp_path / "watched"), "--json")
+    watched = run("profile", "--connect", told["url"].replace("127.0.0.1", "localhost"), "--seconds", "8", "--out", str(tmp_path / "watched"), "--json")
     assert watched.returncode == 0, watched.stderr
     found = json.loads(watched.stdout)
     assert found["rounds"] > 1
@@ -76,6 +76,7 @@ def test_a_server_is_watched_while_somebody_asks_it(start: Callable[..., Popen[s
         (("--prompt", "a", "--prompts", "b"), "name two workloads"),
         (("--prompt", "  "), "--prompt is empty"),
         (("--connect", "http://127.0.0.1:9"), "no server of yours on this machine serves"),
+        (("--connect", "http://127.0.0.1:nine"), "is no address"),
     ],
 )
 def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -11,16 +14,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dovetail.launch.cores import lay_out
 from dovetail.launch.profiling import report, timeline
-from dovetail.launch.profiling.advice import Forecast, Offer, Prices, Situation, Tree, advise, offers_of
+from dovetail.launch.profiling.advice import Card, Elsewhere, Forecast, Offer, Prices, Situation, Tree, advise, offers_of, prices_of
 from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Roofline, linear_parameters, read_model
 from dovetail.launch.profiling.drawing import gantt, stacked
 from dovetail.launch.profiling.findings import find
-from dovetail.launch.profiling.samplers import Absent, Rapl, Sample, Samplers, busy_cores, energy_j, node_memory
+from dovetail.launch.profiling.samplers import Absent, Amd, Gpu, Nvml, Rapl, Sample, Samplers, busy_cores, energy_j, node_memory
+from dovetail.launch.profiling.stages import other_nodes
 from dovetail.launch.profiling.timeline import Actor, Slice, Waterfall
+from dovetail.launch.profiling.workload import Soundings
+from dovetail.launch.topology import read_topology
 from dovetail.protocol.messages import RoundRecord, SeenRound
 from dovetail.protocol.profile import Limits
+from dovetail.protocol.settings import TargetSettings
+from dovetail.runtime.costs import RowCosts
 from support.profiled import made_up_run
+from support.sysfs import ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 
 TARGET, DRAFT, COORDINATOR = Actor("target", ("target",)), Actor("draft", ("draft",)), Actor("coordinator", ("coordinator",))
 ACTORS = (TARGET, DRAFT, COORDINATOR)
@@ -196,7 +206,7 @@ PLAIN = Situation("dynamic", "small", False, True, "fp32", True, 1, 0)
 
 
 def forecast(rounds: list[RoundRecord]) -> Forecast:
-    return Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), ahead=False)
+    return Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), width=1, ahead=False)
 
 
 def test_a_smaller_tree_brings_what_the_beginning_of_the_larger_one_brought() -> None:
@@ -208,6 +218,16 @@ def test_a_smaller_tree_brings_what_the_beginning_of_the_larger_one_brought() ->
     levels = found.of(Tree(12, 4))
     assert levels.tokens == pytest.approx(1 + sum(min(4, accepted) for accepted in (0, 2, 5, 12, 3)) / 5)
     assert levels.seconds == pytest.approx(0.005 + flat(5) + 0.001)
+
+
+def test_levels_that_are_left_out_make_room_for_nodes_that_cost_and_of_which_nothing_is_hoped() -> None:
+    rounds = [chain(number, 12, accepted) for number, accepted in enumerate((0, 2, 5, 12, 3, 0))]
+    found = Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), width=2, ahead=False)
+    assert found.of(Tree(12, 3)).rows == 1 + 2 + 2 * 4  # two children of the root, and twice two of each of two nodes
+    assert found.of(Tree(12, 3)).tokens == forecast(rounds).of(Tree(12, 3)).tokens
+    assert found.of(Tree(5, 3)).rows == 6
+    assert found.of(Tree(12, 12)).rows == 13
+    assert Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), ahead=False).of(Tree(12, 3)).rows == 13, "no width is known"
 
 
 def test_a_replayed_tree_is_the_one_that_a_slow_look_at_its_nodes_finds() -> None:
@@ -271,9 +291,68 @@ def test_more_threads_and_smaller_weights_gain_what_the_hardware_allows() -> Non
     assert by_flags[("--target.weights=int8",)].gain == pytest.approx(0.021 / 0.006)
 
 
+def test_other_memory_nodes_gain_what_their_cores_and_memory_allow() -> None:
+    faster = Limits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 150.0}, probe="made up")
+    elsewhere = (Elsewhere("on the best node", ("--target.numa=auto",), Roofline(MODEL, faster)),)
+    situation = replace(PLAIN, roofline=Roofline(MODEL, LIMITS), elsewhere=elsewhere)
+    (advice,) = [one for one in advise(forecast([chain(number, 12, 6) for number in range(5)]), situation) if one.name == "placement"]
+    assert advice.flags == ("--target.numa=auto",)
+    assert advice.gain == pytest.approx((0.013 + flat(13) + 0.001) / (0.013 + flat(13) / 1.5 + 0.001))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "numa", "expected"),
+    [
+        (ONE_NODE, "auto", {}),
+        (TWO_SOCKETS, "auto", {"0-1": (0, 1)}),
+        (TWO_SOCKETS, "off", {"auto": (0,), "0-1": (0, 1)}),
+        (SPARSE, "0", {"auto": (8,), "0,8": (0, 8)}),
+        (WITH_CXL, "1", {"auto": (0,), "0-1": (0, 1)}),
+    ],
+    ids=["one", "two", "two, off", "the smaller one", "with memory alone"],
+)
+def test_on_several_memory_nodes_the_best_one_and_all_of_them_are_looked_at(
+    tmp_path: Path, nodes: dict[int, FakeNode], numa: str, expected: dict[str, tuple[int, ...]]
+) -> None:
+    machine = read_topology(write_machine(tmp_path, nodes), affinity=range(128))
+    now = lay_out(machine, numa=numa).target
+    found = other_nodes(machine, TargetSettings(numa=numa), now)
+    assert {name: place.nodes for name, place in found.items()} == expected
+    assert other_nodes(machine, TargetSettings(numa=numa, threads=99), now) == {}
+
+
+def test_a_card_takes_as_many_layers_as_fit_and_streams_the_others_where_its_slot_is_faster() -> None:
+    rounds = forecast([chain(number, 12, 6) for number in range(5)])
+    here = replace(PLAIN, layers=10, weight_bytes=10 << 30)
+
+    def placed(card: Card) -> dict[tuple[str, ...], float]:
+        return {one.flags: one.gain for one in advise(rounds, replace(here, card=card)) if one.name == "placement"}
+
+    whole = 0.013 + flat(13) + 0.001
+    assert placed(Card("cuda:0", "Card", 12 << 30, 16.0)) == {("--target.device=cuda:0",): pytest.approx(whole / 0.014)}
+    found = placed(Card("cuda:0", "Card", 5 << 30, 1000.0))
+    assert found["--target.split.device=cuda:0", "--target.split.layers=4"] == pytest.approx(whole / (0.014 + 0.6 * flat(13)))
+    streamed = found["--target.split.device=cuda:0", "--target.split.layers=10", "--target.resident=4"]
+    assert streamed == pytest.approx(whole / (0.014 + 6 * (1 << 30) / 1000e9))
+    assert len(placed(Card("cuda:0", "Card", 0, None))) == 0
+    assert not any(one.certain for one in advise(rounds, replace(here, card=Card("cuda:0", "Card", 5 << 30, 16.0))) if one.name == "placement")
+
+
+def test_waiting_for_workers_that_serve_others_grows_with_the_rest_of_a_round() -> None:
+    rounds = [chain(number, 12, 6).model_copy(update={"queue_ns": 17 * MS, "transport_ns": MS}) for number in range(5)]
+    costs = RowCosts()
+    for rows in (1, 13, 26):
+        costs.observe(rows, 0.020)
+    prices = prices_of(rounds, [], costs, 2.0)
+    assert prices.waiting == pytest.approx(17 / (13 + 20 + 1))
+    found = Forecast(offers_of([rounds]), prices, tree=Tree(12, 12), width=1, ahead=False)
+    assert found.now.seconds == pytest.approx((0.013 + prices.verify_s(13) + 0.001) * 1.5)
+    assert found.alone.seconds == pytest.approx((prices.verify_s(1) + 0.0005) * 1.5)
+
+
 def test_the_measured_wait_for_the_draft_outweighs_the_guessed_one() -> None:
     rounds = [chain(number, 12, 6) for number in range(5)]
-    twice = Forecast(offers_of([rounds]), PRICES, exposed_s=0.026, tree=Tree(12, 12), ahead=False)
+    twice = Forecast(offers_of([rounds]), PRICES, exposed_s=0.026, tree=Tree(12, 12), width=1, ahead=False)
     assert twice.now.seconds == pytest.approx(0.026 + flat(13) + 0.001)
     assert twice.of(Tree(12, 6)).seconds == pytest.approx(0.014 + flat(7) + 0.001)
 
@@ -306,6 +385,69 @@ def test_what_is_not_there_says_why_and_is_never_zero(tmp_path: Path) -> None:
     one, two = samplers.take(), samplers.take()
     assert energy_j(one, two) == {}
     assert busy_cores(one, two, [4096]) is None
+
+
+NVML = """
+from types import SimpleNamespace as Told
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetName(handle): return "Card"
+def nvmlDeviceGetUtilizationRates(handle): {busy}
+def nvmlDeviceGetMemoryInfo(handle): return Told(used=3 << 30, total=8 << 30)
+def nvmlDeviceGetTotalEnergyConsumption(handle): {energy}
+def nvmlDeviceGetMaxPcieLinkGeneration(handle): return 4
+def nvmlDeviceGetMaxPcieLinkWidth(handle): return 16
+"""
+"""What is asked of NVIDIA's library, under its names (nvidia-ml-py)."""
+AMDSMI = """
+class AmdSmiException(Exception): pass
+def amdsmi_init(): pass
+def amdsmi_get_processor_handles(): return ["handle"]
+def amdsmi_get_gpu_activity(handle): return {{"gfx_activity": {busy}}}
+def amdsmi_get_gpu_vram_usage(handle): return {{"vram_used": 3 << 10, "vram_total": 8 << 10}}
+def amdsmi_get_gpu_asic_info(handle): return {{"market_name": "Card"}}
+def amdsmi_get_energy_count(handle): {energy}
+"""
+"""The same of AMD's (ROCm's amdsmi)."""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Writes a module that is found before all others, here and by processes that are started."""
+
+    def write(name: str, content: str) -> None:
+        (tmp_path / f"{name}.py").write_text(content, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+@pytest.mark.parametrize(("energy", "joules"), [("return 5000", 5.0), ("raise NVMLError('not supported')", None)])
+def test_a_card_of_nvidia_says_what_it_does_and_what_it_does_not_tell_is_none(library: Callable[[str, str], None], energy: str, joules: float | None) -> None:
+    library("pynvml", NVML.format(busy="return Told(gpu=40)", energy=energy))
+    assert Nvml().read() == {"cuda:0": Gpu("Card", 0.4, 3 << 30, 8 << 30, joules, pytest.approx(1.969 * 16))}
+
+
+@pytest.mark.parametrize(
+    ("energy", "joules"), [('return {"energy_accumulator": 200, "counter_resolution": 15.3}', 200 * 15.3e-6), ("raise AmdSmiException('a guest')", None)]
+)
+def test_a_card_of_amd_says_what_it_does_and_what_it_does_not_tell_is_none(library: Callable[[str, str], None], energy: str, joules: float | None) -> None:
+    library("amdsmi", AMDSMI.format(busy=40, energy=energy))
+    (card,) = Amd().read().values()
+    assert (card.busy, card.used_bytes, card.memory_bytes, card.energy_j) == (0.4, 3 << 30, 8 << 30, None if joules is None else pytest.approx(joules))
+
+
+def test_a_card_that_does_not_say_how_busy_it_is_is_absent_with_the_reason(library: Callable[[str, str], None]) -> None:
+    library("pynvml", NVML.format(busy="raise NVMLError('a part of a card')", energy="return 0"))
+    with pytest.raises(Absent, match="does not tell how busy the card is: a part of a card"):
+        Nvml()
+    library("amdsmi", AMDSMI.format(busy="'N/A'", energy="return {}"))
+    with pytest.raises(Absent, match="does not tell how busy the card is"):
+        Amd()
 
 
 def test_busy_shares_are_of_the_time_between_two_samples() -> None:
@@ -374,6 +516,22 @@ def test_a_card_gives_joules_a_token_and_a_bus_to_compare_with() -> None:
     assert told["energy"]["joules_per_token"] > 0.0
     assert told["verdict"]["offloading"]["bus_gb_s"] == 15.76
     assert told["verdict"]["offloading"]["right"] is True
+
+
+def test_passes_of_several_sessions_are_priced_by_all_their_rows_and_none_is_left_out() -> None:
+    run = made_up_run(rounds=6)
+    twins = [seen.model_copy(update={"session": 2}) for seen in run.rounds]
+    slices = [
+        replace(piece, session=None, round=None, shared=((1, piece.round or 0), (2, piece.round or 0)), end_ns=piece.start_ns + 50 * MS)
+        if piece.name == "verify"
+        else piece
+        for piece in run.slices
+    ]
+    shared = replace(run, rounds=[*run.rounds, *twins], slices=slices, soundings=Soundings(), pairs=())
+    told = find(shared).told
+    assert told["sessions_a_pass"] == 2.0
+    assert told["round_ms"]["verify"] == pytest.approx(50 / 2)
+    assert told["curves"]["t_v"]["32"] == pytest.approx(0.050)
 
 
 def test_what_is_not_known_is_said_to_be_not_available() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dovetail.launch import cli
 from dovetail.launch.bench_csv import COLUMNS as CSV_COLUMNS
 from dovetail.launch.bench_table import COLUMNS, SWEPT
-from dovetail.launch.terminal import clock_text, counted, explained, progress_bar
+from dovetail.launch.terminal import beside_each_other, clock_text, counted, explained, progress_bar
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 replies"), (1, "1 reply"), (2, "2 replies")])
@@ -60,3 +60,18 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-:--"), (0.4, "0:00"), (67.0, "1:07"), (3723.0, "1:02:03")])
 def test_a_duration_is_told_as_a_clock_shows_it(seconds: float | None, text: str) -> None:
     assert clock_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("widths", "most", "expected"),
+    [
+        ([], 80, []),
+        ([10, 10, 10], 36, [[0, 1, 2]]),
+        ([10, 10, 10], 35, [[0, 1], [0, 2]]),
+        ([10, 40, 5, 5, 40], 60, [[0, 1], [0, 2, 3], [0, 4]]),
+        ([30, 30], 20, [[0, 1]]),
+    ],
+)
+def test_columns_that_do_not_fit_follow_below_beside_the_first_again(widths: list[int], most: int, expected: list[list[int]]) -> None:
+    assert beside_each_other(widths, most) == expected
+    assert sorted({column for columns in expected for column in columns}) == list(range(len(widths)))

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from dovetail.protocol.profile import (
     Calibration,
     ContextCurve,
+    DeviceCosts,
     Entry,
     Limits,
     LinearChoice,
@@ -106,6 +107,21 @@ def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read
     del content["entries"][0]["readings"]
     path.write_text(json.dumps(content))
     assert load_profile(path).find(key()) == Entry(key=key())
+
+
+def test_what_layers_take_is_kept_for_each_device_and_a_file_without_it_is_read(tmp_path: Path) -> None:
+    path, curve = tmp_path / "profile.json", RowsSeconds(rows=(1, 8), seconds=(0.1, 0.2))
+
+    def costs(device: str, link_gb_s: float) -> DeviceCosts:
+        return DeviceCosts(device=device, link_gb_s=link_gb_s, layer=curve, streamed=curve, head=curve, host_layer=curve, host_head=curve)
+
+    for one in (costs("cuda:0", 12.0), costs("cpu", 20.0), costs("cuda:0", 24.0)):
+        update_profile(path, key(), lambda entry, one=one: entry.with_device(one))  # type: ignore[misc]
+    assert load_profile(path).find(key()).devices == (costs("cpu", 20.0), costs("cuda:0", 24.0))
+    content = json.loads(path.read_text())
+    del content["entries"][0]["devices"]
+    path.write_text(json.dumps(content))
+    assert load_profile(path).find(key()).devices == ()
 
 
 def test_a_curve_is_linear_between_its_points() -> None:

@@ -135,8 +135,10 @@ def test_without_the_right_to_read_neither_texts_nor_token_ids_are_in_the_pictur
 
 def test_tokens_that_the_coordinator_keeps_to_itself_are_not_spelt() -> None:
     hidden = record(1).model_copy(update={"tokens": (0, 0, 0), "bonus": 0})
-    tree = picture(seen(round_(NOW).model_copy(update={"record": hidden})), spell=lambda _: "zero")["tree"]
-    assert (tree["texts"], tree["bonus"]) == (None, None)
+    zeros = seen(round_(NOW).model_copy(update={"readable": False, "record": hidden}))
+    assert [picture(zeros, spell=lambda _: "zero")["tree"][name] for name in ("texts", "bonus")] == [None, None]
+    own = seen(round_(NOW).model_copy(update={"record": hidden}))
+    assert picture(own, spell=lambda _: "zero")["tree"]["texts"] == ["zero"] * 3, "a token may be number 0"
 
 
 def test_a_tree_beyond_what_can_be_drawn_is_cut_and_says_so() -> None:

@@ -74,6 +74,16 @@ def test_arrows_follow_a_tree_from_the_draft_to_the_verdict_and_back() -> None:
     assert arrows == [("draft", "handle"), ("handle", "verify"), ("verify", "commit"), ("commit", "draft")]
 
 
+def test_a_pass_for_several_sessions_is_on_the_way_of_each_of_their_trees() -> None:
+    trees = [SeenSpan(process=f"draft-{session}", session=session, round=1, span=("draft", 10 * session, 5)) for session in (3, 5)]
+    events = trace_events([*trees, SeenSpan(process="target", shared=((3, 1), (5, 1)), span=("verify", 60, 10))])
+    (shared,) = [e for e in events if e["ph"] == "X" and e["name"] == "verify"]
+    assert shared["args"] == {"sessions": [3, 5], "rounds": [1, 1]}
+    ends = [e for e in events if e["ph"] == "f"]
+    assert [(e["pid"], e["ts"]) for e in ends] == [(shared["pid"], shared["ts"])] * 2
+    assert len({e["pid"] for e in events if e["ph"] == "s"}) == 2
+
+
 def test_what_overlaps_in_part_is_on_another_track_and_what_lies_within_is_not() -> None:
     spans = {"verify": (0, 100), "linears": (10, 40), "head": (50, 50), "send": (90, 30), "next": (120, 10)}
     events = trace_events([SeenSpan(process="target", span=(name, *when)) for name, when in spans.items()])

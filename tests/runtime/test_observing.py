@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import MAX_SEEN_SPANS, Drafted, Look, Observe, RoundRecord, Seen, SeenSpan, Submit, Verified, VerifiedItem
+from dovetail.protocol.messages import MAX_SEEN_SPANS, Drafted, Look, Observe, Probed, RoundRecord, Seen, SeenSpan, Submit, Verified, VerifiedItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, ClockOffset, Span
 from dovetail.runtime.client import Client
-from dovetail.runtime.observing import LOOKED_NS, MAX_HELD, Observing, offset
+from dovetail.runtime.observing import LATEST_NS, LOOKED_NS, MAX_HELD, Observing, offset
 from dovetail.runtime.registry import Registry, Worker
 from support.houses import PROMPT, House, pumped
 from support.scripted import ScriptedDraft, hello
@@ -100,6 +101,15 @@ def test_one_answer_is_bounded_and_says_that_there_is_more() -> None:
     assert spans + len(seen.spans) == 2500
 
 
+def test_tokens_that_are_kept_from_whoever_looks_are_said_to_be() -> None:
+    observing, target = Observing(lambda: 0), worker()
+    for session in (1, 2):
+        observing.round_ended(session, None, target, 0, lambda: record(1))
+    own, other = observing.look(Look(epoch=1, request=1), 1, [], lambda _: "", own={1}).rounds
+    assert (own.readable, own.record) == (True, record(1))
+    assert (other.readable, other.record) == (False, record(1).model_copy(update={"tokens": (0, 0), "bonus": 0}))
+
+
 def test_a_number_from_before_a_restart_gets_what_comes_from_now_on() -> None:
     observing, target = Observing(lambda: 0), worker()
     observing.round_ended(1, None, target, 0, lambda: record(1))
@@ -107,12 +117,12 @@ def test_a_number_from_before_a_restart_gets_what_comes_from_now_on() -> None:
     assert (seen.rounds, seen.next, seen.missed) == ((), 1, 0)
 
 
-def test_a_pass_for_several_sessions_is_there_once_and_belongs_to_none() -> None:
+def test_a_pass_for_several_sessions_is_there_once_and_says_which() -> None:
     observing, target = Observing(lambda: 0), worker()
     items = tuple(VerifiedItem(session=n, round=4, accepted=(), bonus=1, margins=(1.0,)) for n in (3, 5))
     observing.event(target, Verified(epoch=1, items=items, spans=(("verify", 10, 20),)))
     (seen,) = look(observing, spans=True).spans
-    assert (seen.process, seen.session, seen.round, seen.span) == ("target", None, None, ("verify", 10, 20))
+    assert (seen.process, seen.session, seen.round, seen.shared, seen.span) == ("target", None, None, ((3, 4), (5, 4)), ("verify", 10, 20))
 
 
 def test_what_a_worker_did_beside_its_commands_is_what_it_was_about() -> None:
@@ -131,6 +141,17 @@ def test_the_spans_of_another_machine_stand_where_they_were_within_the_bound(ahe
     assert abs(shown - now) <= 2 * clock.bound_ns + 2
     if abs(ahead) > 2 * clock.bound_ns + 2:
         assert abs(shown - now) <= clock.bound_ns + 1
+
+
+@pytest.mark.parametrize("jumped_ns", [0, LATEST_NS])
+def test_a_clock_that_jumps_keeps_nobody_from_being_seen(jumped_ns: int) -> None:
+    now_ns, observing, target = 10**15, Observing(lambda: 10**15), worker()
+    target.clock.add(now_ns, LATEST_NS - jumped_ns, now_ns)
+    target.probed = Probed(epoch=1, sent_ns=now_ns, clock_ns=jumped_ns, busy_ns=LATEST_NS, stale=0, sessions=0, rss_bytes=1)
+    spans = (("draft", jumped_ns, LATEST_NS),)
+    observing.event(target, Drafted(epoch=1, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False, spans=spans))
+    seen = observing.look(Look(epoch=1, request=1, spans=True), EPOCH, [target], lambda _: "")
+    assert REPLY.decode(encode(seen)) == seen
 
 
 def test_processes_that_may_have_one_clock_have_one() -> None:

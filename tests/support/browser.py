@@ -16,6 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from support.few_colours import small_png
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE_S = 30.0
 LOOK_S = 0.05
@@ -35,6 +40,19 @@ FLAGS = (
     "--no-proxy-server",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
+PIXELS = """async (png) => {
+  const image = new Image();
+  image.src = `data:image/png;base64,${png}`;
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  const bytes = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  const parts = [];
+  for (let at = 0; at < bytes.length; at += 32768) parts.push(String.fromCharCode(...bytes.subarray(at, at + 32768)));
+  return { width: canvas.width, height: canvas.height, data: btoa(parts.join("")) };
+}"""
 KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38}
 
 
@@ -109,7 +127,24 @@ class Page:
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A PNG of the page; `whole`: beyond the window too."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]))
+        path.write_bytes(base64.b64decode(self._captured(whole)))
+
+    def small_picture(self, path: Path, *, whole: bool = True) -> None:
+        """The same in few colours, as small as a picture of the documentation has to be."""
+        taken = self._captured(whole)
+        other = self._browser.page()  # the page itself may forbid what is needed to read a picture
+        path.write_bytes(small_png(other.pixels(taken)))
+        other.close()
+
+    def pixels(self, png: str) -> NDArray[np.uint8]:
+        """What a PNG in base64 shows: (rows, columns, 3)."""
+        told = self.value(f"({PIXELS})({json.dumps(png)})")
+        shown = np.frombuffer(base64.b64decode(told["data"]), np.uint8)
+        return shown.reshape(told["height"], told["width"], 4)[:, :, :3]
+
+    def _captured(self, whole: bool) -> str:
+        data: str = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        return data
 
     def hear(self, method: str, parameters: Mapping[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":

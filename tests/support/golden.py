@@ -277,13 +277,13 @@ def _seen(m: Any, facts: SimpleNamespace) -> Any:
         missed=7,
         more=True,
         workers=(worker,),
-        rounds=(m.SeenRound(number=4097, session=3, draft="draft-1", target="target-1", at_ns=1_000_400_000, record=_record(m)),),
+        rounds=(m.SeenRound(number=4097, session=3, draft="draft-1", target="target-1", at_ns=1_000_400_000, readable=False, record=_record(m)),),
         spans=(_seen_span(m, facts),),
     )
 
 
 def _seen_span(m: Any, facts: SimpleNamespace) -> Any:
-    return m.SeenSpan(process="target-1", device="cpu", session=3, round=2, span=facts.spans[0])
+    return m.SeenSpan(process="target-1", device="cpu", session=3, round=2, shared=((3, 2), (4, 7)), span=facts.spans[0])
 
 
 def _record(m: Any) -> Any:

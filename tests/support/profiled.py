@@ -100,6 +100,7 @@ def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False, rooflin
         roofline=limits,
         wider=None,
         tree=Tree(nodes, LEVELS),
+        width=WIDTH,
         ahead=False,
         situation=Situation("dynamic", "small", False, True, "fp32", True, 1, 0, limits),
         title="target made-up (fp32) · draft made-up",
@@ -148,7 +149,7 @@ def _samples(end_ns: int, *, gpu: bool) -> list[Sample]:
     found = []
     for number, at_ns in enumerate(range(90 * MS, end_ns + 1, 250 * MS)):
         seconds = 0.25 * number
-        cards = {"cuda:0": Gpu("Card", 0.3, 3 << 30, 50.0 * seconds, 15.76)} if gpu else {}
+        cards = {"cuda:0": Gpu("Card", 0.3, 3 << 30, 8 << 30, 50.0 * seconds, 15.76)} if gpu else {}
         processes = {11: Process(0.66 * seconds, 600 << 20), 12: Process(0.5 * seconds, 400 << 20)}
         cores = {0: (0.7 * seconds, seconds), 1: (0.55 * seconds, seconds)}
         found.append(Sample(at_ns, cores, processes, {0: 6 << 30}, {}, cards))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from dovetail.launch.configure import DEMO_FOLDER, configure
-from dovetail.launch.supervise import POLL_S, Child, Stack, Supervisor, layout_of, start_stack, wait_until_ready, worker_arguments
+from dovetail.launch.supervise import POLL_S, Child, Played, Stack, Supervisor, layout_of, start_stack, wait_until_ready, worker_arguments
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -17,7 +17,7 @@ PROMPTS: list[list[str]] = [json.loads(line)["turns"] for line in (DEMO_FOLDER /
 SILENCE_S = 60.0
 
 
-Another = Callable[[Role], Child]
+Another = Callable[[Role | Played], Child]
 """Starts one more worker of a role, with the settings of those that are there."""
 
 
@@ -29,7 +29,7 @@ def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
         wait_until_ready(supervisor, stack)
         layout = layout_of(stack.configuration.settings)
 
-        def another(role: Role) -> Child:
+        def another(role: Role | Played) -> Child:
             return supervisor.start(f"another {role} worker", worker_arguments(stack.configuration, role, stack.address, layout))
 
         with stack.connect() as client:

@@ -56,8 +56,8 @@ def test_the_settings_say_what_is_where() -> None:
 
 
 def test_a_limit_of_the_devices_memory_is_kept() -> None:
-    split = places(TargetSettings(split=SplitSettings(device="cpu")), MemorySettings(vram="900KB"))
-    streamed = places(TargetSettings(split=SplitSettings(device="cpu", layers=8)), MemorySettings(vram="900KB"))
+    split = places(TargetSettings(split=SplitSettings(device="cpu")), MemorySettings(vram="1953KB"))
+    streamed = places(TargetSettings(split=SplitSettings(device="cpu", layers=8)), MemorySettings(vram="2545KB"))
     assert split == [C] * 4 + [R] * 4
     assert streamed is not None
     assert (streamed.count(R), streamed.count(S)) == (1, 7)
@@ -71,11 +71,11 @@ def test_a_limit_of_the_devices_memory_is_kept() -> None:
         (TargetSettings(split=SplitSettings(device="cpu", layers=2), resident=3), UNLIMITED, ("target.resident = 3", "cpu computes 2 layers")),
         (TargetSettings(split=SplitSettings(device="cuda:5")), UNLIMITED, ("there is no cuda:5",)),
         (TargetSettings(resident=0), MemorySettings(vram="10KB"), ("cpu would need", "memory.vram leaves 1e-05 GB")),
-        (TargetSettings(resident=0), MemorySettings(ram="10KB"), ("8 layers and the embedding", "memory.ram is 1e-05 GB")),
+        (TargetSettings(resident=0), MemorySettings(ram="10KB"), ("8 layers, the embedding and a pass", "memory.ram is 1e-05 GB")),
         (TargetSettings(), MemorySettings(ram="10KB"), ("memory.ram = '10KB'", "leave it out")),
         (TargetSettings(), MemorySettings(vram="8GB"), ("memory.vram = '8GB'", "leave it out")),
         (TargetSettings(prefill="cpu", resident=0), UNLIMITED, ("target.prefill = 'cpu'", "there are none")),
-        (TargetSettings(prefill="cpu", split=SplitSettings(device="cpu", layers=2)), MemorySettings(vram="500KB"), ("to read prompts", "memory.vram leaves")),
+        (TargetSettings(prefill="cpu", split=SplitSettings(device="cpu", layers=2)), MemorySettings(vram="1257KB"), ("to read prompts", "memory.vram leaves")),
         (TargetSettings(prefill="cuda:7"), UNLIMITED, ("there is no cuda:7",)),
     ],
 )

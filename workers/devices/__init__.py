@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +39,20 @@ def open_device(name: str, threads: int) -> Device:
     if found := re.fullmatch(r"cuda(?::(\d+))?", name):
         index = int(found[1] or 0)
         cuda.open_gpu(index)
-        return Device(f"cuda:{index}", torch.device("cuda", index), cuda.library(index), "fp16", cuda.capture)
+        return Device(f"cuda:{index}", torch.device("cuda", index), cuda.library(index), "fp16", partial(cuda.capture, index))
     raise SettingsError(f"there is no device {name!r}; write cpu or cuda:N")
 
 
 def first_device() -> str:
     """Where a draft goes unless told otherwise: the first GPU if there is one, else the CPU."""
     return "cuda:0" if cuda.is_there() else "cpu"
+
+
+def against_int4(device: torch.device) -> str:
+    """Why torch's int4 products, which take the matrix units of compute capability 8, cannot run on a device; empty if they can."""
+    if device.type != "cuda" or (found := cuda.capability(device.index)) >= (8, 0):
+        return ""
+    return f"torch's int4 products need a GPU of compute capability 8.0 or more, and {device} has {found[0]}.{found[1]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

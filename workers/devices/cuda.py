@@ -1,5 +1,6 @@
 """NVIDIA GPUs; the only module that calls torch.cuda."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -27,8 +28,10 @@ def open_gpu(index: int) -> None:
         raise SettingsError(
             f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices; use cuda:0 to cuda:{torch.cuda.device_count() - 1}"
         )
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # some versions of torch advise an interface that others have not
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def architectures() -> tuple[str, ...]:
@@ -49,29 +52,36 @@ def library(index: int) -> str:
     return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"
 
 
+def capability(index: int) -> tuple[int, int]:
+    """The compute capability of a GPU."""
+    return torch.cuda.get_device_capability(index)
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of a GPU that is free."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free
 
 
-def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
-    """Capture `function`, which reads and writes the same tensors each time and asks the device nothing, as a CUDA graph; returns what replays it.
+def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT]:
+    """Capture `function`, which reads and writes the same tensors of GPU `index` each time and asks it nothing, as a CUDA graph; returns what replays it.
 
-    The result is always the same tensors, with new numbers after each replay.
+    The result is always the same tensors, with new numbers after each replay. What other threads ask of a GPU meanwhile does not end the capture.
     """
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
+    with torch.cuda.device(index):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = function()
 
     def replay() -> ResultT:
-        graph.replay()
+        with torch.cuda.device(index):
+            graph.replay()
         return result
 
     return replay
@@ -92,11 +102,13 @@ class CudaTransfer:
                 f"{memory.numel() >> 20} MiB of weights cannot be locked in memory (cudaHostRegister: error {error}): "
                 "keep more layers on the GPU (target.resident), or raise the limit of locked memory (ulimit -l)"
             )
-        weakref.finalize(memory, _unpin, memory.data_ptr()).atexit = False  # else who gets these addresses next cannot lock them
+        weakref.finalize(memory, _unpin, self.device, memory.data_ptr()).atexit = False  # else who gets these addresses next cannot lock them
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] on the GPU."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        """uint8 [size] on the GPU, whose memory goes to nobody else before the last copy into it is done."""
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        buffer.record_stream(self._copies)
+        return buffer
 
     def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         """Put a copy into the stream of copies, behind `after`."""
@@ -119,7 +131,7 @@ class CudaTransfer:
         return event
 
 
-def _unpin(address: int) -> None:
+def _unpin(device: torch.device, address: int) -> None:
     """Let locked pages go, when nothing is copied from them any more."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -187,11 +187,11 @@ def _attend_block(layer: int, query: Tensor, key: Tensor, value: Tensor, block: 
     if cap is None:
         output = scaled_dot_product_attention(packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale)
     else:
-        output = _capped(packed, keys, values, mask, scale, cap)
+        output = attend_capped(packed, keys, values, mask, scale, cap)
     return output.reshape(heads, segment.count, -1).transpose(0, 1)
 
 
-def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+def attend_capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
     """Attention whose scores are cap * tanh(score / cap), which torch's own operation does not know."""
     scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / cap)) * cap
     if mask is not None:

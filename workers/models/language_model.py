@@ -180,12 +180,12 @@ def load_language_model(
 
 
 def random_language_model(
-    config_folder: str | Path, *, weights: str, backend: str = "auto", layers: int | None = None, profile: Path | None = None
+    config_folder: str | Path, *, weights: str, backend: str = "auto", layers: int | None = None, profile: Path | None = None, stage: Stager | None = None
 ) -> LanguageModel:
     """A model of random weights from a config.json alone, for measurements before a download; `layers`: so many in place of the configured number."""
     _check_names(weights, backend)
     folder = Path(config_folder)
-    wanted = _Wanted(weights, _configured_type(weights, folder), backend, 0, profile)
+    wanted = _Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
     return _on_cpu(lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]), checkpoint, "random", wanted)

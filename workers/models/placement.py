@@ -19,7 +19,19 @@ NUMBER_BYTES = 4
 BUFFERS = 2
 """That streamed layers pass through: one is computed from while the next is filled."""
 CACHED_ROWS = 4096
-"""Rows of keys and values that a limit leaves room for: a long conversation."""
+"""Rows of keys and values that a limit leaves room for: a long conversation, and a prompt of it that is read at once."""
+PASS_ROWS = {"cpu": 256, "gpu": 1024}
+"""Of a prompt, so many go through a layer at a time."""
+TREE_ROWS = 289
+"""Of a pass, so many may have logits: the largest of the papers' trees, 288 nodes and the root."""
+TREES_AHEAD = 8
+"""A draft that shares its target's cache has rows for so many trees there (`grower.py`)."""
+LOGITS = 2
+"""So often the host has them beside who computes them: with the noise of the target, and with a session's processors done to them."""
+WIDENED_BYTES = 64 << 20
+"""Of a 16-bit matrix on a GPU, so much is in fp32 at a time (`device_layer.py`)."""
+PACKED_LAYERS = 2
+"""While a model is loaded one layer is there as it was stored and as it is packed, before it lies where it stays."""
 GPT2 = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 
 
@@ -48,6 +60,14 @@ class Sizes:
     row: int
     """The keys and values of one token in one layer."""
     context: int
+    state: int
+    """The state of one row between two layers."""
+    inner: int
+    """What one row takes within a layer: normed states, queries, keys and values, what was attended to, units of the MLP before and after they are gated."""
+    groups: int
+    """Query heads of a key head: a GPU has what a row sees once for each."""
+    logits: int
+    """Of one row."""
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
@@ -69,6 +89,7 @@ def sizes_of(config: Mapping[str, Any], weights: str) -> Sizes:
     units = int((config.get("n_inner") or 4 * hidden) if gpt2 else config["intermediate_size"])
     shapes = ((heads + 2 * kv_heads) * head_dim, hidden), (hidden, heads * head_dim), ((1 if gpt2 else 2) * units, hidden), (hidden, units)
     matrices = [matrix_bytes(weights, n, k) for n, k in shapes]
+    queries = (heads + 2 * kv_heads) * head_dim
     vocabulary, stored = int(config["vocab_size"]), 2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4
     return Sizes(
         layers=number("num_hidden_layers"),
@@ -78,6 +99,10 @@ def sizes_of(config: Mapping[str, Any], weights: str) -> Sizes:
         embedding=vocabulary * hidden * stored,
         row=2 * kv_heads * head_dim * NUMBER_BYTES,
         context=number("max_position_embeddings"),
+        state=hidden * NUMBER_BYTES,
+        inner=(3 * hidden + 2 * queries + heads * head_dim + (2 if gpt2 else 3) * units) * NUMBER_BYTES,
+        groups=heads // kv_heads,
+        logits=vocabulary * NUMBER_BYTES,
     )
 
 
@@ -115,9 +140,9 @@ class Placement:
     places: tuple[Place, ...]
     """Of every layer; those on the CPU come first. The head is where the last one is."""
     device_bytes: int
-    """What the device needs for weights, buffers and the keys and values of one long conversation."""
+    """What the device needs for weights, buffers, the keys and values of one long conversation, and a pass."""
     host_bytes: int
-    """What the host needs for weights."""
+    """What the host needs for weights, those keys and values of the layers that it computes, and a pass; while the model is loaded too."""
 
     @property
     def first(self) -> int:
@@ -153,31 +178,63 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
     resident = _resident(sizes, demand, computed)
     on_device = [Place.RESIDENT if (i + 1) * resident // computed > i * resident // computed else Place.STREAMED for i in range(computed)]
     places = (*[Place.CPU] * (sizes.layers - computed), *on_device)
-    needed = needed_bytes(sizes, computed, resident)
+    needed = needed_bytes(sizes, computed, resident, demand.device)
     if demand.device_bytes is not None and needed > demand.device_bytes:
         raise SettingsError(
-            f"{demand.device} would need {_gb(needed)} for {resident} of {computed} layers resident, the head and {min(CACHED_ROWS, sizes.context)} tokens, "
+            f"{demand.device} would need {_gb(needed)} for {resident} of {computed} layers resident, the head, a pass and {_rows(sizes)} tokens, "
             f"and memory.vram leaves {_gb(demand.device_bytes)}: give the device fewer layers (target.split.layers, target.resident), or raise memory.vram"
         )
-    host = sizes.embedding + (sizes.layers - resident) * sizes.layer
+    host = host_bytes(sizes, computed, resident)
     if demand.host_bytes is not None and host > demand.host_bytes:
         raise SettingsError(
-            f"{sizes.layers - resident} layers and the embedding take {_gb(host)} of the host's memory, and memory.ram is {_gb(demand.host_bytes)}: "
+            f"{sizes.layers - resident} layers, the embedding and a pass take {_gb(host)} of the host's memory, and memory.ram is {_gb(demand.host_bytes)}: "
             "keep more of them on a device (target.resident), take smaller weights (target.weights), or raise memory.ram"
         )
     return Placement(demand.device, places, needed, host)
 
 
-def needed_bytes(sizes: Sizes, computed: int, resident: int) -> int:
+def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda:0") -> int:
     """What a device needs that computes so many layers and keeps so many of them."""
     buffers = min(BUFFERS, computed - resident)
-    rows = min(CACHED_ROWS, sizes.context)
-    return (resident + buffers) * sizes.layer + sizes.matrix + sizes.head + computed * sizes.row * rows
+    return (resident + buffers) * sizes.layer + sizes.matrix + sizes.head + computed * cache_bytes(sizes) + pass_bytes(sizes, device)
 
 
-def reader_bytes(sizes: Sizes) -> int:
-    """What a device needs that reads prompts for layers on the CPU: buffers, and one layer's keys and values of a long prompt."""
-    return min(BUFFERS, sizes.layers) * sizes.layer + sizes.matrix + sizes.row * min(CACHED_ROWS, sizes.context)
+def cache_bytes(sizes: Sizes) -> int:
+    """The keys and values of one layer: of a long conversation, and of a tree behind it."""
+    return sizes.row * (_rows(sizes) + TREE_ROWS)
+
+
+def host_bytes(sizes: Sizes, computed: int, resident: int) -> int:
+    """What the host needs beside a device that computes so many layers and keeps so many of them."""
+    own = sizes.layers - computed
+    at_work = LOGITS * TREE_ROWS * sizes.logits + (0 if computed else sizes.head)
+    if own:
+        at_work += own * cache_bytes(sizes) + pass_bytes(sizes, "cpu", head=not computed)
+    return sizes.embedding + (sizes.layers - resident) * sizes.layer + max(at_work, PACKED_LAYERS * sizes.layer)
+
+
+def pass_bytes(sizes: Sizes, device: str, *, head: bool = True) -> int:
+    """What is held while rows are computed: the states of a whole prompt, what its rows take within a layer, so many at a time, and logits."""
+    on_gpu = device != "cpu"
+    chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], _rows(sizes))
+    seen = chunk * sizes.groups * _rows(sizes) * NUMBER_BYTES + WIDENED_BYTES if on_gpu else 0
+    return 2 * _rows(sizes) * sizes.state + chunk * sizes.inner + seen + (TREE_ROWS * sizes.logits if head else 0)
+
+
+def _rows(sizes: Sizes) -> int:
+    return min(CACHED_ROWS, sizes.context)
+
+
+def coded_bytes(sizes: Sizes, weights: str, bits: int) -> int:
+    """What a substitute takes that shares the target's layers, cache and head: the codes of all layers, 4 bits a weight or twice that, and for each 4 bits of
+    64 weights two numbers of 16; and the rows of its trees, which grow ahead."""
+    number = sizes.layers * sizes.layer // WEIGHT_BYTES[weights]
+    return number // 64 * (32 + 4) * (1 if bits <= 4 else 2) + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
+
+
+def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
+    """What a device needs that reads prompts for layers on the CPU: buffers, one layer's keys and values of a long prompt, and a pass without logits."""
+    return min(BUFFERS, sizes.layers) * sizes.layer + sizes.matrix + sizes.row * _rows(sizes) + pass_bytes(sizes, device, head=False)
 
 
 def _computed(sizes: Sizes, demand: Demand) -> int:
@@ -188,8 +245,11 @@ def _computed(sizes: Sizes, demand: Demand) -> int:
     if demand.device_bytes is None or demand.streams:
         return sizes.layers
     keeps = demand.resident is None
-    fitting = [n for n in range(1, sizes.layers + 1) if needed_bytes(sizes, n, n if keeps else min(n, demand.resident or 0)) <= demand.device_bytes]
-    return max(fitting, default=1)
+
+    def needed(n: int) -> int:
+        return needed_bytes(sizes, n, n if keeps else min(n, demand.resident or 0), demand.device)
+
+    return max((n for n in range(1, sizes.layers + 1) if needed(n) <= demand.device_bytes), default=1)
 
 
 def _resident(sizes: Sizes, demand: Demand, computed: int) -> int:
@@ -199,7 +259,7 @@ def _resident(sizes: Sizes, demand: Demand, computed: int) -> int:
         return demand.resident
     if demand.device_bytes is None:
         return computed
-    return max((n for n in range(computed + 1) if needed_bytes(sizes, computed, n) <= demand.device_bytes), default=0)
+    return max((n for n in range(computed + 1) if needed_bytes(sizes, computed, n, demand.device) <= demand.device_bytes), default=0)
 
 
 def _gb(size: int) -> str:

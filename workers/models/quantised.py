@@ -4,11 +4,14 @@
 Knows single matrices, not models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
+
+from dovetail.workers.kernels.coded import GROUP
+from dovetail.workers.models.quantize import Codes
 
 Product = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out] in the type of x."""
@@ -50,8 +53,48 @@ def int4(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
 def int4_of_codes(codes: Tensor, scales: Tensor, offsets: Tensor, group: int, device: torch.device) -> Product:
     """The same product of a matrix that has been quantised already: codes 0..15 [rows, inputs], weight = (code - 8) scale + offset; it lies on `device`."""
     pairs = torch.stack([scales, offsets], dim=2).transpose(0, 1).contiguous().to(torch.bfloat16)
-    multiply = _packed(codes.to(torch.int32).to(device), pairs.to(device), group)
+    multiply = _packed(codes.to(device).to(torch.int32), pairs.to(device), group)
     return lambda x: multiply(x.to(torch.bfloat16))
+
+
+def code_products(codes: Codes, device: torch.device) -> tuple[Product, ...]:
+    """Products of int4 whose sum is that of the codes: one where they have 4 bits or fewer, two of their halves where they have 8."""
+
+    def of(part: Tensor, scales: Tensor, offsets: Tensor) -> Product:
+        return int4_of_codes(part, scales, offsets, GROUP, device)
+
+    if codes.bits <= 4:
+        return (of(codes.codes + (8 - (1 << codes.bits - 1)), codes.scales, codes.offsets),)
+    # (16 high + low - 128) scale + offset = (high - 8) 16 scale + (low - 8) scale + (offset + 8 scale)
+    scales, offsets = codes.scales.float(), codes.offsets.float()
+    return of(codes.codes >> 4, 16.0 * scales, offsets + 8.0 * scales), of(codes.codes & 15, scales, torch.zeros_like(scales))
+
+
+class CodedProduct:
+    """The product of linears with the same inputs, below each other, over their codes."""
+
+    def __init__(self, parts: Sequence[Codes], biases: Sequence[Tensor | None], device: torch.device) -> None:
+        bits, inputs = parts[0].bits, parts[0].inputs
+        whole = Codes(bits, inputs, *(torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "offsets")))
+        self.outputs = whole.codes.shape[0]
+        self._missing, self._beyond = whole.codes.shape[1] - inputs, -self.outputs % ROWS
+        if self._beyond:
+            whole = Codes(bits, inputs, *(pad(tensor, (0, 0, 0, self._beyond)) for tensor in (whole.codes, whole.scales, whole.offsets)))
+        self._products = code_products(whole, device)
+        self._bias = None
+        if any(bias is not None for bias in biases):
+            own = [torch.zeros(part.shape[0]) if bias is None else bias.detach().float() for part, bias in zip(parts, biases, strict=True)]
+            self._bias = torch.cat(own).to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] fp32 -> [T, out] fp32."""
+        x = x.to(torch.bfloat16)
+        x = pad(x, (0, self._missing)) if self._missing else x
+        y = self._products[0](x).float()
+        for product in self._products[1:]:
+            y += product(x)
+        y = y[:, : self.outputs] if self._beyond else y
+        return y if self._bias is None else y + self._bias
 
 
 def against_int4(shape: tuple[int, ...]) -> str:

@@ -18,9 +18,9 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass, LayerPlan, Norm, NormKind
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks
-from dovetail.workers.models.blob import MATRICES, Blob, Lying, gather, hollow, plan_at, unpack
+from dovetail.workers.models.blob import MATRICES, Blob, Lying, Matrix, gather, hollow, plan_at, unpack
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.device_layer import Angles, DeviceLayer, DeviceNorm, Rows, product
+from dovetail.workers.models.device_layer import Angles, DeviceLayer, DeviceNorm, Rows, Turn, product, rounded_product
 from dovetail.workers.models.fused import BlockedCache, KernelLinear, KernelNorm, Kernels, cache_rows
 from dovetail.workers.models.placement import BUFFERS, Place
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
@@ -119,17 +119,27 @@ class KernelEngine:
         to.values[layer, :, :rows] = cache.values[0, :, :rows]
 
 
+@dataclass(frozen=True)
+class SettledLayer:
+    """A layer that stays on a device, with its matrices as torch has them."""
+
+    layer: DeviceLayer
+    matrices: Mapping[str, Matrix]
+
+    def __call__(self, rows: Rows, states: Tensor) -> None:
+        self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
+
+
 class _TorchReady:
-    def __init__(self, plan: LayerPlan, blob: Blob, angles: Angles | None, device: torch.device) -> None:
-        self._blob, self._layer = blob, DeviceLayer(plan, angles, device)
+    def __init__(self, plan: LayerPlan, blob: Blob, device: torch.device) -> None:
+        self._blob, self._layer = blob, DeviceLayer(plan, device)
 
     def at(self, memory: Tensor) -> Run:
         """Each matrix is laid out when it is due, so that no more than one is there twice."""
-        return lambda rows, states: self._layer.run(rows, states, lambda name: unpack(self._blob.matrices[name], memory))
+        return lambda rows, states: self._layer.run(rows, states, lambda name, x: product(unpack(self._blob.matrices[name], memory), x))
 
     def settled(self, memory: Tensor) -> Run:
-        matrices = {name: unpack(self._blob.matrices[name], memory) for name in MATRICES}
-        return lambda rows, states: self._layer.run(rows, states, matrices.__getitem__)
+        return SettledLayer(self._layer, {name: unpack(self._blob.matrices[name], memory) for name in MATRICES})
 
 
 class TorchEngine:
@@ -147,14 +157,21 @@ class TorchEngine:
             self._angles = Angles(plan.rotary, self.device)  # a model has one table
         if self._masks is None:
             self._masks = Masks(groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32)
-        return _TorchReady(plan, blob, self._angles, self.device)
+        return _TorchReady(plan, blob, self.device)
 
     def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> KVCache:
-        return KVCache(layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity, dtype=torch.float32, device=self.device)
+        """Of zeros: who reads it in fixed shapes multiplies slots that nobody has written by 0."""
+        cache = KVCache(layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity, dtype=torch.float32, device=self.device)
+        cache.rows.zero_()
+        return cache
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> Rows:
         assert self._masks is not None
-        return Rows(positions.to(self.device), attention.arrange(segments, self._masks))
+        return Rows(self.turn(positions.to(self.device)), attention.arrange(segments, self._masks))
+
+    def turn(self, positions: Tensor) -> Turn | None:
+        """The angles of rows, positions int64 [T] on the device."""
+        return None if self._angles is None else self._angles.at(positions)
 
     def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
         assert isinstance(cache, KVCache)
@@ -264,8 +281,13 @@ class Stage:
             self._layers.append(ready.settled(blob.memory.to(self.engine.device)))
 
     @property
+    def settled(self) -> Mapping[int, SettledLayer]:
+        """By their numbers in this stage, the layers whose weights stay, where torch computes them."""
+        return {index: layer for index, layer in enumerate(self._layers) if isinstance(layer, SettledLayer)}
+
+    @property
     def resident(self) -> Mapping[int, DecoderLayer]:
-        """By their numbers in this stage, the layers whose weights stay, where the C++ kernels compute them."""
+        """The same where the C++ kernels compute them."""
         runs = {index: layer for index, layer in enumerate(self._layers) if callable(layer)}
         owners = {index: getattr(run, "__self__", None) for index, run in runs.items()}
         return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
@@ -379,7 +401,7 @@ class _DeviceNorm(nn.Module):
         return self._norm(x)
 
 
-class _DeviceHead(nn.Module):
+class DeviceHead(nn.Module):
     """The head on a device; its logits come to the CPU."""
 
     def __init__(self, matrix: PackedMatrix, device: torch.device) -> None:
@@ -390,6 +412,10 @@ class _DeviceHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., vocabulary]."""
         return product(self._matrix, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1).cpu()
+
+    def roughly(self, x: Tensor) -> Tensor:
+        """The same for a draft: x [T, hidden] -> [T, vocabulary], which stay on the device."""
+        return rounded_product(self._matrix, x)
 
 
 class Staged(Kernels):
@@ -434,12 +460,22 @@ class Staged(Kernels):
 
     def _final_linear(self, matrix: PackedMatrix) -> nn.Module:
         device = self._stages[-1].engine.device
-        return KernelLinear(matrix) if device.type == "cpu" else _DeviceHead(matrix, device)
+        return KernelLinear(matrix) if device.type == "cpu" else DeviceHead(matrix, device)
 
     @property
     def in_one_stage(self) -> bool:
         """Whether one device computes all layers."""
         return len(self._stages) == 1
+
+    @property
+    def engine(self) -> Engine:
+        """What computes the last layers."""
+        return self._stages[-1].engine
+
+    @property
+    def settled(self) -> Mapping[int, SettledLayer]:
+        """Those that stay on a device where torch computes."""
+        return self._stages[0].settled if self.in_one_stage else {}
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:

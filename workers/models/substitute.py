@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
-from dovetail.workers.models import fused, quantised
+from dovetail.workers.models import fused
 from dovetail.workers.models.checkpoint import Checkpoint, load_tensors, open_checkpoint, save_tensors
 from dovetail.workers.models.fused import Kernels, UnsupportedError
 from dovetail.workers.models.inflate import inflated_digest
@@ -27,7 +26,8 @@ from dovetail.workers.models.language_model import GPU_TYPES, KINDS, BackEnd, La
 from dovetail.workers.models.library import Library
 from dovetail.workers.models.loader import decoder_layers, open_skeleton
 from dovetail.workers.models.memory import release_memory
-from dovetail.workers.models.quantize import BITS, SCHEME, Codes, check_installed, from_bytes, quantise, to_bytes
+from dovetail.workers.models.quantised import CodedProduct
+from dovetail.workers.models.quantize import BITS, CPU, SCHEME, Codes, check_installed, from_bytes, quantise, to_bytes
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.models.staged import Staged, StagedCache
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 class Substitutes:
     """The codes of a model's layers: made where they are not there, and kept in a folder."""
 
-    def __init__(self, digest: str, bits: int, folder: Path | None, tell: Tell = lambda _done, _all: None) -> None:
-        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None where nothing can be kept."""
-        self._bits, self._tell = bits, tell
+    def __init__(self, digest: str, bits: int, folder: Path | None, tell: Tell = lambda _done, _all: None, device: torch.device = CPU) -> None:
+        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None where nothing can be kept; `device`: where hqq computes."""
+        self._bits, self._tell, self._device = bits, tell, device
         key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
         self.folder = None if folder is None else folder / key[:32]
         self.made = 0
@@ -58,7 +58,7 @@ class Substitutes:
         if found is None:
             check_installed()
             start = time.monotonic()
-            found = {name: quantise(part.weight, self._bits) for name, part in linears.items()}
+            found = {name: quantise(part.weight, self._bits, self._device) for name, part in linears.items()}
             self.seconds += time.monotonic() - start
             self.made += 1
             self.weights += sum(codes.codes.numel() for codes in found.values())
@@ -175,20 +175,15 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
 
 
 class _CodedLinear(nn.Module):
-    """A linear of 4-bit codes by torch's int4 product."""
+    """A linear of codes by torch's int4 products."""
 
     def __init__(self, codes: Codes, bias: Tensor | None, device: torch.device) -> None:
         super().__init__()
-        self._shape = codes.shape
-        self._missing = codes.codes.shape[1] - codes.shape[1]
-        self._product = quantised.int4_of_codes(codes.codes, codes.scales, codes.offsets, GROUP, device)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._product = CodedProduct([codes], [bias], device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        rows, inputs = self._shape
-        y = self._product(pad(x.reshape(-1, inputs), (0, self._missing))).to(x.dtype)
-        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], rows)
+        return self._product(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 class LibrarySubstitute(Library):
@@ -201,9 +196,6 @@ class LibrarySubstitute(Library):
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         names = {module: name for name, module in layer.named_modules()}
         for part, codes in self._substitutes.of_layer(layer, index, self._count).items():
-            if part.out_features % quantised.ROWS:
-                rows = f"{names[part]} of layer {index} has {part.out_features} outputs, no multiple of {quantised.ROWS}"
-                raise CheckpointError(f"draft.kind = 'substitute' cannot be made of this target by torch's int4 products: {rows}; choose another draft.kind")
             layer.set_submodule(names[part], _CodedLinear(codes, part.bias, self._device))
         typed: nn.Module = self._typed(layer).to(self._device)
         return typed
@@ -225,7 +217,7 @@ def load_substitute(
     bits, place = BITS[weights], torch.device(device)
     checkpoint = open_checkpoint(source)
     digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
-    substitutes = Substitutes(digest, bits, folder, tell)
+    substitutes = Substitutes(digest, bits, folder, tell, place)
     why_not = "on a GPU torch computes it"
     if place.type == "cpu":
         kind = KINDS[type_of("stored", checkpoint)]
@@ -236,8 +228,6 @@ def load_substitute(
                 return model, substitutes
             except UnsupportedError as error:
                 why_not = f"the C++ kernels cannot compute this model: {error}"
-    if bits != 4:
-        raise SettingsError(f"draft.weights = {weights!r}: without the C++ kernels a substitute has 4 bits, and {why_not}; set draft.weights to int4")
     dtype = torch.float32 if place.type == "cpu" else GPU_TYPES["bf16"]
     model = _assemble(checkpoint, digest, inflate_bytes, weights, why_not, lambda model, _: _library(model, place, dtype, substitutes))
     return model, substitutes

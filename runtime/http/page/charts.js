@@ -48,5 +48,5 @@ export function above(values) {
   const most = Math.max(0, ...values.filter((value) => value !== null));
   if (most === 0) return 1;
   const unit = 10 ** Math.floor(Math.log10(most));
-  return [1, 2, 5, 10].map((factor) => factor * unit).find((edge) => edge >= most);
+  return [1, 2, 5, 10, 20].map((factor) => factor * unit).find((edge) => edge > most);
 }

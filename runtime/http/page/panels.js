@@ -62,7 +62,7 @@ const deviceOf = (window) => (worker) => {
   const mean = shares.length ? shares.reduce((sum, share) => sum + share, 0) / shares.length : null;
   const waits = worker.busy === null ? "" : worker.waiting === "" ? "works" : worker.waiting === "no work" ? "has no work" : `waits for ${worker.waiting}`;
   return {
-    title: `${worker.name} · ${worker.device}`,
+    title: [worker.name, worker.device].filter(Boolean).join(" · "),
     value: percent(worker.busy),
     note: waits,
     points: worker.history,

@@ -66,6 +66,8 @@ def test_the_page_is_there_with_everything_that_it_names(server: Api) -> None:
 
     page = server.client.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    head = server.client.head("/")
+    assert (head.status_code, head.headers["content-length"], head.content) == (200, str(len(page.content)), b"")
     names = Names()
     names.found = set()
     names.feed(page.text)

@@ -20,13 +20,18 @@ inline void pause() {
 #endif
 }
 
+// A thread that the system has not let run when the caller has done its own part finds its part done: where another process has one of the cores, every wait
+// would last for a time slice of it, several milliseconds.
 class Pool {
 public:
     ~Pool() { resize(1); }
 
     void resize(int threads) {
         stop();
-        for (int part = 1; part < threads; part++) workers_.emplace_back([this, part, seen = generation_.load()] { work(part, seen); });
+        const unsigned now = generation_.load();
+        claims_ = std::vector<Claim>(threads);
+        for (auto& claim : claims_) claim.taken = now;
+        for (int part = 1; part < threads; part++) workers_.emplace_back([this, part, now] { work(part, now); });
     }
 
     int size() const { return static_cast<int>(workers_.size()) + 1; }
@@ -36,12 +41,14 @@ public:
         task_ = task;
         context_ = context;
         left_.store(size() - 1, std::memory_order_relaxed);
+        const unsigned mine = generation_.load(std::memory_order_relaxed) + 1;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            generation_.fetch_add(1, std::memory_order_release);
+            generation_.store(mine, std::memory_order_release);
         }
         wake_.notify_all();
         task(context, 0, size());
+        for (int part = 1; part < size(); part++) attempt(part, mine);
         for (int spins = 0; left_.load(std::memory_order_acquire) != 0; spins++) {
             if (spins < SPINS) pause();
             else std::this_thread::yield();
@@ -49,23 +56,39 @@ public:
     }
 
 private:
+    // By which run a part was last taken, on a cache line of its own.
+    struct alignas(64) Claim {
+        std::atomic<unsigned> taken{0};
+        Claim() = default;
+        Claim(const Claim& other) : taken(other.taken.load()) {}
+    };
+
+    // Does a part of a run unless it has been taken. A part that is not done keeps its run from ending, and the next one from beginning.
+    void attempt(int part, unsigned run) {
+        unsigned before = run - 1;
+        if (!claims_[part].taken.compare_exchange_strong(before, run, std::memory_order_acq_rel)) return;
+        task_(context_, part, size());
+        left_.fetch_sub(1, std::memory_order_release);
+    }
+
     void work(int part, unsigned seen) {
         for (;;) {
-            await(seen);
-            seen++;
+            seen = await(seen);
             if (stopping_.load(std::memory_order_acquire)) return;
-            task_(context_, part, size());
-            left_.fetch_sub(1, std::memory_order_release);
+            attempt(part, seen);
         }
     }
 
-    void await(unsigned seen) {
+    // The number of another run than the one that was seen last.
+    unsigned await(unsigned seen) {
+        unsigned now;
         for (int spins = 0; spins < SPINS; spins++) {
-            if (generation_.load(std::memory_order_acquire) != seen) return;
+            if ((now = generation_.load(std::memory_order_acquire)) != seen) return now;
             pause();
         }
         std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+        wake_.wait(lock, [&] { return (now = generation_.load(std::memory_order_acquire)) != seen; });
+        return now;
     }
 
     void stop() {
@@ -81,6 +104,7 @@ private:
     }
 
     std::vector<std::thread> workers_;
+    std::vector<Claim> claims_;
     std::mutex mutex_;
     std::condition_variable wake_;
     std::atomic<unsigned> generation_{0};

@@ -3,13 +3,13 @@
 
 namespace dovetail {
 
-// Called once on each thread: `part` of `parts`.
+// Called once for each thread, and where that does not run by the caller in its place: `part` of `parts`.
 using Task = void (*)(void* context, int part, int parts);
 
 void set_threads(int threads);
 int threads();
 
-// Run `task` on every thread and return when all are done; one call at a time.
+// Run all parts of `task` and return when they are done; one call at a time.
 void run(Task task, void* context);
 
 template <class Body>

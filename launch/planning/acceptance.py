@@ -1,0 +1,202 @@
+"""How many tokens a round brings with a tree: read off rounds that `dovetail simulate record` kept, or assumed from what papers report of such drafts.
+
+The assumption is that of Sequoia (Chen et al., 2024): whether the target's choice is a node's first, second, ... child is independent of everything else, so
+that a node's worth is the product over its path. The probabilities of the children fall geometrically, p, p q, p q^2, ... with q = decay (1 - p); p is fitted
+to one published acceptance length. Knows numbers; no costs.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.launch.simulation.recording import Library, Position, Recording
+from dovetail.protocol.tree import ROOT
+from dovetail.runtime.planner import Tree
+
+STEPS = 40
+"""Halvings of the interval in which p is."""
+
+
+class Acceptance(Protocol):
+    """Of one draft."""
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers are from, in words."""
+
+    def tokens(self, tree: Tree) -> float:
+        """Of a round, its own token counted."""
+
+
+# -- assumed -----------------------------------------------------------------------------------------------------------------------------------
+
+SERVER, GPU = Tree("dynamic", 15, 8, 10), Tree("dynamic", 59, 8, 10)
+
+
+@dataclass(frozen=True)
+class Published:
+    """An acceptance length that a paper reports of a kind of draft, at T = 0 on MT-bench."""
+
+    tokens: float
+    tree: Tree
+    where: str
+    decay: float = 0.4
+    """Fitted to EAGLE-2's 3.95 with 15 and 4.49 with 59 nodes (Dovetail paper, Tables 3 and 6)."""
+
+
+BLOCKS = (4.06, 4.31, 4.53, 4.62, 4.73, 4.83)
+"""tau of Dovetail's head with 1 to 6 blocks (Dovetail paper, Table 6: Llama-2 7B on MT-bench, T = 0)."""
+PUBLISHED = {
+    "eagle": Published(3.95, SERVER, "Dovetail paper, Table 6: EAGLE-2 with Llama-2 7B"),
+    "eagle3": Published(6.15, GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B"),
+    "jakiro": Published(4.96, GPU, "Jakiro paper, Table 1: Vicuna 7B"),
+    "small": Published(4.85, Tree("budget", 15, 16, 10), "Dovetail paper, Table 10: TinyLlama with Llama-2 7B, whose 7.43 with 127 nodes gives the decay", 0.8),
+    "substitute": Published(27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B", 0.8),
+}
+
+
+def published(kind: str, blocks: int = 1) -> Published:
+    """What is known of drafts of a kind; `blocks`: of a Dovetail head."""
+    if kind != "dovetail":
+        return PUBLISHED[kind]
+    return Published(BLOCKS[min(blocks, len(BLOCKS)) - 1], SERVER, f"Dovetail paper, Table 6: {blocks} blocks with Llama-2 7B")
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Children that are right with probabilities of their own."""
+
+    first: float
+    """p."""
+    decay: float
+    origin: str
+
+    @classmethod
+    def of(cls, source: Published) -> "Assumed":
+        low, high = 0.0, 1.0
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _brought(middle, source.decay, source.tree) < source.tokens else (low, middle)
+        return cls(low, source.decay, f"assumed: {source.tokens:g} tokens a round with {source.tree.gamma} nodes ({source.where}, on MT-bench at T = 0)")
+
+    def tokens(self, tree: Tree) -> float:
+        return _brought(self.first, self.decay, tree)
+
+
+@cache
+def _brought(first: float, decay: float, tree: Tree) -> float:
+    """1 and the worth of the best nodes, best first."""
+    ranks = [first * (decay * (1.0 - first)) ** rank for rank in range(tree.width)]
+    total, taken, heap = 1.0, 0, [(-ranks[0], 1.0, 0, 1)]
+    while heap and taken < tree.gamma:
+        worth, parent, rank, level = heapq.heappop(heap)
+        total, taken = total - worth, taken + 1
+        if rank + 1 < len(ranks):
+            heapq.heappush(heap, (-parent * ranks[rank + 1], parent, rank + 1, level))
+        if level < tree.depth:
+            heapq.heappush(heap, (worth * ranks[0], -worth, 0, level + 1))
+    return total
+
+
+# -- recorded ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A draft that has spoken already: rounds are walked through its recorded trees, from the root of one to the root of the next."""
+
+    def __init__(self, library: Library, name: str) -> None:
+        self.library = library
+        self.origin = f"recorded: {len(library.recordings)} replies in {name}"
+        self._replies = [[_Walk(recording, place) for place in range(len(recording.positions))] for recording in library.recordings]
+
+    def tokens(self, tree: Tree) -> float:
+        """As the simulator has it, but that every level is as wide as the tree allows: what `dynamic` would not have expanded is in it too."""
+        tokens = rounds = 0
+        for walks in self._replies:
+            place = 0
+            while place < len(walks):
+                brought = min(1 + walks[place].accepted(tree), len(walks) - place)
+                place, tokens, rounds = place + brought, tokens + brought, rounds + 1
+        return tokens / rounds
+
+    def reaches(self, tree: Tree) -> bool:
+        """Whether so large a tree was recorded."""
+        about = self.library.about
+        return tree.gamma <= about.nodes and tree.depth <= about.depth and tree.width <= about.width
+
+
+class _Walk:
+    """One position's tree, and the target's own path in it."""
+
+    def __init__(self, recording: Recording, place: int) -> None:
+        self._position: Position = recording.positions[place]
+        self._said = recording.tokens[place + 1 :]
+        self._places: dict[tuple[int, int], Sequence[int]] = {}
+
+    def accepted(self, tree: Tree) -> int:
+        """Nodes of the path that a tree has: a beam those that are kept at each level, every other one those among its best."""
+        if tree.policy == "beam":
+            return sum(1 for _ in self._beam(tree))
+        key = (tree.depth, tree.width)
+        if key not in self._places:
+            self._places[key] = self._best_places(*key)
+        return sum(place < tree.gamma for place in self._places[key])
+
+    def _best_places(self, depth: int, width: int) -> list[int]:
+        """Of the path's nodes, how many nodes of such a tree are better."""
+        there = (self._levels <= depth) & (self._ranks < width)
+        path = [node for node in self._path if there[node]]
+        scores = self._scores[there]
+        return [int((scores > self._scores[node]).sum()) for node in path]
+
+    def _beam(self, tree: Tree) -> Iterator[int]:
+        """Nodes of the path, as long as they are among the best `width` of their level."""
+        for level, node in enumerate(self._path[: tree.depth], 1):
+            others = self._scores[(self._levels == level) & (self._ranks < tree.width)]
+            if int((others > self._scores[node]).sum()) >= tree.width:
+                return
+            yield node
+
+    @cached_property
+    def _path(self) -> list[int]:
+        found, node = [], ROOT
+        for token in self._said:
+            children = np.flatnonzero((self._position.parents == node) & (self._position.tokens == token))
+            if not len(children):
+                break
+            node = int(children[0])
+            found.append(node)
+        return found
+
+    @cached_property
+    def _levels(self) -> NDArray[np.int32]:
+        return self._tables[0]
+
+    @cached_property
+    def _scores(self) -> NDArray[np.float32]:
+        return self._tables[1]
+
+    @cached_property
+    def _ranks(self) -> NDArray[np.int32]:
+        """Of each node among its siblings, which stand side by side, best first."""
+        parents = self._position.parents
+        first = np.flatnonzero(np.diff(parents, prepend=-2) != 0)
+        starts = np.repeat(first, np.diff(np.append(first, len(parents))))
+        ranks: NDArray[np.int32] = (np.arange(len(parents)) - starts).astype(np.int32)
+        return ranks
+
+    @cached_property
+    def _tables(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Levels and path log-probabilities, found level by level."""
+        parents = self._position.parents
+        levels = (parents == ROOT).astype(np.int32)
+        scores = np.where(levels, self._position.gains, np.float32(0.0)).astype(np.float32)
+        while len(below := np.flatnonzero((levels == 0) & (levels[parents] > 0))):
+            levels[below] = levels[parents[below]] + 1
+            scores[below] = scores[parents[below]] + self._position.gains[below]
+        return levels, scores

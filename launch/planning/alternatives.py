@@ -1,0 +1,127 @@
+"""The kinds of placements that a plan sets side by side, each with the best that it comes to: layers, tree and draft decided together by the planner, and
+where a draft's rounds were recorded, played once more by the simulator, which knows drafting ahead.
+
+Knows candidates and costs; not how they are told.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dovetail.launch.planning.acceptance import Recorded
+from dovetail.launch.planning.candidates import Candidate
+from dovetail.launch.simulation.costs import Costs, curve
+from dovetail.launch.simulation.figures import figures
+from dovetail.launch.simulation.machines import ROWS
+from dovetail.protocol.profile import ContextCurve
+from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
+
+Step = Callable[[str], None]
+KINDS = 11
+"""Of placements, at most, for the bar."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A draft as the planner takes it, and whose it is."""
+
+    candidate: Candidate
+    draft: Draft
+
+    @property
+    def shared(self) -> bool:
+        return self.draft.shares
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A kind of placement, and what is expected of the best of it."""
+
+    name: str
+    option: Option
+    offered: Offered | None
+    tokens_per_s: float
+    tau: float
+    draft_s: float
+    """Drafting that a round waits for."""
+    played: bool = False
+    """Whether the simulator said so."""
+
+    @property
+    def candidate(self) -> Candidate | None:
+        return self.offered.candidate if self.offered is not None else None
+
+    @property
+    def round_s(self) -> float:
+        return self.tau / self.tokens_per_s
+
+
+def alternatives(planner: Planner, offered: Sequence[Offered], *, ahead: Callable[[Option], bool], step: Step) -> list[Alternative]:
+    """All that are possible, the fastest first. `ahead`: whether target and draft of an option compute at the same time."""
+    found = [_alone(planner, name, places) for name, places in _without_draft(planner)]
+    for kind in dict.fromkeys(one.candidate.kind for one in offered):
+        own = [one for one in offered if one.candidate.kind == kind]
+        for name, places, drafts in _with_draft(planner, own):
+            step(f"{name}, {kind}")
+            found.append(_best(planner, name, places, drafts, ahead))
+    return sorted((one for one in found if one is not None), key=lambda one: -one.tokens_per_s)
+
+
+def _without_draft(planner: Planner) -> Iterator[tuple[str, Places]]:
+    yield "target alone", planner.on_cpu()
+    yield "split target alone", planner.split()
+    yield "plain offloading", planner.streamed()
+    yield "all on the device", planner.whole()
+
+
+def _with_draft(planner: Planner, offered: Sequence[Offered]) -> Iterator[tuple[str, Places, Sequence[Offered]]]:
+    apart, shared = [one for one in offered if not one.shared], [one for one in offered if one.shared]
+    yield "Dovetail", planner.on_cpu(), apart
+    yield "Dovetail, split target", planner.split(), apart
+    yield "Dovetail, some layers streamed", planner.mixed(), apart
+    yield "offloading with a draft", planner.streamed(), apart
+    yield "offloading with a large tree (SpecExec)", planner.streamed(), [replace(one, draft=by_budget(one.draft)) for one in apart]
+    yield "all on the device, with a draft", planner.whole(), apart
+    yield "SubSpec", [*planner.streamed(), *planner.whole()], shared
+
+
+def _alone(planner: Planner, name: str, places: Places) -> Alternative | None:
+    option = planner.best(places, [None])
+    return None if option is None else expected(planner, name, option, None, ahead=False)
+
+
+def _best(planner: Planner, name: str, places: Places, offered: Sequence[Offered], ahead: Callable[[Option], bool]) -> Alternative | None:
+    option = planner.best(places, [one.draft for one in offered])
+    if option is None:
+        return None
+    own = next(one for one in offered if one.draft is option.draft)
+    return expected(planner, name, option, own, ahead=ahead(option))
+
+
+def expected(planner: Planner, name: str, option: Option, offered: Offered | None, *, ahead: bool) -> Alternative:
+    """An option with what is expected of it: as the planner has it, or as the simulator, where rounds of its draft were recorded."""
+    plain = Alternative(name, option, offered, option.tokens_per_s, option.tau, option.draft_s)
+    recorded = offered.candidate.acceptance if offered is not None else None
+    return _played(planner, plain, recorded, ahead) if isinstance(recorded, Recorded) else plain
+
+
+def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: bool) -> Alternative:
+    """The same, as the simulator has it."""
+    from dovetail.launch.simulation.play import play_all  # torch comes in here
+
+    option, library = found.option, recorded.library
+    assert option.tree is not None
+    tree = TreeSettings(**{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}, sharpening=library.about.sharpening)
+    plays, _ = play_all(library, costs_of(planner, option), tree, ahead=None if ahead else False)
+    told = figures([play.result for play in plays])
+    return replace(found, tokens_per_s=told.tokens_per_s, tau=told.tau, draft_s=told.draft_s, played=True)
+
+
+def costs_of(planner: Planner, option: Option) -> Costs:
+    """What rounds of an option cost, as the simulator takes it."""
+    draft, machine = option.draft, planner.machine
+    assert draft is not None
+    t_v = [planner.pass_s(rows, option.computed, option.resident, option.draft_s) for rows in ROWS]
+    t_d = [draft.level_s(rows, option.resident) for rows in ROWS]
+    passes = ContextCurve(context=0, t_v=curve(ROWS, t_v))
+    return Costs((passes,), curve(ROWS, t_d), draft.proposal_s, machine.hop_s, machine.coordinator_s)

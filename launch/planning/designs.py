@@ -1,0 +1,149 @@
+"""The sizes of models by their config.json alone: of a target, of a small draft, of a head that a target would have, of the target in a few bits.
+
+Knows shapes and bytes; no costs, no devices.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.simulation.machines import SIZES
+from dovetail.protocol.errors import CheckpointError
+from dovetail.runtime.planner import Target
+from dovetail.workers.models.placement import WEIGHT_BYTES, cache_bytes, has_sizes, host_bytes, needed_bytes, pass_bytes, sizes_of
+
+HALF = 2
+"""Bytes of a draft's number."""
+DEVICE = "cuda:0"
+"""That a draft's pass is reckoned for: a GPU takes the most for one."""
+GROUP_BITS = 0.5
+"""A weight, of the scale and the offset that a group of 64 has (HQQ)."""
+CONTEXT = 4096
+HEAD_DIM = 128
+
+
+def read_config(folder: Path, what: str) -> Mapping[str, Any]:
+    """A folder's config.json; `CheckpointError` if there is none that says how large the model is."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except OSError:
+        raise CheckpointError(f"the {what} {folder} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)") from None
+    except ValueError:
+        raise CheckpointError(f"{folder / 'config.json'} is no JSON: take the one that belongs to the model") from None
+    if not isinstance(config, dict) or not has_sizes(config):
+        raise CheckpointError(f"{folder / 'config.json'} does not say how large the model is (hidden_size, num_hidden_layers, intermediate_size ...)")
+    return config
+
+
+def config_of(name: str) -> Mapping[str, Any]:
+    """As the config.json of a model of a known size has it."""
+    size = SIZES[name]
+    return {
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "intermediate_size": size.inner,
+        "num_attention_heads": size.hidden // HEAD_DIM,
+        "num_key_value_heads": size.keys // HEAD_DIM,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": CONTEXT,
+        "dtype": "float16",
+    }
+
+
+@dataclass(frozen=True)
+class Design:
+    """A decoder, by its config.json."""
+
+    config: Mapping[str, Any]
+
+    def target(self, weights: str, device: str) -> Target:
+        """Its parts as a target with weights of a type, some of them on a device."""
+        sizes = sizes_of(self.config, weights)
+
+        def on_device(computed: int, resident: int) -> int:
+            return needed_bytes(sizes, computed, resident, device)
+
+        return Target(sizes.layers, sizes.layer, sizes.head, on_device, partial(host_bytes, sizes))
+
+    @property
+    def layers(self) -> int:
+        return sizes_of(self.config, "half").layers
+
+    @property
+    def block(self) -> int:
+        """Weights of a layer, nearly."""
+        return sizes_of(self.config, "half").layer // HALF
+
+    @property
+    def head(self) -> int:
+        """Weights of the output head."""
+        return sizes_of(self.config, "half").head // HALF
+
+    @property
+    def hidden(self) -> int:
+        return int(self.config.get("hidden_size") or self.config["n_embd"])
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
+
+    def working_bytes(self, layers: int) -> int:
+        """What a draft of so many layers like these has beside weights: embedding, the keys and values of a long conversation, a pass."""
+        sizes = sizes_of(self.config, "half")
+        return sizes.embedding + layers * cache_bytes(sizes) + pass_bytes(sizes, DEVICE)
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """What a pass of a draft reads and multiplies, and what it needs of memory."""
+
+    layers: int
+    layer_weights: int
+    other_weights: int
+    """Of its fusion and output head."""
+    layer_bytes: int
+    other_bytes: int
+    beside_bytes: int
+    """What is there and not read in every pass: embedding, keys and values, a pass."""
+
+    @property
+    def pass_bytes(self) -> int:
+        return self.layers * self.layer_bytes + self.other_bytes
+
+    @property
+    def weights(self) -> int:
+        return self.layers * self.layer_weights + self.other_weights
+
+    @property
+    def bytes(self) -> int:
+        return self.pass_bytes + self.beside_bytes
+
+
+def small_size(own: Design) -> DraftSize:
+    """A smaller model, in 16 bits."""
+    return _in_16_bits(own, own.layers, 0)
+
+
+def head_size(own: Design, blocks: int) -> DraftSize:
+    """A head of so many blocks of its own design, with embedding and output head in 16 bits."""
+    return _in_16_bits(own, blocks, 2 * own.hidden**2)
+
+
+def _in_16_bits(own: Design, layers: int, fusion: int) -> DraftSize:
+    other = own.head + fusion
+    return DraftSize(layers, own.block, other, own.block * HALF, other * HALF, own.working_bytes(layers))
+
+
+def substitute_size(target: Design, bits: int) -> DraftSize:
+    """A target's own layers in a few bits, and its head in 16."""
+    layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
+    return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, target.working_bytes(target.layers))
+
+
+def weight_bytes(weights: str) -> int:
+    """Of one weight of a target."""
+    return WEIGHT_BYTES[weights]

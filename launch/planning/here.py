@@ -1,0 +1,143 @@
+"""What is known of this machine and of models on it: limits, what `dovetail calibrate` has kept, GPUs. torch comes in with the functions, on the target's cores
+in number.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.launch.configure import Configuration
+from dovetail.launch.cores import CoreLayout, lay_out_here
+from dovetail.launch.directory import profile_path
+from dovetail.launch.embedded import with_draft, with_target
+from dovetail.launch.planning.candidates import Candidate
+from dovetail.launch.planning.designs import Design
+from dovetail.launch.planning.prices import Engine, Hardware
+from dovetail.launch.preflight import estimated_bytes, free_memory_bytes
+from dovetail.launch.profiling.bounds import Model, Roofline
+from dovetail.launch.worker import THREAD_VARIABLES
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.profile import Calibration, DeviceCosts, Limits, RowsSeconds, load_profile
+from dovetail.protocol.settings import Settings
+
+PROBE_S = 0.5
+STAND_IN_SHARE = 0.5
+"""Of the bandwidth, that a copy between two buffers of the CPU carries: it reads and writes."""
+FREE_SHARE = 0.9
+"""Of a GPU's free memory (`workers/spread.py`)."""
+
+Say = Callable[[str], None]
+
+
+def device_of(settings: Settings) -> str | None:
+    """The device beside the CPU that is asked for, or the first GPU; None: there is none. The CPU stands for one where a split names it."""
+    if settings.target.split.device:
+        return settings.target.split.device
+    if settings.target.device != "cpu":
+        return settings.target.device
+    from dovetail.workers.devices import first_device
+
+    return None if (found := first_device()) == "cpu" else found
+
+
+@dataclass
+class Here:
+    """This machine, for one target."""
+
+    configuration: Configuration
+    device: str | None
+    design: Design
+    hardware: Hardware
+    calibration: Calibration | None
+    parts: DeviceCosts | None
+    layout: CoreLayout
+
+    def level(self, candidate: Candidate) -> RowsSeconds | None:
+        """t_D of a draft as it was measured here."""
+        settings = candidate.settings
+        if candidate.lacks and candidate.kind != "substitute":
+            return None
+        from dovetail.workers.devices import open_device
+        from dovetail.workers.draft_costs import expected_levels
+
+        target = with_target(self.configuration.settings.target)
+        if candidate.kind == "substitute" and not any(Path(target.model).expanduser().glob("*.safetensors")):
+            return None
+        library = open_device(self.draft_device, len(self.layout.draft.cores)).library
+        found = expected_levels(
+            profile_path(), with_draft(settings), target=target.model, inflate=target.inflate, vocabulary_size=self.design.vocabulary, library=library
+        )
+        return found.t_v if found is not None else None
+
+    @property
+    def draft_device(self) -> str:
+        """Where a draft goes."""
+        wanted = self.configuration.settings.draft.device
+        return wanted if wanted != "auto" else self.device or "cpu"
+
+
+def look_here(configuration: Configuration, say: Say) -> Here:
+    """All that is known of the target of the settings here; what is not is measured in a second, or estimated."""
+    settings = configuration.settings
+    layout = lay_out_here(numa=settings.target.numa, threads=settings.target.threads, target_bytes=estimated_bytes(settings.target))
+    threads = settings.target.threads if settings.target.threads != "auto" else len(layout.target.cores)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    say("looking at what is known of this machine")
+    device = device_of(settings)
+    from dovetail.workers.device_costs import known_costs, planned_config
+    from dovetail.workers.devices import open_device
+    from dovetail.workers.models.placement import has_sizes
+
+    open_device("cpu", threads)
+    target = with_target(settings.target)
+    config = planned_config(target)
+    if not has_sizes(config):
+        raise UserError(f"the config.json of a {config.get('model_type')} model does not say how large it is: no plan can be made for it")
+    known = known_costs(target, profile_path(), device=device or "cpu")
+    parts = known.parts if device is not None else None
+    limits, source = _limits(known.calibration, say)
+    hardware = _hardware(settings, device, limits, source, threads, measured=parts is not None)
+    return Here(configuration, device, Design(config), hardware, known.calibration, parts, layout)
+
+
+def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
+    """Of the cores in use: of the target's calibration, of any other, or measured now."""
+    if calibration is not None:
+        return calibration.limits, "measured"
+    from dovetail.protocol.profile import machine_key
+    from dovetail.workers.calibration import measure_limits
+
+    kept = [c.limits for entry in load_profile(profile_path()).entries if entry.key.machine == machine_key() for c in entry.calibrations]
+    if kept:
+        return kept[-1], "measured with another model"
+    say("measuring bandwidth and arithmetic")
+    return measure_limits(PROBE_S), f"measured now, in {PROBE_S:g} s"
+
+
+def _hardware(settings: Settings, device: str | None, limits: Limits, source: str, threads: int, *, measured: bool) -> Hardware:
+    weights, memory = settings.target.weights, settings.memory
+    peak = Roofline(Model(1, weights), limits).peak_gflop_s
+    host = Engine(limits.bandwidth_gb_s, peak, source=source)
+    core = Engine(limits.bandwidth_gb_s, limits.peak_gflop_s["fp32"] / threads, source=f"{source}; a core's share")
+    ram = memory.ram_bytes if memory.ram_bytes is not None else free_memory_bytes()
+    if device is None:
+        return Hardware("this machine", host, None, core, host_bytes=ram)
+    if device == "cpu":
+        link = STAND_IN_SHARE * limits.bandwidth_gb_s
+        vram = memory.vram_bytes if memory.vram_bytes is not None else ram
+        return Hardware("this machine, whose CPU stands for a GPU", host, host, core, link, "half of the bandwidth", False, vram, ram)
+    return _with_gpu(settings, device, host, threads, ram, measured=measured)
+
+
+def _with_gpu(settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool) -> Hardware:
+    from dovetail.workers.device_costs import probe_device
+    from dovetail.workers.devices import free_bytes, open_device
+
+    opened = open_device(device, threads)
+    free = int(FREE_SHARE * free_bytes(opened.torch_device))
+    vram = free if settings.memory.vram_bytes is None else min(free, settings.memory.vram_bytes)
+    found = probe_device(opened)
+    own = Engine(found.read_gb_s, found.gflop_s, source="measured now")
+    drafts = Engine(found.read_gb_s, found.half_gflop_s, source="measured now")
+    return Hardware(f"this machine with {opened.name}", host, own, drafts, found.link_gb_s, "measured now", True, vram, ram)

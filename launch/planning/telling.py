@@ -1,0 +1,141 @@
+"""What a plan says: each alternative in words, why it is as fast as it is, the settings that start it, and whether speculation is worth it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.launch.configure import SETTINGS, Configuration
+from dovetail.launch.planning.alternatives import Alternative
+from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
+from dovetail.runtime.planner import Link, Option
+
+MS = 1e3
+GIGA = 1e9
+WORTH = 1.02
+"""Times the target alone: less is within what two runs differ by."""
+
+
+def placement(one: Alternative, device: str) -> str:
+    """Where everything is."""
+    option = one.option
+    parts = []
+    if option.on_cpu:
+        parts.append(f"cpu {_span(0, option.on_cpu - 1)}" + ("" if option.computed else " and head"))
+    if option.computed:
+        kinds = ((option.resident, "resident"), (option.streamed, "streamed"))
+        how = ", ".join(f"{count} {word}" for count, word in kinds if count)
+        parts.append(f"{device} {_span(option.on_cpu, option.layers - 1)} ({how}) and head")
+    words = ", ".join(parts)
+    return f"{words}; {one.option.draft.name}" if one.option.draft is not None else words
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}-{last}" if last > first else str(first)
+
+
+def why(one: Alternative) -> str:
+    """What bounds it."""
+    option = one.option
+    rows = 1 if option.tree is None else option.tree.gamma + 1
+    passes = f"{_ms(option.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"
+    drafting = f", {_ms(one.draft_s)} of drafting waited for" if option.tree is not None else ""
+    bound = {
+        "draft": "drafting takes longest",
+        "link": f"the link is busy for {_ms(option.copy_s)} of it",
+        "cpu": "layers on the CPU take longest",
+        "device": "layers on the device take longest",
+    }[option.bound]
+    return f"{passes}{drafting}: {bound}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * MS:.3g} ms"
+
+
+def settings(one: Alternative, device: str, draft_device: str, base: Configuration) -> dict[str, Any]:
+    """Dotted names and values of all that starts it, in the order of the settings."""
+    option = one.option
+    about = ("target.model", "target.weights", "target.inflate", "target.threads")
+    found: dict[str, Any] = {name: base.value(name) for name in about if base.value(name) != SETTINGS[name].default}
+    found |= _target(option, device)
+    if one.candidate is None or option.tree is None:
+        found["draft.kind"] = "none"
+    else:
+        own = one.candidate.settings
+        found |= {f"draft.{name}": value for name in ("kind", "model", "weights") if (value := getattr(own, name)) != type(own).model_fields[name].default}
+        found |= {"draft.share": True} if one.offered is not None and one.offered.shared else {"draft.device": draft_device}
+        found |= {f"tree.{name}": getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}
+    return {name: found[name] for name in SETTINGS if name in found}
+
+
+def _target(option: Option, device: str) -> dict[str, Any]:
+    if not option.computed:
+        return {}
+    if option.on_cpu:
+        return {"target.split.device": device, "target.split.layers": option.computed, "target.resident": option.resident}
+    return {"target.device": device, "target.resident": option.resident}
+
+
+def flags(found: Mapping[str, Any]) -> str:
+    """The settings on a command line."""
+    return " ".join(f"--{name}={SETTINGS[name].flag_text(value)}" for name, value in found.items())
+
+
+def toml(found: Mapping[str, Any]) -> str:
+    """The settings in a file."""
+    tables: dict[str, list[str]] = {}
+    for name, value in found.items():
+        table, _, key = name.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {SETTINGS[name].toml(value)}")
+    return "\n".join(f"[{table}]\n" + "\n".join(lines) for table, lines in sorted(tables.items()))
+
+
+def verdict(found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int) -> list[str]:
+    """Which wins, whether speculation is worth it, and heterogeneous speculation against offloading (Appendix B of the Dovetail paper)."""
+    best, alone = found[0], next((one for one in found if one.candidate is None), None)
+    said = [f"{best.name} wins: {best.tokens_per_s:.3g} tokens/s; {why(best)}"]
+    if alone is not None and best is not alone:
+        gain = best.tokens_per_s / alone.tokens_per_s
+        worth = "speculation is worth it" if gain >= WORTH else "speculation brings next to nothing here"
+        said.append(f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, {alone.tokens_per_s:.3g} tokens/s)")
+    elif alone is not None:
+        said.append("speculation is not worth it here: no draft makes up for its time")
+    mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
+    if mixed is not None:
+        offloading = _offloading(mixed, found, weights, bytes_read, link, layer_bytes)
+        said.append(f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, equation 6): {offloading.in_words()}")
+    return said
+
+
+def _offloading(one: Alternative, found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int) -> Offloading:
+    option = one.option
+    alone_s = next((1 / other.tokens_per_s for other in found if other.candidate is None), option.verify_s)
+    bounds = Bounds(one.tau, alone_s, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s)
+    width = Model(1, weights).bytes
+    bus = None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
+    return Offloading.of(Model(bytes_read // width, weights), bounds, bus)
+
+
+def told(one: Alternative, device: str, found: Mapping[str, Any], alone: Alternative | None) -> dict[str, Any]:
+    """An alternative as `--json` has it."""
+    option, tree, candidate = one.option, one.option.tree, one.candidate
+    return {
+        "name": one.name,
+        "placement": placement(one, device),
+        "tokens_per_s": one.tokens_per_s,
+        "tau": one.tau,
+        "speedup": one.tokens_per_s / alone.tokens_per_s if alone is not None else None,
+        "policy": tree.policy if tree is not None else None,
+        "gamma": tree.gamma if tree is not None else 0,
+        "depth": tree.depth if tree is not None else None,
+        "width": tree.width if tree is not None else None,
+        "blocks": candidate.blocks if candidate is not None else None,
+        "layers": {"cpu": option.on_cpu, "resident": option.resident, "streamed": option.streamed},
+        "round_ms": {"draft": one.draft_s * MS, "verify": option.verify_s * MS, "beside": option.beside_s * MS},
+        "vram_gb": option.device_bytes / GIGA,
+        "ram_gb": option.host_bytes / GIGA,
+        "why": why(one),
+        "acceptance": candidate.acceptance.origin if candidate is not None else None,
+        "played": one.played,
+        "lacks": candidate.lacks if candidate is not None else "",
+        "settings": dict(found),
+    }

@@ -1,0 +1,266 @@
+"""The planner: where the layers of a target, its head and a draft should be, and which tree goes with that, from what each of them costs in each place.
+
+The draft is placed first, then the keys and values, then layers of the target: on the device, which keeps their weights or has them stream through two
+buffers, or on the CPU. How many of them, the tree and, where there are several drafts, which of them are decided together, since each changes what the others
+are worth: a layer on the CPU costs more with every row of the tree, a streamed one next to nothing. The spaces are small, and all of them is looked at.
+
+A round takes T_D, the draft's levels; T_V(gamma + 1), the target's pass; and messages. It brings as many tokens as the tree lets expect, which whoever asks
+knows. Pure: numbers in, numbers out; knows neither files nor models, nor where a number is from.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+Seconds = Callable[[int], float]
+"""Of a number of rows."""
+BUFFERS = 2
+"""That streamed layers pass through (`workers/models/placement.py`)."""
+DRAFTED_HOPS, PLAIN_HOPS = 4, 2
+"""Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the coordinator handles every second of them."""
+LEAST_BUDGET = 128
+"""Nodes of the trees that offloading with a draft is usually given (SpecExec, and the Dovetail paper's Table 4)."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree as the settings have it; gamma 0: none."""
+
+    policy: str
+    gamma: int
+    depth: int
+    width: int
+
+    def passes(self) -> Iterator[int]:
+        """Rows of the draft's passes for it: the root, then level after level, or as many nodes at a time as `budget` expands."""
+        yield 1
+        more = self.depth - 1 if self.policy != "budget" else max(self.depth, ceil(self.gamma / self.width)) - 1
+        for _ in range(more):
+            yield min(self.width, self.gamma)
+
+
+Bytes = Callable[[int, int], int]
+"""Of a device that computes so many layers and keeps so many of them, or of the host beside it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target's parts, in bytes."""
+
+    layers: int
+    layer: int
+    head: int
+    device_bytes: Bytes
+    """Weights, buffers, keys and values, a pass; not asked for a device that computes nothing."""
+    host_bytes: Bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Costs of the target's parts where they are computed from memory of its own."""
+
+    layer_s: Seconds
+    head_s: Seconds
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way of streamed layers."""
+
+    layer_s: Seconds
+    """Of copying one, beside a pass over so many rows."""
+    overlaps: bool
+    """Whether copies cost the computing nothing; where the CPU stands for a GPU they take turns with it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is."""
+
+    host: Place | None
+    device: Place | None
+    link: Link | None
+    device_bytes: int | None = None
+    """The most that target and draft may take of the device; None: no limit."""
+    host_bytes: int | None = None
+    hop_s: float = 0.0
+    coordinator_s: float = 0.0
+
+    def beside_s(self, hops: int) -> float:
+        """Messages of a round, and what the coordinator does with them."""
+        return hops * self.hop_s + hops / 2 * self.coordinator_s
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One that could be used."""
+
+    name: str
+    level_s: Callable[[int, int], float]
+    """Of a pass over so many rows, beside a target of which so many layers are resident."""
+    device_bytes: Callable[[int], int]
+    """What it needs of the device beside a target of which so many layers are resident; `host_bytes` of the host."""
+    host_bytes: int
+    tokens: Callable[[Tree], float]
+    """What a round with a tree brings on average, its own token counted."""
+    trees: Sequence[Tree]
+    proposal_s: float = 0.0
+    """What a proposal takes beside its passes."""
+    shares: bool = False
+    """Whether it computes with the target's own resident layers, so that more of these may cost it more."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run, with what is expected of it."""
+
+    draft: Draft | None
+    tree: Tree | None
+    computed: int
+    """Layers of the target on the device; `resident` keep their weights there."""
+    resident: int
+    layers: int
+    tau: float
+    draft_s: float
+    """T_D of a round."""
+    verify_s: float
+    """T_V."""
+    beside_s: float
+    device_bytes: int
+    host_bytes: int
+    copy_s: float
+    """What the link is busy in a round."""
+
+    @property
+    def round_s(self) -> float:
+        return self.draft_s + self.verify_s + self.beside_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tau / self.round_s
+
+    @property
+    def streamed(self) -> int:
+        return self.computed - self.resident
+
+    @property
+    def on_cpu(self) -> int:
+        return self.layers - self.computed
+
+    @property
+    def bound(self) -> str:
+        """What takes most of a round: draft, link, device or cpu."""
+        if self.draft_s > self.verify_s:
+            return "draft"
+        if self.copy_s > 0.5 * self.verify_s:
+            return "link"
+        return "cpu" if self.on_cpu else "device"
+
+
+Places = Sequence[tuple[int, int]]
+"""(computed, resident) of every placement that is looked at."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Of one target on one machine."""
+
+    target: Target
+    machine: Machine
+
+    def on_cpu(self) -> Places:
+        """The whole target on the CPU."""
+        return [(0, 0)] if self.machine.host is not None else []
+
+    def split(self) -> Places:
+        """The last layers and the head on the device, which keeps them."""
+        return [(n, n) for n in range(1, self.target.layers)] if self.machine.host is not None and self.machine.device is not None else []
+
+    def streamed(self) -> Places:
+        """All layers on the device, some of them through the link. One or two that are not resident would need as much room as if they were."""
+        if self.machine.device is None or self.machine.link is None:
+            return []
+        return [(self.target.layers, n) for n in range(max(0, self.target.layers - BUFFERS))]
+
+    def mixed(self) -> Places:
+        """Some layers on the CPU, some streamed, some resident."""
+        if self.machine.host is None or self.machine.device is None or self.machine.link is None:
+            return []
+        return [(n, r) for n in range(1, self.target.layers) for r in range(max(0, n - BUFFERS))]
+
+    def whole(self) -> Places:
+        """All on the device."""
+        return [(self.target.layers, self.target.layers)] if self.machine.device is not None else []
+
+    def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
+        """The fastest of all of these within the limits; None: there is none. Among equals the one that takes less of the device."""
+        found = [option for draft in drafts for option in self._options(places, draft)]
+        return max(found, key=lambda option: (option.tokens_per_s, -option.device_bytes), default=None)
+
+    def _options(self, places: Places, draft: Draft | None) -> Iterator[Option]:
+        trees: Sequence[tuple[Tree | None, float]] = [(None, 1.0)] if draft is None else [(tree, draft.tokens(tree)) for tree in draft.trees]
+        for computed, resident in self._worthwhile(places, draft):
+            for tree, tokens in trees:
+                yield self.option(computed, resident, draft, tree, tokens)
+
+    def _worthwhile(self, places: Places, draft: Draft | None) -> Iterator[tuple[int, int]]:
+        """Those within the limits; of each number of layers on the device only that with the most resident ones, if no draft is the worse for it."""
+        fitting = [(computed, resident) for computed, resident in places if self._fits(computed, resident, draft)]
+        yield from fitting if draft is not None and draft.shares else dict(sorted(fitting)).items()
+
+    def _fits(self, computed: int, resident: int, draft: Draft | None) -> bool:
+        device, host = self.machine.device_bytes, self.machine.host_bytes
+        return (device is None or self._device_bytes(computed, resident, draft) <= device) and (
+            host is None or self._host_bytes(computed, resident, draft) <= host
+        )
+
+    def _device_bytes(self, computed: int, resident: int, draft: Draft | None) -> int:
+        own = self.target.device_bytes(computed, resident) if computed else 0
+        return own + (draft.device_bytes(resident) if draft is not None else 0)
+
+    def _host_bytes(self, computed: int, resident: int, draft: Draft | None) -> int:
+        return (draft.host_bytes if draft is not None else 0) + self.target.host_bytes(computed, resident)
+
+    def option(self, computed: int, resident: int, draft: Draft | None, tree: Tree | None, tokens: float) -> Option:
+        """What a round takes and brings."""
+        draft_s = 0.0 if draft is None or tree is None else draft.proposal_s + sum(draft.level_s(rows, resident) for rows in tree.passes())
+        rows = 1 + (tree.gamma if tree is not None else 0)
+        copy_s = self._copy_s(rows, computed - resident)
+        return Option(
+            draft=draft,
+            tree=tree,
+            computed=computed,
+            resident=resident,
+            layers=self.target.layers,
+            tau=tokens,
+            draft_s=draft_s,
+            verify_s=self.pass_s(rows, computed, resident, draft_s),
+            beside_s=self.machine.beside_s(PLAIN_HOPS if tree is None else DRAFTED_HOPS),
+            device_bytes=self._device_bytes(computed, resident, draft),
+            host_bytes=self._host_bytes(computed, resident, draft),
+            copy_s=copy_s,
+        )
+
+    def pass_s(self, rows: int, computed: int, resident: int, gap_s: float = 0.0) -> float:
+        """T_V over so many rows. `gap_s`: what lies between two passes, in which the buffers are filled again."""
+        machine = self.machine
+        head = machine.device if computed else machine.host
+        assert head is not None
+        cpu_s = 0.0 if computed == self.target.layers or machine.host is None else (self.target.layers - computed) * machine.host.layer_s(rows)
+        computing_s = 0.0 if not computed or machine.device is None else computed * machine.device.layer_s(rows)
+        head_s, copy_s = head.head_s(rows), self._copy_s(rows, computed - resident)
+        if not copy_s or machine.link is None:
+            return cpu_s + computing_s + head_s
+        if not machine.link.overlaps:
+            return cpu_s + computing_s + copy_s + head_s
+        filled_s = min(gap_s + cpu_s + head_s, BUFFERS * copy_s / (computed - resident))
+        return cpu_s + max(computing_s, copy_s - filled_s) + head_s
+
+    def _copy_s(self, rows: int, streamed: int) -> float:
+        """What the link is busy for a pass; layers for each of which there is a buffer stay in it."""
+        return streamed * self.machine.link.layer_s(rows) if self.machine.link is not None and streamed > BUFFERS else 0.0
+
+
+def by_budget(draft: Draft) -> Draft:
+    """The draft with large trees alone, of at least LEAST_BUDGET nodes."""
+    return replace(draft, trees=[tree for tree in draft.trees if tree.gamma >= LEAST_BUDGET])

@@ -1,0 +1,141 @@
+"""`dovetail plan` as users have it: machines of papers, this machine, what is wrong on a command line, and whether the settings that it prints do start."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from dovetail.launch.configure import DEMO_FOLDER
+from support.kernels import needs_kernels
+
+Run = Callable[..., CompletedProcess[str]]
+FIELDS = {"name", "placement", "tokens_per_s", "tau", "gamma", "blocks", "vram_gb", "ram_gb", "why", "settings", "acceptance", "lacks", "layers", "round_ms"}
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+"""Of Qwen2.5-7B-Instruct."""
+
+
+@pytest.fixture
+def plan(run: Any, tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
+    """What the command says with --json, with a cache directory of its own."""
+
+    def plan(*arguments: str) -> dict[str, Any]:
+        result = run("plan", "--json", *arguments, env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+        assert result.returncode == 0, result.stderr
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    return plan
+
+
+def named(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """The fastest alternative of that name."""
+    return next(one for one in found["alternatives"] if one["name"] == name)
+
+
+def test_on_the_server_of_the_dovetail_paper_dovetail_wins(plan: Callable[..., dict[str, Any]]) -> None:
+    found = plan("--machine", "dovetail-server", "--target-size", "7B", "--draft", "dovetail")
+    assert found["choice"]["name"].startswith("Dovetail")
+    assert named(found, "target alone")["tokens_per_s"] == pytest.approx(2.14, rel=0.02)  # Table 4
+    assert named(found, "Dovetail")["speedup"] > 2.0
+    assert named(found, "Dovetail")["vram_gb"] < 3.2  # 2.95 GB with five blocks
+    assert named(found, "plain offloading")["tokens_per_s"] < 0.45 * 2.14
+    assert "right: offloading a token a pass would need" in " ".join(found["verdict"])
+    assert all(set(one) >= FIELDS for one in found["alternatives"])
+    rates = [one["tokens_per_s"] for one in found["alternatives"]]
+    assert rates == sorted(rates, reverse=True)
+    assert found["choice"] == found["alternatives"][0]
+    assert all(one["vram_gb"] <= 8.0 and one["ram_gb"] <= 128.0 for one in found["alternatives"])
+
+
+def test_at_8_gb_subspec_beats_plain_offloading_by_the_papers_factor(plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    found = plan("--machine", "subspec-desktop", "--target", str(tmp_path), "--draft", "substitute")
+    factor = named(found, "SubSpec")["tokens_per_s"] / named(found, "plain offloading")["tokens_per_s"]
+    assert factor == pytest.approx(9.15, rel=0.25)  # Table 2 of the SubSpec paper
+    assert named(found, "SubSpec")["vram_gb"] <= 8.0
+
+
+def test_of_several_heads_the_number_of_blocks_is_decided_too(plan: Callable[..., dict[str, Any]]) -> None:
+    alone = named(plan("--machine", "dovetail-server", "--target-size", "7B", "--draft", "dovetail"), "Dovetail")
+    assert 1 < alone["blocks"] <= 6
+    assert "has to be trained" in alone["lacks"]
+    laptop = named(plan("--machine", "dovetail-laptop", "--target-size", "13B", "--draft", "dovetail", "--memory.ram", "24GB"), "Dovetail")
+    assert laptop["blocks"] < alone["blocks"]  # where drafting is slow, few are better: Table 8
+
+
+def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, Any]]) -> None:
+    found = plan("--draft", "small", "--draft", "dovetail", "--draft", "none")
+    if found["device"] is not None:
+        pytest.skip("there is a GPU here")
+    assert "no GPU here" in found["device_says"]
+    assert {one["name"] for one in found["alternatives"]} == {"target alone", "Dovetail"}
+    assert {one["vram_gb"] for one in found["alternatives"]} == {0.0}
+    assert all("estimated" in origin or "assumed" in origin for origin in found["origins"].values())
+
+
+def test_a_config_alone_gives_a_table(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    result = run("plan", "--machine", "subspec-desktop", "--target", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    for words in ("SubSpec", "plain offloading", "target alone", "speculation is worth it", "Start it: dovetail generate", "[tree]"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--machine", "nowhere"), "there is no machine 'nowhere'"),
+        (("--target-size", "7B"), "goes with --machine"),
+        (("--machine", "dovetail-server", "--target-size", "7B", "--target", "x"), "leave --target"),
+        (("--target", "/nowhere"), "/nowhere"),
+        (("--weights", "int8-per-tensor"), "cannot be split or streamed"),
+        (("--target.resident", "3"), "that is what a plan finds out"),
+        (("--machine", "dovetail-server", "--draft", "ngram"), "nothing is known of it"),
+        (("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"), "name the folder of one"),
+        (("--machine", "dovetail-server", "--target-size", "7B", "--draft", str(DEMO_FOLDER / "draft")), "of the same vocabulary"),
+        (("--machine", "dovetail-server", "--rounds", "/nowhere"), "is no recording"),
+        (("--machine", "dovetail-server", "--target-size", "7B", "--memory.vram", "1MB", "--memory.ram", "1MB"), "nothing fits"),
+        (("--machine", "dovetail-server", "--memory.vram", "much"), "is no size"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    result = run("plan", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_the_settings_of_the_winner_start_it(run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    limits = ("--target.split.device", "cpu", "--memory.vram", "18MiB", "--draft", "small", "--draft", "dovetail")
+    for one in {found["name"]: found for found in plan(*limits)["alternatives"]}.values():
+        flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in one["settings"].items()]
+        result = run("generate", "--json", "--max-tokens", "8", *flags, "Hello")
+        assert result.returncode == 0, (one["name"], result.stderr)
+        assert json.loads(result.stdout)["completion_tokens"] == 8
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_rounds_that_were_recorded_take_the_place_of_the_assumption(run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    rounds = str(tmp_path / "rounds")
+    assert run("simulate", "record", "--limit", "1", "--max-tokens", "24", "--draft.device", "cpu", "--out", rounds).returncode == 0
+    found = plan("--draft", "small", "--rounds", rounds)
+    assert named(found, "Dovetail")["played"]
+    assert named(found, "Dovetail")["acceptance"].startswith("recorded: 1 replies")
+    shutil.rmtree(rounds)

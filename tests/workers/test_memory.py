@@ -1,0 +1,39 @@
+"""What a target takes of memory that is placed under limits: no more than its placement counted, and not far less."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.memory import measured
+from dovetail.launch.configure import DEMO_FOLDER
+from support.kernels import needs_kernels
+from support.models import tiny_llama
+
+INFLATE = "192MiB"
+LIMITS = {
+    "all on the device": {"layers": 16, "resident": None, "vram": "auto"},
+    "split": {"layers": 5, "resident": None, "vram": "auto"},
+    "streamed": {"layers": 16, "resident": 0, "vram": "auto"},
+    "mixed": {"layers": 9, "resident": 4, "vram": "auto"},
+    "as much as 150 MB hold": {"layers": 16, "resident": None, "vram": "150MB"},
+    "a split as large as 100 MB hold": {"layers": None, "resident": None, "vram": "100MB"},
+}
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp32", "half"])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_target_takes_what_its_placement_counted_and_no_more(tmp_path: Path, limit: str, weights: str) -> None:
+    found = measured(DEMO_FOLDER / "target", tiny_llama(tmp_path), weights, "cpu", LIMITS[limit], INFLATE)
+    assert found["holds"], found
+    assert found["share"] > 0.6, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vram", ["150MB", "250MB", "auto"])
+def test_a_gpu_reserves_no_more_than_was_counted(tmp_path: Path, vram: str) -> None:
+    found = measured(DEMO_FOLDER / "target", tiny_llama(tmp_path), "half", "cuda:0", {"layers": 16, "resident": None, "vram": vram}, INFLATE)
+    assert torch.cuda.is_available()
+    assert found["holds"], found
