@@ -206,10 +206,9 @@ def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object,
 
 
 def _parts(parts: dict[str, Any]) -> str:
-    curves = [parts[name] for name in ("host_layer", "layer", "streamed")]
-    return ", ".join(
-        f"{rows} rows " + "; ".join(f"{_ms(curve['seconds'][place]):.3g}" for curve in curves) + " ms" for place, rows in enumerate(curves[0]["rows"])
-    )
+    costs = _read(DeviceCosts, parts)
+    curves = (costs.host_layer, costs.layer, costs.streamed)
+    return ", ".join(f"{rows} rows {'; '.join(f'{_ms(curve.at(rows)):.3g}' for curve in curves)} ms" for rows in costs.layer.rows)
 
 
 def _linear(choice: dict[str, Any]) -> tuple[object, ...]:

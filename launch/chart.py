@@ -31,6 +31,8 @@ HEAD, LINE = 44, 20
 TITLE, SECOND = 15, 12
 """Sizes of the lines of a title; a bold letter is about TITLE_LETTER of its size wide, and one of the second line SECOND_LETTER."""
 TITLE_LETTER, SECOND_LETTER = 0.62, 0.55
+MARK = 5
+"""Radius of a point that stands for itself."""
 MARGIN = 14
 """Left and right of a title of two lines."""
 
@@ -44,6 +46,8 @@ class Curve:
     dashed: bool = False
     band: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, such as an interval of confidence; none: no band."""
+    marks: bool = False
+    """Whether the points stand for themselves, without a line."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,10 @@ def _curve(frame: _Frame, curve: Curve, colour: int) -> Iterator[str]:
         xs = [x for x, _ in curve.points]
         edge = [*zip(xs, (high for _, high in curve.band), strict=True), *reversed([*zip(xs, (low for low, _ in curve.band), strict=True)])]
         yield f'<polygon class="area{colour}" points="{_places_of(frame, edge)}" fill="{COLOURS[colour]}" fill-opacity="0.18"/>'
+    if curve.marks:
+        look = f'class="line{colour}" fill="none" stroke="{COLOURS[colour]}" stroke-width="2"'
+        yield from (f'<circle {look} cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{MARK}"/>' for x, y in curve.points)
+        return
     yield f'<polyline points="{_places_of(frame, curve.points)}" {_stroke(curve, colour)}/>'
     if not curve.dashed:
         dots = (f'<circle class="area{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.2"' for x, y in curve.points)
@@ -212,7 +220,11 @@ def _stroke(curve: Curve, colour: int) -> str:
 
 def _key(x: float, y: float, index: int, curve: Curve) -> Iterator[str]:
     """A line of the legend."""
-    yield f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{x + 22:.0f}" y2="{y:.0f}" {_stroke(curve, index % len(COLOURS))}/>'
+    if curve.marks:
+        colour = index % len(COLOURS)
+        yield f'<circle class="line{colour}" fill="none" stroke="{COLOURS[colour]}" stroke-width="2" cx="{x + 11:.0f}" cy="{y:.0f}" r="{MARK}"/>'
+    else:
+        yield f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{x + 22:.0f}" y2="{y:.0f}" {_stroke(curve, index % len(COLOURS))}/>'
     yield f'<text x="{x + 28:.0f}" y="{y + 4:.0f}">{escape(curve.name)}</text>'
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.terminal import note, spinner
 from dovetail.launch.training import json_option, show_progress
 from dovetail.protocol.errors import UserError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     required=True,
     help="Chats as JSON lines, or a token file (.bin, with its .mask); may be given more than once.",
 )
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The folder to write; a run that was interrupted goes on.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="The folder to write; a run that was interrupted goes on.")
 @click.option("--taps", default="auto", show_default=True, help="Layers whose input is stored beside the last state: auto (EAGLE-3's), none, or such as 2,4,5.")
 @click.option("--context", type=click.IntRange(min=2), help="Tokens of the longest sequence.  [default: the target's context]")
 @click.option("--long", type=click.Choice(("cut", "drop")), default="cut", show_default=True, help="What becomes of a longer one.")

@@ -15,6 +15,7 @@ import click
 
 from dovetail.launch.card import card, curves, log_of
 from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
 
@@ -87,7 +88,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option("--features", type=FOLDER, help="The target's states as `dovetail features` has written them, instead of --data."),
     click.option("--target", help="The model that the head is for: a folder or a hub id.  [default: that of the features, or the embedded one]"),
     click.option("--regenerate", is_flag=True, help="Let the target write the answers to --data itself first; they are kept in OUT.answers.jsonl."),
-    click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The folder to write; an unfinished run beside it is resumed."),
+    click.option("--out", type=OUT_FOLDER, required=True, help="The folder to write; an unfinished run beside it is resumed."),
     click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="How long to train.  [default: 10]"),
     click.option("--steps", type=click.IntRange(min=1), help="How many steps to train instead."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and of the order of the data."),

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import click
 
+from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.keys import COORDINATOR, ROLES, generate_keys, generate_peer, revoke, rotate
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("keys"), show_default=True, help="Folder of the deployment's keys.")
+@click.option("--out", type=OUT_FOLDER, default=Path("keys"), show_default=True, help="Folder of the deployment's keys.")
 @click.option("--name", help="Add one more peer of this name.")
 @click.option("--role", "roles", multiple=True, type=click.Choice(ROLES), help="What the added peer may be; can be given several times.")
 @click.option("--rotate", "rotated", metavar="NAME", help="Replace the key of this name.")

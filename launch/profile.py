@@ -5,8 +5,8 @@ and to JSON. Knows options and files; the work is in `profiling/`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ import click
 
 from dovetail.launch.cli import installed_version
 from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.profiling import report
 from dovetail.launch.profiling.findings import Findings, find
 from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.terminal import counted, explained, note, print_table
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.trace import write_trace
 
@@ -28,16 +29,36 @@ SHIPPED = 4
 """Prompts of the shipped file that are taken where none are named."""
 SECONDS = 10.0
 RESULT, REPORT, TRACE = "profile.json", "report.html", "trace.json"
+WORDS = {
+    "busy": "share of the time in which a process worked, by its spans",
+    "of it ahead": "of the time, not of busy: drafting that nobody waited for",
+    "waits for X": "it had nothing to do until X was done; transport: a message",
+    "no work": "no reply was under way",
+    "its process": "CPU time by the kernel's count over that of its threads, or",
+    "": "the driver's word of a GPU: beside busy, a second opinion",
+    "its cores": "how busy these were, with whatever else",
+    "draft, verify": "of a round: drafting that is waited for; the target's pass",
+    "transport": "messages on their way, until the receiver has a core",
+    "queue": "waiting for a worker that serves others (elsewhere: waiting)",
+    "unaccounted": "of the time between two verdicts, what is in no part",
+    "tokens/s": "of the rounds, without reading prompts; of one reply at a time",
+    "tau": "tokens that a round adds to its reply",
+    "T_V, T_T": "a pass of the target over a tree; over one row",
+    "hit": "the next root was in the tree, and its subtree was kept",
+    "bubble": "a stretch of a round in which neither draft nor target works",
+    "clock within": "by how much another machine's spans may be misplaced",
+}
+"""What the tables and the report speak of."""
 
 
-@click.command("profile", cls=SettingsCommand)
+@click.command("profile", cls=SettingsCommand, epilog=explained(WORDS, "Words:"))
 @click.option("--prompt", help="Text to decode.")
 @click.option("--prompts", "file", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts; the first turn of each is decoded.")
 @click.option("--limit", type=click.IntRange(min=1), help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]")
 @click.option("--connect", metavar="ADDRESS|URL", help="What to watch, or to run prompts on; a URL: of this machine.  [default: processes of our own]")
-@click.option("--seconds", type=click.FloatRange(0.5, 3600.0), default=SECONDS, show_default=True, help="How long to watch where no prompts are given.")
+@click.option("--seconds", type=click.FloatRange(0.5, 3600.0), help=f"With --connect: how long to watch where no prompts are given.  [default: {SECONDS:g}]")
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Of the replies.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for report.html, profile.json, trace.json, plots.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder for report.html, profile.json, trace.json, plots.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
 @settings_flags(*DECODING_SECTIONS)
 def command(
@@ -46,7 +67,7 @@ def command(
     file: Path | None,
     limit: int | None,
     connect: str | None,
-    seconds: float,
+    seconds: float | None,
     seed: int,
     out: Path,
     as_json: bool,
@@ -57,13 +78,15 @@ def command(
     would bring. A server that is watched is left as it is: then the advice goes by what it did, and by the profile file of `dovetail calibrate`.
     """
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
-    _make(out)
-    with ExitStack() as owned:
-        if connect is None:
-            evidence, watch = own_run(owned, configuration, prompts, seed)
-        else:
-            evidence, watch = attached(owned, configuration, connect, prompts, seconds, seed)
-    told = _write(out, find(evidence), watch)
+    if seconds is not None and (connect is None or prompts):
+        raise UserError("--seconds is how long others are watched: name them with --connect, and leave prompts out, or leave --seconds out")
+    with _made(out):
+        with ExitStack() as owned:
+            if connect is None:
+                evidence, watch = own_run(owned, configuration, prompts, seed)
+            else:
+                evidence, watch = attached(owned, configuration, connect, prompts, seconds or SECONDS, seed)
+        told = _write(out, find(evidence), watch)
     if as_json:
         click.echo(json.dumps(told))
     else:
@@ -85,13 +108,35 @@ def _prompts(text: str | None, file: Path | None, limit: int | None, *, watching
     return found[: limit or (None if file is not None else SHIPPED)]
 
 
-def _make(out: Path) -> None:
-    """The folder, before anything is measured; `UserError` if there cannot be one."""
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """The folder, before anything is measured; `UserError` if there cannot be one. Where nothing comes of it, nothing of it stays."""
+    result, new = out / RESULT, [place for place in (out, *out.parents) if not place.exists()]
+    there = result.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / RESULT).open("ab").close()
+        result.open("ab").close()
     except OSError as error:
+        _clear(new)
         raise UserError(f"the report cannot be written to {out}: {error.strerror}") from None
+    try:
+        yield
+    except BaseException as error:
+        if not there:
+            result.unlink(missing_ok=True)
+        _clear(new)
+        if isinstance(error, KeyboardInterrupt):
+            note(f"interrupted: nothing was written to {out}")
+        raise
+
+
+def _clear(folders: list[Path]) -> None:
+    """Remove these, the innermost first, up to one in which something lies."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
@@ -111,29 +156,51 @@ def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
 
 
 def show(told: Mapping[str, Any]) -> None:
-    """The tables of a profile, for people."""
-    several = f", {told['sessions_a_pass']:.1f} sessions a pass" if told["sessions"] > 1 and told["sessions_a_pass"] > 1.0 else ""
-    click.echo(f"{told['title']}\n{told['workload']}: {told['tokens']} tokens, {told['rounds']} rounds{several}, {told['wall_s']:.2f} s")
-    headings = ("device", "busy", "of it ahead", *(f"waits: {name}" for name in report.WAITS[:4]), "no work", "its process", "its cores")
-    print_table(headings, [_device(name, device) for name, device in told["devices"].items()])
+    """The tables of a profile, for people: what matters most first."""
+    click.echo(f"{told['title']}\n{told['workload']}")
+    click.echo(" · ".join(_first(told)))
+    whole = f"{told['tokens']} tokens in {told['wall_s']:.2f} s, {told['tokens'] / told['wall_s']:.1f} a second"
+    click.echo(f"{whole}: with reading prompts, and what lies between replies")
+    print_table(("of the time", *told["devices"]), list(_devices(told["devices"])))
     if told["parts_ms"]:
-        parts = told["parts_ms"]
-        cells = [*(f"{parts[name]:.3f}" for name in report.PARTS), f"{told['round_wall_ms']:.3f}", f"{told['unaccounted_share']:.1%}"]
-        print_table(("ms a round", *report.PARTS, "wall", "unaccounted"), [("", *cells)])
-    print_table(("figure", "this run", "at best", "bound"), report.bound_rows(told))
-    if told["verdict"]["advice"]:
-        print_table(("predicted", "change", "settings"), [_advice(one) for one in told["verdict"]["advice"] if one["gain"] >= 1.0 or one["name"] == "alone"])
+        parts, wall_ms = told["parts_ms"], told["round_wall_ms"]
+        rows = [(name, f"{parts[name]:.3f}", report.percent(parts[name] / wall_ms)) for name in report.PARTS]
+        print_table(("of a round", "ms", "share"), [*rows, ("unaccounted", "", report.percent(told["unaccounted_share"])), ("all", f"{wall_ms:.3f}", "")])
+    if told["bounds"]:
+        print_table(("figure", "this run", "at best", "bound"), report.bound_rows(told))
+    if advice := [_advice(one) for one in told["verdict"]["advice"] if one["tells"] and (one["gain"] > 1.0 or one["name"] == "alone")]:
+        print_table(("predicted", "change", "settings"), advice)
     for words in told["verdict"]["in_words"]:
         click.echo(words)
     for name, value in report.machine_rows(told):
         note(f"{name}: {value}")
 
 
-def _device(name: str, device: Mapping[str, Any]) -> tuple[object, ...]:
-    waits: Sequence[float] = [device["waiting"].get(cause, 0.0) for cause in report.WAITS]
-    sampled = device["sampled"]
-    process = sampled["gpu"] if sampled["gpu"] is not None else sampled["process"]
-    return (name, f"{device['busy']:.0%}", f"{device['ahead']:.0%}", *(f"{wait:.0%}" for wait in waits), report.share(process), report.share(sampled["cores"]))
+def _first(told: Mapping[str, Any]) -> Iterator[str]:
+    """The figures that somebody looks for."""
+    yield f"{report.number(told['tokens_per_s'], 1)} tokens/s"
+    yield f"tau {report.number(told['tau'], 2)}"
+    if told["bounds"].get("drafted"):
+        yield f"{told['bounds']['speedup']:.2f} times the target alone"
+    yield f"{counted(told['rounds'], 'round')} of {report.number(told['round_wall_ms'], 2)} ms"
+    if told["sessions"] > 1 and told["sessions_a_pass"] > 1.0:
+        yield f"{told['sessions_a_pass']:.1f} sessions a pass"
+
+
+def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A line a figure, a column a device."""
+    every = devices.values()
+    yield "busy", *(f"{device['busy']:.0%}" for device in every)
+    yield "of it ahead", *(f"{device['ahead']:.0%}" for device in every)
+    for cause in report.WAITS:
+        name = cause if cause == "no work" else f"waits for {cause}"
+        yield name, *(f"{device['waiting'].get(cause, 0.0):.0%}" for device in every)
+    yield "its process", *(report.share(_process(device["sampled"])) for device in every)
+    yield "its cores", *(report.share(device["sampled"]["cores"]) for device in every)
+
+
+def _process(sampled: Mapping[str, float | None]) -> float | None:
+    return sampled["gpu"] if sampled["gpu"] is not None else sampled["process"]
 
 
 def _advice(one: Mapping[str, Any]) -> tuple[str, str, str]:

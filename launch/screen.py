@@ -21,7 +21,9 @@ TREND, WIDE_TREND = 16, 48
 """Characters of a curve; each is a sample, about a second."""
 SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7
 MARKS = {"a": ("✓", "accepted", "bold green"), "r": ("✗", "rejected", "red"), "n": ("·", "not verified", "dim"), "b": ("★", "bonus", "bold magenta")}
-STATES = {"on": "on", "off": "off", "partly": "on for some", "none": "not possible", "idle": "idle"}
+DOING = {"no work": "no work", "draft": "for draft", "target": "for target", "coordinator": "for coord."}
+"""What a worker waits for."""
+STATES = {"on": "on", "off": "off", "partly": "on for some", "alone": "not in use", "none": "not possible", "idle": "idle"}
 
 
 @dataclass
@@ -101,7 +103,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
         ("tau", _number(figures["tau"], 2)),
         ("accepted", _percent(figures["acceptance_rate"])),
         ("nodes", _number(figures["nodes_a_round"], 1)),
-        ("foreseen", _percent(figures["hit_rate"])),
+        ("hit", _percent(figures["hit_rate"])),
         ("plain", _percent(figures["plain_share"])),
     )
     yield _pieces(f"{name} [b]{value}" for name, value in told)
@@ -124,14 +126,15 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
 def _devices(workers: Sequence[Picture]) -> RenderableType:
     if not workers:
         return Text("no worker is registered")
-    table = _table(("worker", ""), ("device", ""), ("busy", ""), ("lately", ""), ("waits for", ""), ("sess.", "right"))
+    table = _table(("worker", ""), ("device", ""), ("busy", ""), ("lately", ""), ("waited for", "right"), ("just now", ""), ("sess.", "right"))
     for worker in workers:
         shares = [share for _, share in worker["history"]][-TREND:]
         standing = "".join(f" {word}" for word in ("standby", "leaving", "stuck") if worker[word])
         name = Text(worker["name"] + standing)
         busy = Text.assemble((_bar(worker["busy"] or 0.0), "cyan"), f" {_percent(worker['busy']):>5}")
-        waits = "" if worker["busy"] is None else worker["waiting"] or "works"
-        table.add_row(name, Text(worker["device"]), busy, Text(_trend(shares, 1.0), "cyan"), waits, str(worker["sessions"]))
+        waited = "" if worker.get("waited_for") is None else _percent(worker["waited_for"])
+        now = "" if worker["busy"] is None else "works" if not worker["waiting"] else DOING.get(worker["waiting"], "idle")
+        table.add_row(name, Text(worker["device"]), busy, Text(_trend(shares, 1.0), "cyan"), waited, now, str(worker["sessions"]))
     return table
 
 
@@ -153,7 +156,7 @@ def _tree(tree: Picture | None) -> Iterator[RenderableType]:
     if tree is None:
         yield Text("no round lately")
         return
-    hit = ", root foreseen" if tree["hit"] else ""
+    hit = ", a hit" if tree["hit"] else ""
     counts = f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} accepted{hit}" if tree["offered"] else "nothing was drafted"
     yield Text.assemble(("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}")
     yield Text("  ".join(f"{mark} {word}" for mark, word, _ in MARKS.values()) + "   number: rank, best first")
@@ -191,7 +194,7 @@ def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType
     if not sessions:
         return Text("no session has had a round in the last half minute")
     table = _table(
-        ("session", "right"), ("draft", ""), ("target", ""), *((name, "right") for name in ("tokens", "rounds", "tau", "accepted", "tokens/s", "last"))
+        ("session", "right"), ("draft", ""), ("target", ""), *((name, "right") for name in ("length", "round", "tau", "accepted", "tokens/s", "last"))
     )
     for one in sessions:
         last = "now" if one["quiet_s"] < 2 else f"{one['quiet_s']:.0f} s"
@@ -204,7 +207,7 @@ def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType
 def _pairs(pairs: Sequence[Picture]) -> Iterator[RenderableType]:
     if not pairs:
         return
-    numbers = ("rounds", "foreseen", "gamma", "tokens/s", "alone", "predicted")
+    numbers = ("rounds", "hit", "gamma", "tokens/s", "alone", "predicted")
     table = _table(("pair", ""), ("drafting", ""), *((name, "right") for name in numbers))
     for pair in pairs:
         rates = (_number(pair[name], 1) for name in ("tokens_per_s", "alone_tokens_per_s", "predicted_tokens_per_s"))
@@ -235,7 +238,7 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     yield "binding", worker["binding"] or "not said"
     clock = "not compared" if worker["clock_bound_us"] is None else f"known within ± {worker['clock_bound_us']:.0f} µs"
     features = f", features {worker['feature_bytes']} bytes a token" if worker["feature_bytes"] else ""
-    yield "link", f"round trip {_number(worker['round_trip_us'], 0)} µs, clock {clock}, {_number(worker['bytes_per_round'], 0)} bytes a round{features}"
+    yield "link", f"round trip at best {_number(worker['round_trip_us'], 0)} µs, clock {clock}, {_number(worker['bytes_per_round'], 0)} bytes a round{features}"
     if worker["fingerprint"]:
         yield "fingerprint", worker["fingerprint"]
     yield "epoch", f"{worker['epoch']}, {worker['rss_mb']:.0f} MB, {worker['stale']} stale commands dropped"

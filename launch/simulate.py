@@ -17,7 +17,7 @@ from dovetail.launch.bench_table import share
 from dovetail.launch.chart import Curve, check_chart, draw
 from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.embedded import with_draft, with_target
-from dovetail.launch.outputs import check_output
+from dovetail.launch.outputs import OUT_FOLDER, check_output
 from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.simulation.costs import Costs
@@ -72,7 +72,7 @@ def command() -> None:
 
 @command.command("record", cls=SettingsCommand)
 @click.option("--prompts", "file", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts; the first turn of each is decoded.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The folder to write; a run that was interrupted goes on.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="The folder to write; a run that was interrupted goes on.")
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts taken.  [default: all]")
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of every reply.")
 @click.option("--sharpening", type=click.FloatRange(0.0, 100.0, min_open=True), default=1.0, show_default=True, help="Of the scores that are recorded.")

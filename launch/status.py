@@ -21,7 +21,10 @@ SHOWN_DECISIONS = 8
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @settings_flags("coordinator.keys")
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
-    """Show the state of a coordinator."""
+    """Show the state of a coordinator.
+
+    "busy so far" is a worker's share of the time since it registered; `dovetail top` shows what it is at present. "trip" is the quickest answer of late.
+    """
     with find_coordinator(configuration, connect) as client:
         state = client.status()
     if as_json:
@@ -38,7 +41,8 @@ def _in_print(state: Reported) -> Reported:
 def _show(state: Reported) -> None:
     counts = f"{state.sessions} running, {state.finished} finished, {state.failed} failed, {state.cancelled} cancelled"
     click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
-    click.echo(f"sessions    {counts}; {state.rounds} rounds, tau {format_cell(state.tau)}; {state.stale} stale, {state.refused} refused")
+    click.echo(f"sessions    {counts}")
+    click.echo(f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: {state.stale} stale, {state.refused} refused")
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
     for reason in state.reasons:
@@ -64,7 +68,7 @@ def _show(state: Reported) -> None:
 def _show_pairs(pairs: Sequence[PairState]) -> None:
     if not pairs:
         return
-    headings = ("draft", "target", "drafting", "rounds", "hits", "gamma", "tokens/s", "alone", "predicted")
+    headings = ("draft", "target", "drafting", "rounds", "hit", "gamma", "tokens/s", "alone", "predicted")
     print_table(headings, [_pair(pair) for pair in pairs])
     for pair in pairs:
         if pair.hops_us is not None:

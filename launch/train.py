@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dovetail.launch.heads import head_commands
+from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
 
@@ -41,7 +42,7 @@ for head_command in head_commands():
 @click.option("--tokenizer", type=FOLDER, help="The folder of the tokenizer of a new model that has neither --init nor --target.")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUT_FOLDER,
     required=True,
     help="The folder to write; an unfinished run beside it is resumed.",
 )

@@ -192,6 +192,7 @@ def _serve_both(
     began = time.monotonic()
     links = {part: open_link(connect, keys=keys, role=part) for part in parts}
     answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
+    over = threading.Event()
     try:
         from dovetail.workers.loop import Reconnecting, serve  # torch comes in here, after the binding
         from dovetail.workers.progress import Watchdog
@@ -213,7 +214,7 @@ def _serve_both(
             watchdog.start()
             return serve(links[part], workers[part], binding=binding, standby=standby, reconnecting=reconnecting if reconnect_s else None, watchdog=watchdog)
 
-        beside = Beside(partial(work, "draft"))
+        beside = Beside(partial(work, "draft"), over)
         beside.start()
         let_go = work("target")
         end_undisturbed()
@@ -221,16 +222,17 @@ def _serve_both(
         say(f"unified worker {name} ends: its coordinator {'let it go' if let_go else 'has gone'}")
         return let_go
     finally:
+        over.set()
         for link in links.values():
             link.close()
 
 
 class Beside(threading.Thread):
-    """The second of two roles; what ends it unasked is said, and ends the process."""
+    """The second of two roles; what ends it unasked, before the first one is over, is said, and ends the process."""
 
-    def __init__(self, work: Callable[[], bool]) -> None:
+    def __init__(self, work: Callable[[], bool], over: threading.Event) -> None:
         super().__init__(name="draft", daemon=True)
-        self._work = work
+        self._work, self._over = work, over
 
     def run(self) -> None:
         try:
@@ -239,6 +241,8 @@ class Beside(threading.Thread):
             note(f"dovetail: {error}")
             os._exit(USER_ERROR)
         except BaseException:
+            if self._over.is_set():  # its link was closed
+                return
             traceback.print_exc()
             os._exit(1)
 

@@ -5,13 +5,13 @@ decoded, for each worker how busy it was, for each session its last round. All o
 values: the same object goes to the page, to `dovetail top` and to scripts. Pure: the time is the coordinator's, as it says it. Knows no HTTP and no terminal.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import Any
 
-from dovetail.protocol.messages import PairState, Reported, RoundRecord, Seen, SeenRound, SeenWorker, WorkerState
+from dovetail.protocol.messages import PairState, Reported, Seen, SeenRound, SeenWorker, WorkerState
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.metrics import count_depths
 
@@ -51,15 +51,20 @@ class Second:
     hits: int = 0
     at_depth: list[int] = field(default_factory=list)
     parts_ns: list[int] = field(default_factory=lambda: [0] * len(PARTS))
+    drafting_ns: Counter[str] = field(default_factory=Counter)
+    """Drafting that was waited for, by worker."""
 
-    def add(self, record: RoundRecord) -> None:
+    def add(self, seen: SeenRound) -> None:
+        record = seen.record
+        accepted = min(len(record.accepted), record.brought)
         self.rounds += 1
-        self.tokens += len(record.accepted) + 1
+        self.tokens += record.brought
         self.drafted += record.verified
-        self.accepted += len(record.accepted)
+        self.accepted += accepted
         self.plain += not record.verified
         self.hits += record.hit
-        count_depths(self.at_depth, len(record.accepted))
+        count_depths(self.at_depth, accepted)
+        self.drafting_ns[seen.draft] += record.draft_ns
         for place, part in enumerate(PARTS):
             self.parts_ns[place] += getattr(record, f"{part}_ns")
 
@@ -81,9 +86,9 @@ class Talk:
         before, record = self.last.record, seen.record
         self.root = before.bonus if self.rounds and before.round == record.round - 1 and self.last.readable else None
         self.rounds += 1
-        self.tokens += len(record.accepted) + 1
+        self.tokens += record.brought
         self.drafted += record.verified
-        self.accepted += len(record.accepted)
+        self.accepted += min(len(record.accepted), record.brought)
         self.last = seen
 
 
@@ -135,7 +140,7 @@ class Lately:
         self._now_ns, self.next = seen.at_ns, seen.next
         for round_ in seen.rounds:
             self._since_ns = min(self._since_ns or round_.at_ns, round_.at_ns)
-            self._seconds.setdefault(round_.at_ns // 10**9, Second()).add(round_.record)
+            self._seconds.setdefault(round_.at_ns // 10**9, Second()).add(round_)
             self._talks.setdefault(round_.session, Talk(round_, round_.at_ns)).add(round_)
         self._loads = {worker.worker_epoch: self._loads.get(worker.worker_epoch) or Load(worker) for worker in seen.workers}
         for worker in seen.workers:
@@ -227,8 +232,18 @@ class Lately:
             "cores": cores_in_words(() if load is None else load.seen.cores),
             "node": "" if load is None else load.seen.node,
             "busy": shares[-1][1] if shares else None,
+            "waited_for": self._waited_for(worker),
             "history": shares,
         }
+
+    def _waited_for(self, worker: WorkerState) -> float | None:
+        """Share of the last whole seconds in which rounds waited for what a draft worker did: what it was busy for beside that it did ahead."""
+        last = self._now_ns // 10**9
+        seconds = min(RATE_S, last - (self._since_ns or self._now_ns) // 10**9)
+        if "draft" not in worker.roles or seconds < 1:
+            return None
+        waited_ns = sum(done.drafting_ns[worker.name] for second, done in self._seconds.items() if last - RATE_S <= second < last)
+        return round(waited_ns / 1e9 / seconds, 3)
 
     def _session(self, number: int, talk: Talk) -> dict[str, Any]:
         took_s = (talk.last.at_ns - talk.began_ns) / 1e9
@@ -238,7 +253,7 @@ class Lately:
             "target": talk.last.target,
             "rounds": talk.rounds,
             "round": talk.last.record.round,
-            "length": talk.last.record.prefix + len(talk.last.record.accepted) + 1,
+            "length": talk.last.record.prefix + talk.last.record.brought,
             "tau": _share(talk.tokens, talk.rounds, 2),
             "acceptance_rate": _share(talk.accepted, talk.drafted, 3),
             "tokens_per_s": _share(talk.tokens, took_s, 1),
@@ -274,7 +289,8 @@ def _share(part: float, whole: float, digits: int) -> float | None:
 def _counts(state: Reported, missed: int) -> dict[str, int]:
     totals = state.totals
     return {
-        **{name: getattr(state, name) for name in ("sessions", "finished", "failed", "cancelled", "rounds", "stale", "refused")},
+        **{name: getattr(state, name) for name in ("sessions", "finished", "failed", "cancelled", "stale", "refused")},
+        "rounds_of_finished": state.rounds,
         **{name: getattr(totals, name) for name in ("opening", "waiting", "kept", "prompt_tokens", "reused_tokens", "completion_tokens")},
         "missed": missed,
     }
@@ -286,7 +302,7 @@ def _speculation(state: Reported) -> dict[str, Any]:
     if not any("target" in worker.roles for worker in serving):
         return {"state": "none", "why": "no target worker is registered"}
     if not any("draft" in worker.roles for worker in serving):
-        return {"state": "off", "why": "no draft worker is registered: the target decodes alone"}
+        return {"state": "off" if state.degraded else "alone", "why": "no draft worker is registered: the target decodes alone"}
     speculating = {pair.speculating for pair in state.pairs}
     if not speculating:
         return {"state": "idle", "why": "nothing has been decoded yet"}

@@ -219,6 +219,9 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
                 time.sleep(0.1)
             alone = complete_all(client, ask(client, None))
             check_drafts(client, alone)
+        child.process.terminate()
+        child.process.wait(GONE_S)
+        assert not any("Traceback" in line for line in child.last_words()), child.last_words()
         (own / "draft.key").unlink()
         without = dovetail("worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags)
         assert (without.returncode, without.stderr.count("\n")) == (2, 1), without.stderr

@@ -106,13 +106,13 @@ def expected(planner: Planner, name: str, option: Option, offered: Offered | Non
 
 
 def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: bool) -> Alternative:
-    """The same, as the simulator has it."""
+    """The same, as the simulator has it; a head waits there, since what it guesses from its own guesses, ahead, was not recorded."""
     from dovetail.launch.simulation.play import play_all  # torch comes in here
 
     option, library = found.option, recorded.library
     assert option.tree is not None
     tree = TreeSettings(**{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}, sharpening=library.about.sharpening)
-    plays, _ = play_all(library, costs_of(planner, option), tree, ahead=None if ahead else False)
+    plays, _ = play_all(library, costs_of(planner, option), tree, ahead=None if ahead and not library.about.head else False)
     told = figures([play.result for play in plays])
     return replace(found, tokens_per_s=told.tokens_per_s, tau=told.tau, draft_s=told.draft_s, played=True)
 

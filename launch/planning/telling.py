@@ -29,7 +29,7 @@ def placement(one: Alternative, device: str) -> str:
 
 
 def _span(first: int, last: int) -> str:
-    return f"{first}-{last}" if last > first else str(first)
+    return f"{first}-{last}"
 
 
 def why(one: Alternative) -> str:

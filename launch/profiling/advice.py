@@ -70,6 +70,8 @@ class Offer:
     """Of the draft, those that the proposal waited for."""
     beside_s: float
     """Drafting that was waited for in no pass."""
+    begun: bool
+    """Whether some of its drafting was done ahead, and is not among the passes."""
 
     @classmethod
     def of(cls, record: RoundRecord, foreseen: bool) -> "Offer":
@@ -78,7 +80,7 @@ class Offer:
         own = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
         passes = tuple(taken / NS for _, taken in record.passes[:own])
         levels, scores = levels_of(record.parents[: record.verified]), record.scores[: record.verified]
-        return cls(levels, scores, record.accepted, foreseen, passes, record.draft_ns / NS - sum(passes))
+        return cls(levels, scores, record.accepted, foreseen, passes, record.draft_ns / NS - sum(passes), record.hit and record.ahead > 0)
 
     def kept(self, tree: Tree) -> list[int]:
         """The nodes that such a tree would have had."""
@@ -162,13 +164,17 @@ class Forecast:
         tree: Tree,
         width: int | None = None,
         ahead: bool,
+        hit_rate: float | None = None,
+        alone_from: str = "",
         reads: bool = False,
         cuts: bool = False,
     ) -> None:
         """`offers`: none where nothing is drafted; `exposed_s`: drafting that a round of the settings in force waits for, and `rate`: its tokens a second,
-        where they were measured; `tree`, `width` and `ahead` are these settings; `reads`: whether the draft is a head, which makes a pass in any case; `cuts`:
-        whether the policy is goodput."""
+        where they were measured; `tree`, `width` and `ahead` are these settings; `hit_rate`: of rounds that were drafted ahead, where there were any;
+        `alone_from`: how the rate of the target alone is known; `reads`: whether the draft is a head, which makes a pass in any case; `cuts`: whether the
+        policy is goodput."""
         self.offers, self.prices, self.rate, self.tree, self.width, self.ahead, self.reads, self.cuts = offers, prices, rate, tree, width, ahead, reads, cuts
+        self.hit_rate, self.alone_from = hit_rate, alone_from
         self._factor = 1.0
         if offers and exposed_s is not None and (guessed := self._exposed_s(tree, ahead)) > 0.0:
             self._factor = exposed_s / guessed
@@ -202,7 +208,7 @@ class Forecast:
         tokens = fmean(1 + offer.brings(nodes) for offer, nodes in zip(self.offers, kept, strict=True))
         rows = [self._rows(offer, nodes, tree) for offer, nodes in zip(self.offers, kept, strict=True)]
         verify_s = fmean(prices.verify_s(count) for count in rows)
-        exposed_s = self._exposed_s(tree, self.ahead if ahead is None else ahead) * self._factor
+        exposed_s = self._waited_s(tree, self.ahead if ahead is None else ahead)
         return Outcome(tokens, (exposed_s + verify_s + prices.beside_s) * (1.0 + prices.waiting), fmean(rows))
 
     def _rows(self, offer: Offer, kept: Sequence[int], tree: Tree) -> int:
@@ -228,28 +234,38 @@ class Forecast:
             tokens.append(1 + offer.brings(kept[:count]))
             verify_s.append(self.prices.verify_s(1 + count))
             rows.append(1 + count)
-        exposed_s = self._exposed_s(tree, self.ahead) * self._factor
+        exposed_s = self._waited_s(tree, self.ahead)
         seconds = exposed_s + fmean(verify_s) + self.prices.beside_s
         return Outcome(fmean(tokens), seconds * (1.0 + self.prices.waiting), fmean(rows))
 
     def _exposed_s(self, tree: Tree, ahead: bool) -> float:
         """Drafting that a round waits for: as many passes as there are levels; ahead, on a hit, only what the target's pass leaves of them."""
-        total = 0.0
-        for offer in self.offers:
+        whole, total = [offer for offer in self.offers if not offer.begun] or self.offers, 0.0
+        for offer in whole:
             drafting_s = sum(offer.passes_s[: tree.depth]) + offer.beside_s
             if ahead:
                 kept = offer.kept(tree)
                 left_s = max(0.0, drafting_s - self.prices.verify_s(self._rows(offer, kept, tree)))
                 least_s = offer.passes_s[0] + offer.beside_s if self.reads and offer.passes_s else 0.0
-                foreseen = offer.foreseen or offer.brings(kept) < len(offer.accepted)
-                drafting_s = max(left_s, least_s) if foreseen else drafting_s
+                hit = float(offer.foreseen) if self.hit_rate is None else self.hit_rate
+                hit = 1.0 if offer.brings(kept) < len(offer.accepted) else hit
+                drafting_s += hit * (max(left_s, least_s) - drafting_s)
             total += drafting_s
-        return total / len(self.offers)
+        return total / len(whole)
+
+    def _waited_s(self, tree: Tree, ahead: bool) -> float:
+        """The same, as much as was measured where that was so."""
+        return self._exposed_s(tree, ahead) * (self._factor if ahead is self.ahead else 1.0)
+
+    @property
+    def in_turn_s(self) -> float:
+        """Drafting of a round of the settings in force if none of it were done ahead."""
+        return self._waited_s(self.tree, False) if self.offers else 0.0
 
     @property
     def exposed_s(self) -> float:
         """Drafting that a round of the settings in force waits for, with the waiting that comes of it."""
-        return self._exposed_s(self.tree, self.ahead) * self._factor * (1.0 + self.prices.waiting)
+        return self._waited_s(self.tree, self.ahead) * (1.0 + self.prices.waiting)
 
 
 @dataclass(frozen=True)
@@ -275,8 +291,13 @@ class Advice:
     def worth(self) -> bool:
         return self.gain >= WORTH
 
+    @property
+    def tells(self) -> bool:
+        """Whether it says anything: what changes nothing is of no use to anybody."""
+        return f"{self.gain:.2f}" != "1.00"
+
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "tells": self.tells}
 
 
 UNKNOWN = ""
@@ -387,8 +408,10 @@ def _ahead(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     if not situation.ahead_possible or situation.draft_kind == "ngram":
         return
     outcome = forecast.of(forecast.tree, ahead=not forecast.ahead)
-    hits = fmean(offer.foreseen for offer in forecast.offers)
-    basis = f"E[round] = T_V + hops + (1 - hit) T_D, with the measured hit rate of {hits:.0%}"
+    hits, of = fmean(offer.foreseen for offer in forecast.offers), "those in offered trees alone; what is grown ahead adds to it"
+    if forecast.hit_rate is not None:
+        hits, of = forecast.hit_rate, "as in this run"
+    basis = f"E[round] = T_V + hops + (1 - hit) T_D, with hits in {hits:.0%} of the rounds ({of})"
     what, value = ("wait with drafting until the verdict is there", "false") if forecast.ahead else ("keep drafting while the target verifies", "true")
     yield replace(_advice("ahead", what, (f"--draft.ahead={value}",), outcome, forecast.now), basis=basis)
 
@@ -397,7 +420,7 @@ def _alone(forecast: Forecast) -> Iterator[Advice]:
     advice = _advice("alone", "decode with the target alone", ("--draft=none",), forecast.alone, forecast.now)
     if forecast.rate:
         advice = replace(advice, gain=forecast.alone.rate / forecast.rate)
-    yield replace(advice, basis="measured, both", tau=None)
+    yield replace(advice, basis=f"the target alone: {forecast.alone_from}", tau=None)
 
 
 def _threads(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
@@ -458,7 +481,7 @@ def _weights(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
             continue
         there = replace(here, model=here.model.with_weights(weights))
         factor = forecast.prices.scaled(lambda rows, there=there: there.least_s(rows) / here.least_s(rows))  # type: ignore[misc]
-        what = "weights in the 16 bits of the checkpoint: the same function" if weights == "half" else "weights in 8 bits: another function, about as good"
+        what = "weights in the 16 bits of the checkpoint: the same function" if weights == "half" else "weights in 8 bits: another function, with other tokens"
         advice = _advice("weights", what, (f"--target.weights={weights}",), forecast.of(forecast.tree, prices=factor), forecast.now)
         yield replace(advice, basis="T_V in proportion to what bandwidth and arithmetic allow for these weights", same=weights == "half")
 

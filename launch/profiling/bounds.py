@@ -23,8 +23,6 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "word_embedding
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 BALANCED = 0.1
 """How much nearer to one another than this T_c and T_p are neither."""
-BUSES = {"PCIe 3.0 x16": 15.8, "PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63.0}
-"""10^9 bytes a second, one way."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ class Bounds:
     round_s: float
     """A round as it was."""
     drafting_s: float
-    """All drafting of a round, what was done ahead included."""
+    """Drafting of a round if it were done in turn with the target's pass."""
     exposed_s: float
     """What of it was waited for."""
 
@@ -185,7 +183,7 @@ class Bounds:
 
     @property
     def overlap_gain(self) -> float:
-        """What doing both phases at once brought: both in turn over what was waited for of them."""
+        """What drafting ahead brought: both phases in turn over what was waited for of them."""
         return (self.drafting_s + self.t_v_s) / (self.exposed_s + self.t_v_s)
 
     @property
@@ -227,9 +225,7 @@ class Offloading:
 
     def in_words(self) -> str:
         if self.bus_gb_s is None:
-            slower = [name for name, rate in BUSES.items() if rate < self.needed_gb_s]
-            others = f"so even {slower[-1]} would be too slow" if slower else "which PCIe 3.0 x16 (15.8 GB/s) would carry"
-            return f"there is no accelerator here to stream the weights to; offloading would draw level at {self.needed_gb_s:.1f} GB/s over its bus, {others}"
+            return f"there is no accelerator here to stream the weights to (its bus would have to carry {self.needed_gb_s:.1f} GB/s)"
         if self.bus_gb_s < self.needed_gb_s:
             return f"right: offloading a token a pass would need {self.needed_gb_s:.1f} GB/s over a bus that carries {self.bus_gb_s:.1f} at best"
         return f"wrong: the bus carries up to {self.bus_gb_s:.1f} GB/s, and offloading a token a pass draws level at {self.needed_gb_s:.1f}"

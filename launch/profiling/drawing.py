@@ -41,9 +41,10 @@ COLOURS = {
     "link": Colour("#c77f00", "#e8ac3f"),
     "queue": Colour("#8a5a9e", "#c39adb"),
     "idle": Colour("#e4e6e9", "#31363c"),
-    "idle two": Colour("#d2d5d9", "#3d434a"),
-    "idle three": Colour("#bfc4c9", "#4a5159"),
 }
+HATCHED = {"waits draft": "draft", "waits target": "target", "waits coordinator": "coordinator", "waits link": "link"}
+"""Patterns: stripes in the colour of what is waited for, on the ground of what is idle."""
+STRIPE = 6
 OF_SPAN = {
     "verify": "target",
     "prefill": "target",
@@ -65,7 +66,7 @@ OF_SPAN = {
     "lost": "queue",
 }
 """Span -> colour; all others are the coordinator's, or small."""
-OF_WAIT = {"draft": "idle three", "target": "idle three", "coordinator": "idle two", "transport": "idle two", "no work": "idle"}
+OF_WAIT = {"draft": "waits draft", "target": "waits target", "coordinator": "waits coordinator", "transport": "waits link", "no work": "idle"}
 DETAILS = ("linears", "attention", "other", "head", "choose", "root", "level", "move", "commit", "decode", "encode", "send", "receive", "plan", "detokenise")
 """Spans that are drawn on a line of their own, below what they are a part of."""
 
@@ -153,7 +154,13 @@ def _ticks(length: float) -> list[float]:
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, words: str) -> str:
     place = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height}"'
-    return f'<rect class="{_class(colour)}" {place} fill="{COLOURS[colour].day}"><title>{escape(words)}</title></rect>'
+    return f"<rect {_fill(colour)} {place}><title>{escape(words)}</title></rect>"
+
+
+def _fill(colour: str) -> str:
+    if colour in HATCHED:
+        return f'fill="url(#{_class(colour)})"'
+    return f'class="{_class(colour)}" fill="{COLOURS[colour].day}"'
 
 
 def _text(x: float, y: float, words: str) -> str:
@@ -161,6 +168,8 @@ def _text(x: float, y: float, words: str) -> str:
 
 
 def _inside(x: float, y: float, words: str, colour: str) -> str:
+    if colour in HATCHED:
+        return f'<text class="rim" x="{x:.1f}" y="{y:.1f}" stroke="{COLOURS["idle"].day}" stroke-width="4" paint-order="stroke">{escape(words)}</text>'
     by_day, at_night = (_is_light(shade) for shade in (COLOURS[colour].day, COLOURS[colour].night))
     return f'<text class="{"paper" if at_night else "ink"}" x="{x:.1f}" y="{y:.1f}" fill="{"#222222" if by_day else "#ffffff"}">{escape(words)}</text>'
 
@@ -182,7 +191,7 @@ def _legend(keys: Sequence[tuple[str, str]], top: float) -> tuple[list[str], flo
         width = 18 + len(words) * LETTER + 10
         if x > EDGE and x + width > WIDTH - EDGE:
             x, y = float(EDGE), y + 17
-        body.append(f'<rect class="{_class(colour)}" x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11" fill="{COLOURS[colour].day}"/>')
+        body.append(f'<rect {_fill(colour)} x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11"/>')
         body.append(f'<text x="{x + 15:.1f}" y="{y:.1f}">{escape(words)}</text>')
         x += width
     return body, y + 12
@@ -198,11 +207,20 @@ def _page(title: str, height: float, body: Sequence[str]) -> str:
     page = f'<rect class="page" width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>'
     name = f"<title>{escape(title)}</title>"
     heading = f'<text x="{EDGE}" y="17" font-size="12.5" font-weight="bold">{escape(title)}</text>'
-    return "\n".join((head, name, f"<style>{_night()}</style>", page, heading, *body, "</svg>", ""))
+    used = "".join(_stripes(name, of) for name, of in HATCHED.items() if any(f"#{_class(name)})" in part for part in body))
+    return "\n".join((head, name, f"<style>{_night()}</style>", *([f"<defs>{used}</defs>"] if used else []), page, heading, *body, "</svg>", ""))
+
+
+def _stripes(name: str, of: str) -> str:
+    """A pattern, by which those are told apart too who see no colours: the stripes of each lean in a way of their own."""
+    turn = {"draft": 45, "target": -45, "coordinator": 0, "link": 90}[of]
+    place = f'width="{STRIPE}" height="{STRIPE}" patternUnits="userSpaceOnUse" patternTransform="rotate({turn})"'
+    ground = f'<rect width="{STRIPE}" height="{STRIPE}" {_fill("idle")}/>'
+    return f'<pattern id="{_class(name)}" {place}>{ground}<rect width="1.6" height="{STRIPE}" {_fill(of)}/></pattern>'
 
 
 def _night() -> str:
     plain = ".page{fill:#16191d}text{fill:#e3e3e3}.grid{stroke:#3a3f45}"
     coloured = "".join(f".{_class(name)}{{fill:{colour.night}}}" for name, colour in COLOURS.items())
-    inside = ".ink{fill:#e3e3e3}.paper{fill:#101215}"
+    inside = f".ink{{fill:#e3e3e3}}.paper{{fill:#101215}}.rim{{stroke:{COLOURS['idle'].night}}}"
     return f"@media (prefers-color-scheme:dark){{{plain}{coloured}{inside}}}"

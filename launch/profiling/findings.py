@@ -16,6 +16,7 @@ from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Ro
 from dovetail.launch.profiling.samplers import Sample, busy_cores, busy_process, energy_j
 from dovetail.launch.profiling.timeline import NS, Actor, Slice, Split, Use, Waterfall
 from dovetail.launch.profiling.workload import Soundings
+from dovetail.launch.terminal import counted
 from dovetail.launch.topology import Topology, format_numbers
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
 from dovetail.runtime.costs import RowCosts
@@ -23,8 +24,14 @@ from dovetail.runtime.costs import RowCosts
 CURVE_ROWS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 OFF = 0.15
 """By which the forecast of a run may miss it without a word."""
-FEW = 40
-"""Rounds of which that is no wonder."""
+FEW = 30
+"""Rounds of which no figure should be trusted."""
+MUCH = 0.05
+"""Of a round, what messages may take without a word."""
+OTHERS = 0.1
+"""Of the cores' time, what other programs may take without a word."""
+LEAST_S = 0.3
+"""Of a run, for which the kernel's count of busy time, in hundredths of a second, says who took the cores."""
 STRETCHES = 60
 """Of the run, for which a device's busy share is drawn."""
 
@@ -58,6 +65,8 @@ class Evidence:
     title: str
     workload: str
     missed: int = 0
+    coordinator: int | None = None
+    """Its process, where that is on this machine."""
 
     @property
     def records(self) -> list[RoundRecord]:
@@ -91,8 +100,10 @@ def find(evidence: Evidence) -> Findings:
     forecast = forecast_of(evidence, costs, split)
     bounds = bounds_of(evidence, forecast, split)
     advice = advising.advise(forecast, evidence.situation)
-    tokens = timeline.tokens_of(evidence.records)
-    energy = energy_of(evidence, tokens)
+    of_rounds = timeline.tokens_of(evidence.records)
+    tokens = of_rounds + timeline.firsts_of(evidence.rounds)
+    ahead_ms = timeline.ahead_on_the_way_ms(_inside(evidence), len(evidence.rounds))
+    energy, others = energy_of(evidence, tokens), others_of(evidence)
     told = {
         "title": evidence.title,
         "workload": evidence.workload,
@@ -101,12 +112,13 @@ def find(evidence: Evidence) -> Findings:
         "sessions_a_pass": timeline.sessions_a_pass(_inside(evidence)),
         "rounds": len(evidence.rounds),
         "tokens": tokens,
-        "tau": tokens / len(evidence.rounds) if evidence.rounds else None,
+        "tau": of_rounds / len(evidence.rounds) if evidence.rounds else None,
         "tokens_per_s": bounds.tau / bounds.round_s if bounds is not None else None,
         "accepted_per_position": advising.at_positions(evidence.records),
         "hit_rate": _share_of([record.hit for record in evidence.records if record.verified]),
         "plain_share": _share_of([not record.verified for record in evidence.records]),
         "devices": {actor.name: _device(actor, uses[actor.name], evidence) for actor in actors},
+        "other_programs": others,
         "nodes": dict(_nodes(evidence)),
         "gpus": _gpus(evidence),
         "energy": energy,
@@ -115,11 +127,12 @@ def find(evidence: Evidence) -> Findings:
         "parts_ms": {name: seconds * 1e3 for name, seconds in split.parts_s.items()} if split else {},
         "round_wall_ms": split.wall_s * 1e3 if split else None,
         "unaccounted_share": split.unaccounted_share if split else None,
+        "ahead_on_the_way_ms": ahead_ms,
         "bubbles": [{"after": b.after, "before": b.before, "ms": b.seconds * 1e3} for b in timeline.bubbles(every, [w.name for w in evidence.workers])],
-        "bounds": bounds_told(evidence, bounds),
-        "curves": curves_of(evidence, forecast, costs),
+        "bounds": bounds_told(evidence, bounds, forecast, judged=not disturbed(others)),
+        "curves": curves_of(evidence, forecast, costs, bounds),
         "forecast_off": forecast.off,
-        "verdict": verdict(evidence, bounds, advice, forecast.off),
+        "verdict": verdict(evidence, bounds, advice, forecast, others, list(_of_transport(split, ahead_ms))),
         "missed": evidence.missed,
     }
     return Findings(told, timeline.telling(every, alone=alone), _busy(evidence, actors), _sampled(evidence), advice)
@@ -159,9 +172,12 @@ def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
 
 def _cross_check(worker: SeenWorker | None, state: WorkerState | None, evidence: Evidence) -> dict[str, float | None]:
     """What the samplers say of a worker: how busy its cores were, with whatever; and how much of the time its process ran. A GPU's: its driver's word."""
-    if worker is None or state is None or worker.host != evidence.here or len(evidence.samples) < 2:
+    if len(evidence.samples) < 2:
         return {"cores": None, "process": None, "gpu": None}
     first, last = evidence.samples[0], evidence.samples[-1]
+    if worker is None or state is None or worker.host != evidence.here:
+        ours = worker is None and evidence.coordinator is not None
+        return {"cores": None, "process": busy_process(first, last, evidence.coordinator or 0, 1) if ours else None, "gpu": None}
     cards = [sample.gpus[name] for sample in evidence.samples for name in [worker.device.split()[0]] if name in sample.gpus]
     return {
         "cores": busy_cores(first, last, worker.cores),
@@ -190,6 +206,24 @@ def _nodes(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
                 "memory_bytes": node.memory_bytes,
             },
         )
+
+
+def others_of(evidence: Evidence) -> dict[str, Any] | None:
+    """What other programs took of the cores of the workers on this machine: shares of their time. None where the kernel did not tell."""
+    cores = sorted({core for worker in evidence.workers if worker.host == evidence.here for core in worker.cores})
+    if len(evidence.samples) < 2 or not cores:
+        return None
+    first, last = evidence.samples[0], evidence.samples[-1]
+    busy, wall_s = busy_cores(first, last, cores), (last.at_ns - first.at_ns) / NS
+    if busy is None or wall_s < LEAST_S:
+        return None
+    ours = sum(last.processes[pid].cpu_s - first.processes[pid].cpu_s for pid in last.processes if pid in first.processes) / (wall_s * len(cores))
+    return {"cores": format_numbers(cores), "busy": busy, "ours": min(ours, busy), "share": max(0.0, busy - ours)}
+
+
+def disturbed(others: Mapping[str, Any] | None) -> bool:
+    """Whether other programs took so much that figures of this hardware cannot be judged."""
+    return others is not None and others["share"] > OTHERS
 
 
 def _gpus(evidence: Evidence) -> dict[str, Any]:
@@ -277,9 +311,18 @@ def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> For
         tree=evidence.tree,
         width=evidence.width,
         ahead=evidence.ahead,
+        hit_rate=_share_of([record.hit for record in drafted]) if evidence.ahead else None,
+        alone_from=_alone_from(plain, costs),
         reads=situation.reads,
         cuts=situation.policy == "goodput",
     )
+
+
+def _alone_from(plain: Sequence[RoundRecord], costs: RowCosts) -> str:
+    """How the rate of the target alone is known."""
+    if plain:
+        return f"measured in {counted(len(plain), 'round')} without a draft"
+    return "predicted, from what the coordinator learned of passes over one row" if costs.seen(1) else "predicted, from passes over more rows"
 
 
 def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bounds | None:
@@ -287,14 +330,13 @@ def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bo
     if split is None:
         return None
     records, prices = evidence.records, forecast.prices
-    drafting_s = fmean(sum(taken for _, taken in record.passes) for record in records) / NS
     return Bounds(
         tau=timeline.tokens_of(records) / len(records),
         t_t_s=prices.verify_s(1),
         t_v_s=fmean(record.verify_ns for record in records) / NS,
-        alone_s=prices.alone_s,
+        alone_s=forecast.alone.seconds,
         round_s=split.wall_s,
-        drafting_s=max(drafting_s, split.parts_s["draft"]),
+        drafting_s=max(forecast.in_turn_s, split.parts_s["draft"]),
         exposed_s=split.parts_s["draft"],
     )
 
@@ -303,11 +345,11 @@ def _rows(evidence: Evidence) -> float:
     return 1 + fmean(record.verified for record in evidence.records)
 
 
-def bounds_told(evidence: Evidence, bounds: Bounds | None) -> dict[str, Any]:
-    """The bounds, and the pass beside those of the hardware; a reason where they are not known."""
+def bounds_told(evidence: Evidence, bounds: Bounds | None, forecast: Forecast, *, judged: bool) -> dict[str, Any]:
+    """The bounds, and the pass beside those of the hardware; a reason where they are not known. `judged`: whether the hardware was this run's own."""
     if bounds is None:
         return {}
-    told: dict[str, Any] = bounds.as_json()
+    told: dict[str, Any] = {**bounds.as_json(), "alone_from": forecast.alone_from, "drafted": bool(forecast.offers), "judged": judged}
     roofline = evidence.roofline
     if roofline is None:
         return {**told, "pass": None, "why_no_pass": why_no_roofline(evidence)}
@@ -323,32 +365,48 @@ def why_no_roofline(evidence: Evidence) -> str:
     return "what these cores can do is not known: dovetail calibrate measures it, on the machine of the target"
 
 
-def curves_of(evidence: Evidence, forecast: Forecast, costs: RowCosts) -> dict[str, Any]:
-    """T_V and its limits over the rows, and the speed-up over gamma; what is drawn."""
+def curves_of(evidence: Evidence, forecast: Forecast, costs: RowCosts, bounds: Bounds | None) -> dict[str, Any]:
+    """T_V and its limits over the rows, and the speed-up over gamma; what is drawn. What is replayed is of other trees and shorter replies than the run's: it
+    is taken in proportion to what is replayed for the settings of the run, which stands where it was measured."""
     rows = [count for count in CURVE_ROWS if count <= 64]
     context = fmean(record.prefix for record in evidence.records)
-    alone = forecast.alone.rate
-    roofline = evidence.roofline
+    roofline, gammas = evidence.roofline, advising.curve_of(forecast)
+    per_rate = (forecast.rate / forecast.now.rate if forecast.rate else 1.0) / forecast.alone.rate
+    per_token = (bounds.tau - 1.0) / (forecast.now.tokens - 1.0) if bounds is not None and forecast.now.tokens > 1.0 else 1.0
+    verified = [record.verified for record in evidence.records if record.verified]
     return {
         "t_v": {str(count): costs.at(count, context) for count in rows} if costs.known else {},
         "t_v_limit": {str(count): roofline.least_s(count) for count in rows} if roofline else {},
-        "speedup_by_gamma": {str(gamma): outcome.rate / alone for gamma, outcome in advising.curve_of(forecast).items()},
-        "tau_by_gamma": {str(gamma): outcome.tokens for gamma, outcome in advising.curve_of(forecast).items()},
+        "speedup_by_gamma": {str(gamma): outcome.rate * per_rate if gamma else 1.0 for gamma, outcome in gammas.items()},
+        "tau_by_gamma": {str(gamma): 1.0 + (outcome.tokens - 1.0) * per_token for gamma, outcome in gammas.items()},
+        "run": {"gamma": fmean(verified), "speedup": bounds.speedup, "tau": bounds.tau} if verified and bounds is not None else None,
     }
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------------------------------
 
 
-def verdict(evidence: Evidence, bounds: Bounds | None, advice: Sequence[Advice], off: float | None = None) -> dict[str, Any]:
-    """What binds, whether this is the right method here, and what would help; `off`: by how much the forecast misses the run that was measured."""
+def verdict(
+    evidence: Evidence,
+    bounds: Bounds | None,
+    advice: Sequence[Advice],
+    forecast: Forecast,
+    others: Mapping[str, Any] | None = None,
+    more: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What binds, whether this is the right method here, and what would help; before that, what speaks against these figures. `more`: sentences besides."""
     roofline = evidence.roofline
     pass_ = Pass.of(roofline, _rows(evidence), bounds.t_v_s) if roofline and bounds else None
     offloading = Offloading.of(evidence.model, bounds, _bus(evidence)) if evidence.model and bounds else None
     best = next((one for one in advice if one.worth and one.certain and one.same), None)
     return {
         "bound": pass_.bound if pass_ else None,
-        "in_words": [*_sentences(bounds, pass_, offloading, best, evidence), *_doubts(off, len(evidence.rounds))],
+        "in_words": [
+            *_caveats(evidence, others),
+            *_sentences(bounds, pass_, offloading, best, evidence, forecast, judged=not disturbed(others)),
+            *more,
+            *_doubts(forecast),
+        ],
         "offloading": offloading.as_json() if offloading else None,
         "advice": [one.as_json() for one in advice],
     }
@@ -359,37 +417,60 @@ def _bus(evidence: Evidence) -> float | None:
     return max(links, default=None)
 
 
-def _sentences(bounds: Bounds | None, pass_: Pass | None, offloading: Offloading | None, best: Advice | None, evidence: Evidence) -> Iterator[str]:
+def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[str]:
+    if others is not None and disturbed(others):
+        yield (
+            f"Other programs took {others['share']:.0%} of the time of {'cores' if set(others['cores']) & set('-,') else 'core'} {others['cores']}, and the processes of this run {others['ours']:.0%}: "
+            "all figures hold for a machine that is as busy, and what the hardware allows is not judged."
+        )
+    if len(evidence.rounds) < FEW:
+        few = f"Only {counted(len(evidence.rounds), 'round')} in {evidence.wall_s:.2f} s"
+        yield f"{few}: too few for these figures to be sure. Take longer replies, or more prompts."
+
+
+def _sentences(
+    bounds: Bounds | None, pass_: Pass | None, offloading: Offloading | None, best: Advice | None, evidence: Evidence, forecast: Forecast, *, judged: bool
+) -> Iterator[str]:
     if bounds is None:
         yield "No two rounds followed each other: there is nothing to judge. Take a longer reply."
         return
     if pass_ is not None:
-        yield _of_pass(pass_)
+        yield _of_pass(pass_, judged=judged)
     else:
         yield f"Whether a pass is bound by memory or by arithmetic is not available: {why_no_roofline(evidence)}."
-    if bounds.tau > 1.0:
+    if forecast.offers:
         word = "pays" if bounds.speedup >= 1.0 else "does not pay"
         yield (
-            f"Speculation {word} here: {bounds.speedup:.2f} times as fast as the target alone, of {bounds.most_speedup:.2f} that its trees allow "
-            f"(tau T_T / T_V); {bounds.exposed_s / bounds.round_s:.0%} of a round is spent waiting for the draft."
+            f"Speculation {word} here: {bounds.speedup:.2f} times as fast as the target alone ({1.0 / bounds.alone_s:.1f} tokens/s, {forecast.alone_from}), "
+            f"of {bounds.most_speedup:.2f} that its trees allow (tau T_T / T_V); "
+            f"{bounds.exposed_s / bounds.round_s:.0%} of a round is spent waiting for the draft."
         )
     if offloading is not None:
         yield f"Against offloading: {offloading.in_words()}."
     if best is None:
         yield "None of the changes that keep the target as it is promises more than 2 %."
     else:
-        yield f"What would help most: {best.what} ({' '.join(best.flags)}), predicted {best.gain:.2f} times as fast."
+        yield f"What would help most, and changes no token: {best.what} ({' '.join(best.flags)}), predicted {best.gain:.2f} times as fast."
 
 
-def _doubts(off: float | None, rounds: int) -> Iterator[str]:
+def _of_transport(split: Split | None, ahead_ms: float | None) -> Iterator[str]:
+    """What the time is spent on in which messages are on their way, where that is much."""
+    if split is None or split.parts_s["transport"] < MUCH * split.wall_s:
+        return
+    ahead = f", {ahead_ms:.2f} of them while the draft grows ahead, which ends its pass before it takes an order" if ahead_ms else ""
+    whole = f"{split.parts_s['transport'] * 1e3:.2f} ms of a round its messages are on their way{ahead}"
+    yield f"{whole}; whoever shares a core waits for it: a round trip between idle processes takes a fraction of that."
+
+
+def _doubts(forecast: Forecast) -> Iterator[str]:
+    off = forecast.off
     if off is not None and abs(off) > OFF:
-        few = f", of {rounds} rounds alone" if rounds < FEW else ""
-        yield f"The forecast of this very run{few} misses what was measured by {off:+.0%}: take the predicted gains with care."
+        yield f"The forecast of this very run misses what was measured by {off:+.0%}: take the predicted gains with care."
 
 
-def _of_pass(pass_: Pass) -> str:
+def _of_pass(pass_: Pass, *, judged: bool) -> str:
     times = f"reading the weights takes at least {pass_.t_p_s * 1e3:.2f} ms, the arithmetic of {pass_.rows:.1f} rows {pass_.t_c_s * 1e3:.2f} ms"
-    measured = f"a pass takes {pass_.t_v_s * 1e3:.2f} ms, {pass_.efficiency:.0%} of what the hardware allows"
+    measured = f"a pass takes {pass_.t_v_s * 1e3:.2f} ms, {f'{pass_.efficiency:.0%} of what the hardware allows' if judged else 'beside other programs'}"
     if pass_.bound == "memory":
         return f"The target is bound by memory: {times}; {measured}. More rows cost little up to about {pass_.crossover_rows:.0f}."
     kind = "The target is bound by arithmetic" if pass_.bound == "compute" else "Memory and arithmetic bind the target alike"

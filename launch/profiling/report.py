@@ -12,10 +12,15 @@ from dovetail.launch.chart import Curve, Panel, draw_panels
 from dovetail.launch.profiling import drawing
 from dovetail.launch.profiling.advice import Advice
 from dovetail.launch.profiling.findings import STRETCHES, Findings
+from dovetail.launch.profiling.samplers import NO_CARD
 from dovetail.launch.profiling.timeline import COORDINATOR
 
 NOT_AVAILABLE = "not available"
+SAMPLER = "sampler: its process"
 WAITS = ("draft", "target", "coordinator", "transport", "no work")
+NOT_JUDGED = "; not judged: other programs ran"
+LEAST = 5e-4
+"""A share that is not 0.0 %."""
 PARTS = {"draft": "draft", "verify": "target", "transport": "link", "queue": "queue", "coordinator": "coordinator"}
 """Part of a round -> its colour."""
 STYLE = """
@@ -31,8 +36,9 @@ section{background:var(--card);border:1px solid var(--line);border-radius:10px;p
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 12px}
 .card b{display:block;font-size:1.35rem;font-variant-numeric:tabular-nums}
 .pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:14px}
-.pictures figure{margin:0}.pictures svg{width:100%;height:auto;display:block}
-figcaption{font-size:.86rem;color:var(--soft)}
+.pictures{margin-bottom:12px}.pictures figure{margin:0;min-width:0}.picture{overflow-x:auto}
+.pictures svg{width:100%;min-width:400px;height:auto;display:block}
+figcaption{font-size:.86rem;color:var(--soft);margin-top:4px}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
@@ -41,6 +47,14 @@ code{font-size:.85em;white-space:nowrap}
 ul{padding-left:1.2em;margin:.3em 0}li{margin:.35em 0}
 .gain{color:var(--good);font-weight:600}.least{color:var(--soft)}
 a{color:var(--mark)}
+.aside{display:none}
+@media (max-width:460px){
+.aside{display:inline}
+table,tbody,tr,td{display:block}tr:has(th){display:none}tr{padding:6px 0;border-bottom:1px solid var(--line)}
+td,td.n{display:flex;justify-content:space-between;gap:12px;border:0;padding:2px 0;text-align:right;white-space:normal}
+td::before{content:attr(data-label);color:var(--soft);text-align:left;white-space:nowrap}
+td:first-child{font-weight:600}td.text{display:block;text-align:left}td.text::before{content:none}
+}
 """
 
 
@@ -71,7 +85,7 @@ def _device(device: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
 def _parts(told: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     for name, colour in PARTS.items():
         yield name, colour, told["parts_ms"][name] / told["round_wall_ms"]
-    if told["unaccounted_share"] > 0.0:
+    if told["unaccounted_share"] >= LEAST:
         yield "unaccounted", "idle", told["unaccounted_share"]
 
 
@@ -84,7 +98,7 @@ def _over_time(findings: Findings) -> list[Panel]:
             continue
         curves = [Curve("spans", [((place + 0.5) * width, share) for place, share in enumerate(shares)])]
         if len(findings.sampled.get(name, ())) > 1:
-            curves.append(Curve("sampler: its process", findings.sampled[name], dashed=True))
+            curves.append(Curve(SAMPLER, findings.sampled[name], dashed=True))
         panels.append(Panel(name, "seconds", "busy share", curves, level=1.0))
     return panels
 
@@ -98,12 +112,14 @@ def _curves(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             lines.append(Curve("limit of the hardware", [(int(rows), seconds * 1e3) for rows, seconds in curves["t_v_limit"].items()], dashed=True))
         if bounds.get("pass"):
             rows, at = bounds["pass"]["rows"], bounds["pass"]["t_v_s"] * 1e3
-            lines.append(Curve("this run", [(rows, 0.0), (rows, at)]))
+            lines.append(Curve("this run", [(rows, at)], marks=True))
         yield "passes", draw_panels("A pass of the target", [Panel("", "rows, M", "milliseconds", lines)])
     if len(curves["speedup_by_gamma"]) > 1:
         gains = [(int(gamma), gain) for gamma, gain in curves["speedup_by_gamma"].items()]
         taus = [(int(gamma), tau) for gamma, tau in curves["tau_by_gamma"].items()]
-        lines = [Curve("predicted speed-up", gains), Curve("tau", taus, dashed=True)]
+        lines = [Curve("predicted speed-up", gains), Curve("predicted tau", taus, dashed=True)]
+        if run := curves["run"]:
+            lines.append(Curve("this run", [(run["gamma"], run["speedup"]), (run["gamma"], run["tau"])], marks=True))
         yield (
             "gamma",
             draw_panels("Larger and smaller trees, predicted", [Panel("", "gamma, nodes verified", "over the target alone; tokens", lines, level=1.0)]),
@@ -117,10 +133,11 @@ def _curves(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 CAPTIONS = {
     "devices": "Shares of the whole run, from spans. What a device waits for is what somebody else did meanwhile.",
-    "over": "Solid: from spans. Dashed: CPU time of the process, by the kernel's count.",
-    "parts": "From verdict to verdict, as the coordinator keeps account.",
+    "over": "Solid: from spans.",
+    "parts": "From verdict to verdict, as the coordinator keeps account. Transport: until the receiver has a core and takes the message.",
     "passes": "Between the flat part, where reading the weights takes the time, and the steep one, where arithmetic does.",
-    "gamma": "Replayed from wider trees that were sounded, with the passes that were measured; 0 is the target alone.",
+    "gamma": "Replayed from wider trees that were sounded in short replies, with the passes that were measured, and set in proportion so that the settings of "
+    "this run come to what it had; 0 is the target alone.",
     "positions": "Of the drafted rounds.",
 }
 
@@ -151,17 +168,22 @@ def _section(title: str, body: str) -> str:
 
 
 def _figures(drawn: Mapping[str, str], names: Sequence[str]) -> str:
-    there = [name for name in names if name in drawn]
-    cells = (f"<figure>{drawn[name]}<figcaption>{escape(CAPTIONS.get(name.partition('-')[0], ''))}</figcaption></figure>" for name in there)
-    return f"<div class='pictures'>{''.join(cells)}</div>" if there else ""
+    cells = [f"<figure><div class='picture' tabindex='0'>{drawn[name]}</div>{_caption(name, drawn[name])}</figure>" for name in names if name in drawn]
+    return f"<div class='pictures'>{''.join(cells)}</div>" if cells else ""
+
+
+def _caption(name: str, picture: str) -> str:
+    kind = name.partition("-")[0]
+    dashed = " Dashed: CPU time of the process, by the kernel's count." if kind == "over" and SAMPLER in picture else ""
+    return f"<figcaption>{escape(CAPTIONS.get(kind, '') + dashed)}<span class='aside'> The picture scrolls sideways.</span></figcaption>"
 
 
 def _cards(told: Mapping[str, Any]) -> str:
     bounds, energy = told["bounds"], told["energy"]["joules_per_token"]
     cards = [
-        ("tokens/s", number(told["tokens_per_s"], 1), f"{told['tokens']} tokens in {told['rounds']} rounds"),
-        ("speed-up", number(bounds.get("speedup"), 2), f"of {number(bounds.get('most_speedup'), 2)} at most"),
-        ("tau", number(told["tau"], 2), "tokens a round"),
+        ("tokens/s", number(told["tokens_per_s"], 1), f"of the rounds; {told['tokens'] / told['wall_s']:.1f} with all else"),
+        *([("speed-up", number(bounds["speedup"], 2), f"of {number(bounds['most_speedup'], 2)} at most")] if bounds.get("drafted") else []),
+        ("tau", number(told["tau"], 2), f"tokens a round; {told['tokens']} in {told['rounds']}"),
         ("ms a round", number(told["round_wall_ms"], 2), f"{number(bounds['t_v_s'] * 1e3 if bounds else None, 2)} of them a pass"),
         *((name, f"{device['busy']:.0%}", "busy") for name, device in told["devices"].items() if name != "coordinator"),
         ("joules/token", number(energy, 2), NOT_AVAILABLE if energy is None else "all that counts energy"),
@@ -177,12 +199,13 @@ def _advice(advice: Sequence[Advice]) -> str:
     if not advice:
         return "<p>Nothing was looked at: no round was drafted.</p>"
     rows = []
-    for one in advice:
+    for one in (one for one in advice if one.tells):
         kind = "gain" if one.worth else "least"
         flags = f"<br>{' '.join(f'<code>{escape(flag)}</code>' for flag in one.flags)}" if one.flags else ""
         change = f"{escape(one.what)}{flags}<br><span class='soft small'>{escape(one.basis)}</span>"
-        gain = f"<span class='{kind}'>{'' if one.certain else 'up to '}{one.gain:.2f}x</span>"
-        rows.append(f"<tr><td class='n'>{gain}</td><td>{change}</td></tr>")
+        other = "" if one.same else "<br><span class='soft small'>other tokens</span>"
+        gain = f"<span class='{kind}'>{'' if one.certain else 'up to '}{one.gain:.2f}x</span>{other}"
+        rows.append(f"<tr><td class='n' data-label='predicted'><span>{gain}</span></td><td class='text'>{change}</td></tr>")
     return f"<div class='wide'><table><tr><th class='n'>predicted</th><th>change, and how its gain was found</th></tr>{''.join(rows)}</table></div>"
 
 
@@ -213,17 +236,20 @@ def bound_rows(told: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     b = told["bounds"]
     if not b:
         return []
-    rows = [
-        ("speed-up over the target alone", f"{b['speedup']:.2f}", f"{b['most_speedup']:.2f}", "tau T_T / T_V"),
-        ("gain of both phases at once", f"{b['overlap_gain']:.2f}", f"{b['most_overlap_gain']:.2f}", "1 + min / max of the two phases"),
-    ]
+    rows = []
+    if b["drafted"]:
+        rows += [
+            ("speed-up over the target alone", f"{b['speedup']:.2f}", f"{b['most_speedup']:.2f}", "tau T_T / T_V"),
+            ("gain of drafting ahead", f"{b['overlap_gain']:.2f}", f"{b['most_overlap_gain']:.2f}", "1 + min / max of the two phases"),
+        ]
     if b.get("pass"):
         found, limits = b["achieved"], b["limits"]
         rows.append(("weights read, GB/s", f"{found['gb_s']:.1f}", f"{limits['bandwidth_gb_s']:.1f}", f"bandwidth ({limits['probe']})"))
         rows.append(("operations, 10^9/s", f"{found['gflop_s']:.0f}", f"{limits['peak_gflop_s']:.0f}", f"arithmetic ({limits['probe']})"))
-        rows.append(
-            ("a pass, ms", f"{b['t_v_s'] * 1e3:.2f}", f"{max(b['pass']['t_p_s'], b['pass']['t_c_s']) * 1e3:.2f}", "the longer of reading and arithmetic")
-        )
+        least = f"{max(b['pass']['t_p_s'], b['pass']['t_c_s']) * 1e3:.2f}"
+        rows.append(("a pass, ms", f"{b['t_v_s'] * 1e3:.2f}", least, "the longer of reading and arithmetic"))
+        if not b["judged"]:
+            rows = [(name, value, most, f"{what}{NOT_JUDGED if ',' in name else ''}") for name, value, most, what in rows]
     else:
         rows.append(("bandwidth and arithmetic", NOT_AVAILABLE, NOT_AVAILABLE, b["why_no_pass"]))
     return rows
@@ -256,8 +282,12 @@ def machine_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"energy of {name}", f"{joules:.1f} J"
     energy = told["energy"]["joules_per_token"]
     yield "joules a token", NOT_AVAILABLE if energy is None else f"{energy:.2f} (the whole machine's, as far as it is counted)"
+    without = [name for name, why in told["absent"].items() if why == NO_CARD]
+    if without:
+        yield "GPUs", f"none here ({' and '.join(without)} not asked)"
     for name, why in told["absent"].items():
-        yield name, f"{NOT_AVAILABLE}: {why}"
+        if why != NO_CARD:
+            yield name, f"{NOT_AVAILABLE}: {why}"
 
 
 def _spans(told: Mapping[str, Any]) -> str:
@@ -270,7 +300,12 @@ def _spans(told: Mapping[str, Any]) -> str:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], first: int, last: int = 99) -> str:
     """A table whose columns from `first` to `last` are numbers."""
     head = "".join(f"<th{_n(place, first, last)}>{escape(text)}</th>" for place, text in enumerate(heads))
-    body = "".join("<tr>" + "".join(f"<td{_n(place, first, last)}>{escape(cell)}</td>" for place, cell in enumerate(row)) + "</tr>" for row in rows)
+
+    def cell(place: int, text: str) -> str:
+        label = f" data-label='{escape(heads[place], quote=True)}'" if place else ""
+        return f"<td{_n(place, first, last)}{label}>{escape(text)}</td>"
+
+    body = "".join(f"<tr>{''.join(cell(place, text) for place, text in enumerate(row))}</tr>" for row in rows)
     return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"
 
 
@@ -280,6 +315,11 @@ def _n(place: int, first: int, last: int) -> str:
 
 def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float) -> str:
+    """With a digit behind the point, and no sign before nothing."""
+    return f"{value:.1%}" if abs(value) >= LEAST else "0.0%"
 
 
 def share(value: float | None) -> str:

@@ -20,6 +20,14 @@ import psutil
 ROOT = Path("/")
 POWERCAP = "sys/class/powercap"
 NODES = "sys/devices/system/node"
+DEVICES = "sys/bus/pci/devices"
+NVIDIA, AMD = "0x10de", "0x1002"
+"""Numbers of the PCI SIG."""
+CARD_CLASSES = ("0x03", "0x12")
+"""Display controllers and processing accelerators."""
+GUESTS = ("dev/dxg", "dev/nvidia0", "dev/kfd")
+"""Ways to a card that is on no bus of ours."""
+NO_CARD = "no such card is on this machine's bus"
 IMPORT_S = 20.0
 """For a vendor's library to be imported."""
 LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -112,11 +120,26 @@ class Rapl:
         return told
 
 
+def cards_of(vendor: str, root: Path = ROOT) -> bool:
+    """Whether a display or compute card of this maker (its PCI number) is on the bus, or may be there: the kernel does not tell, or a guest sees no bus."""
+    devices = [*(root / DEVICES).glob("*")]
+    if any((root / guest).exists() for guest in GUESTS):
+        return True
+    found = [(_word(device / "vendor"), _word(device / "class")) for device in devices]
+    return not devices or any(maker == vendor and kind.startswith(CARD_CLASSES) for maker, kind in found)
+
+
+def _word(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip() if path.is_file() else ""
+
+
 class Nvml:
     """NVIDIA's cards, by pynvml."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("pynvml") is None:
+            if not cards_of(NVIDIA):
+                raise Absent(NO_CARD)
             raise Absent("pynvml is not installed (pip install nvidia-ml-py)")
         self._nvml: Any = importlib.import_module("pynvml")
         try:
@@ -159,6 +182,8 @@ class Amd:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("amdsmi") is None:
+            if not cards_of(AMD):
+                raise Absent(NO_CARD)
             raise Absent("amdsmi is not installed (it comes with ROCm)")
         tried = subprocess.run([sys.executable, "-c", "import amdsmi"], capture_output=True, timeout=IMPORT_S, check=False)
         if tried.returncode:

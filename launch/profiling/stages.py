@@ -4,6 +4,7 @@ Knows the order and where each fact comes from, not what follows from them.
 """
 
 import json
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -149,7 +150,8 @@ def _behind(address: str) -> str:
     """The coordinator's address behind the URL of a server of this user on this machine; an address stays as it is."""
     if not speaks_http(address):
         return address
-    found = next((one.address for one in announcements() if one.url and _listener(one.url) == _listener(address)), None)
+    wanted = _listener(address)
+    found = next((one.address for one in announcements() if one.url and _listener(one.url) == wanted), None)
     if found is None:
         raise UserError(f"no server of yours on this machine serves {address}: name its coordinator's address instead (`dovetail status` tells it)")
     return found
@@ -179,9 +181,15 @@ def _check_rounds(watch: Watch) -> None:
 
 
 def _samplers(state: Reported) -> Samplers:
-    """Of the workers that are on this machine."""
-    here = socket.gethostname()
-    return Samplers([worker.pid for worker in state.workers if worker.host == here and Path(f"/proc/{worker.pid}").exists()])
+    """Of the processes that are on this machine: workers, coordinator, and this one."""
+    here, coordinator = socket.gethostname(), _coordinator(state)
+    workers = [worker.pid for worker in state.workers if worker.host == here and Path(f"/proc/{worker.pid}").exists()]
+    return Samplers([*workers, *([coordinator] if coordinator is not None else []), os.getpid()])
+
+
+def _coordinator(state: Reported) -> int | None:
+    """Its process, where that is on this machine."""
+    return state.pid if state.address.startswith("ipc://") and Path(f"/proc/{state.pid}").exists() else None
 
 
 def _went_ahead(watch: Watch) -> bool:
@@ -281,6 +289,7 @@ class _Facts:
             title=models_of(self.status),
             workload=self.words,
             missed=watch.missed,
+            coordinator=_coordinator(self.status),
         )
 
     def _situation(self, watch: Watch) -> Situation:

@@ -4,6 +4,7 @@ A process is busy where any of its spans lies. Where it is not, and a session is
 on its way; where no session is, there is no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -285,7 +286,7 @@ def mean_of(every: Sequence[Waterfall]) -> Waterfall:
     bars = [
         Bar(process, name, fmean(bar.start_s for bar in bars), fmean(bar.length_s for bar in bars))
         for (process, name, _), bars in places.items()
-        if len(bars) >= OFTEN * len(every)
+        if len(bars) >= OFTEN * len(every) and name not in MESSAGES  # their means would lie within other work
     ]
     length = fmean(fall.length_s for fall in every)
     return Waterfall(f"the mean of {len(every)} rounds", length, tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s))))
@@ -325,6 +326,28 @@ def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
     return {name: total / rounds for name, total in sorted(sums.items(), key=lambda item: -item[1])} if rounds else {}
 
 
+def ahead_on_the_way_ms(slices: Sequence[Slice], rounds: int) -> float | None:
+    """Of the milliseconds a round in which messages were on their way, those in which a draft grew ahead: it ends its pass before it takes an order, and who
+    shares its core waits. None where no round was seen."""
+    if not rounds:
+        return None
+    ahead = merged((piece.start_ns, piece.end_ns) for piece in slices if piece.name in AHEAD)
+    ends = [end for _, end in ahead]
+    found = 0
+    for piece in slices:
+        if piece.name == "link":
+            for begin, end in islice(ahead, bisect_right(ends, piece.start_ns), None):
+                if begin >= piece.end_ns:
+                    break
+                found += min(end, piece.end_ns) - max(begin, piece.start_ns)
+    return found / 1e6 / rounds
+
+
 def tokens_of(records: Iterable[RoundRecord]) -> int:
-    """That rounds committed."""
-    return sum(len(record.accepted) + 1 for record in records)
+    """That rounds added to their replies."""
+    return sum(record.brought for record in records)
+
+
+def firsts_of(rounds: Iterable[SeenRound]) -> int:
+    """How many replies began: the first token of each comes with the prompt, and belongs to no round."""
+    return sum(seen.record.round == 1 for seen in rounds)

@@ -109,6 +109,7 @@ def _row(name: str, case: Case, folder: Path, how: Mapping[str, Any], base_bytes
     predicted = _predicted(subject, name, case, library)
     note(f"{name}: decoding")
     measured, peak = _measured(subject, predicted, library)
+    note(f"{name}: {predicted.tokens_per_s:.1f} tokens/s predicted, {measured.tokens_per_s:.1f} measured")
     planned = predicted.option.device_bytes + predicted.option.host_bytes - (0 if case.shared or case.draft == "none" else _draft_bytes(predicted))
     return {
         "placement": name,

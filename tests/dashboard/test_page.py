@@ -48,6 +48,8 @@ def test_it_shows_workers_figures_and_a_tree_and_goes_on(live: Page) -> None:
     live.until("parseFloat(document.querySelectorAll('#figures dd')[0].textContent) > 1")
     assert float(live.value("document.querySelectorAll('#figures dd')[1].textContent")) > 1.0
     live.until("document.querySelector('#devices .curve').getAttribute('d').split('L').length > 2")
+    live.until("[...document.querySelectorAll('#devices strong')].every(value => value.textContent.startsWith('busy '))")
+    assert "just now it " in live.text("#devices")
     before = live.text("#tree-words")
     live.until(f"document.getElementById('tree-words').innerText !== {json.dumps(before)}")
 
@@ -205,8 +207,9 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(browser: Brow
         page.press("Enter")
         page.until("document.getElementById('key-words').textContent.includes('does not take')")
         page.type(KEY)
-        page.press("Enter")
+        page.value("[...document.querySelectorAll('#key-form button')].find(button => button.textContent === 'Send the key').click()")
         page.until(LIVE)
+        page.until("document.activeElement.id === 'main'")
         page.until(DRAWN)
         assert page.value("document.querySelector('#tree .node.root text').textContent") == "root"
         assert page.value("[...document.querySelectorAll('#tree .node text:not(.rank)')].length") == 1
@@ -256,6 +259,7 @@ def test_without_workers_and_without_a_draft_it_says_so(page: Page) -> None:
         assert "No worker is registered" in page.text("#workers")
         house.add(ScriptedTarget, "target")
         page.until("document.getElementById('speculation-words').textContent.includes('no draft worker is registered')")
+        assert page.value("document.getElementById('speculation').dataset.state") == "alone", "nobody wanted one: no fault"
     assert [message for message in page.messages if "status of 503" not in message] == []
 
 

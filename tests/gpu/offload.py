@@ -54,6 +54,8 @@ BEAM = TreeSettings(policy="beam", gamma=288, depth=48, width=6, sharpening=SUBS
 """SubSpec's tree."""
 SMALL_BEAM = TreeSettings(policy="beam", gamma=24, depth=6, width=4, sharpening=SUBSTITUTE_SHARPENING)
 KEY = bytes(16)
+LOOP = 20
+"""Tokens; of longer replies that repeat so many the rest does not count."""
 
 
 PINNED: set[int] = set()
@@ -98,13 +100,14 @@ class Played:
     draft_s: float
     verify_s: float
 
-    @property
-    def rate(self) -> float:
-        return (len(self.tokens) - 1) / self.seconds
 
-    @property
-    def tau(self) -> float:
-        return (len(self.tokens) - 1) / self.rounds
+def _rate(replies: Sequence[Played]) -> float:
+    """Tokens a second of all of them."""
+    return sum(len(reply.tokens) - 1 for reply in replies) / sum(reply.seconds for reply in replies)
+
+
+def _tau(replies: Sequence[Played]) -> float:
+    return sum(len(reply.tokens) - 1 for reply in replies) / sum(reply.rounds for reply in replies)
 
 
 class Bench:
@@ -184,7 +187,7 @@ class Bench:
             session.number = 1
         said, margins, accepted, rounds, draft_s, verify_s = [first.token], [first.margin], (), 0, 0.0, 0.0
         start = time.perf_counter()
-        while len(said) < tokens:
+        while len(said) < tokens and not _loops(said):
             began = time.perf_counter()
             offered, parents = (), ()
             if drafter is not None and session is not None:
@@ -224,6 +227,12 @@ def nearest(weight: Tensor, bits: int, device: torch.device) -> Codes:
     codes = ((parts - low[..., None]) / scales.float()[..., None]).round().clamp(0, (1 << bits) - 1).to(torch.uint8)
     offsets = (low + (1 << bits - 1) * scales.float()).half()
     return Codes(bits, inputs, codes.view(rows, -1).cpu(), scales.cpu(), offsets.cpu())
+
+
+def _loops(tokens: Sequence[int]) -> bool:
+    """Whether the last tokens were said before: a tiny model goes round in circles where it is greedy, and what comes then is too easily guessed."""
+    last = tuple(tokens[-LOOP:])
+    return len(tokens) > LOOP and any(tuple(tokens[at : at + LOOP]) == last for at in range(len(tokens) - LOOP))
 
 
 def _lent(verifier: Verifier, number: int) -> Lent:
@@ -306,11 +315,10 @@ def _rounds(bench: Bench, cap: float, tree: TreeSettings, target: dict[int, floa
     plain_tokens, tokens = (6, 24) if quick else (12, 160)
     for temperature in (0.0,) if quick else (0.0, 0.6):
         plain = [bench.play(prompt, plain_tokens, tree=None, temperature=temperature) for prompt in bench.prompts[:1]]
-        drafted = [bench.play(prompt, tokens, tree=tree, temperature=temperature) for prompt in bench.prompts[:2]]
+        drafted = [bench.play(prompt, tokens, tree=tree, temperature=temperature) for prompt in bench.prompts[: 2 if quick else 4]]
         name = f"{cap:g} GB, T = {temperature:g}"
         report.check(f"{name}: same tokens as the target alone", *_compared(plain[0], drafted[0]), "the same, or parted at a near-tie")
-        plain_rate = sum(p.rate for p in plain) / len(plain)
-        rate, tau = sum(d.rate for d in drafted) / len(drafted), sum(len(d.tokens) - 1 for d in drafted) / sum(d.rounds for d in drafted)
+        plain_rate, rate, tau = _rate(plain), _rate(drafted), _tau(drafted)
         rounds = sum(d.rounds for d in drafted)
         report.note(f"{name}: plain offloading", f"{plain_rate:.2f} tokens/s")
         report.note(f"{name}: SubSpec", f"{rate:.2f} tokens/s, tau {tau:.2f} over {rounds} rounds")
@@ -347,12 +355,11 @@ def _ablation(bench: Bench) -> None:
         ("+ asynchronous transfer", tree, True, bench.transfer),
     )
     bench.place(0)
-    plain = bench.play(bench.prompts[0], 4 if quick else 8, tree=None).rate
+    plain = _rate([bench.play(bench.prompts[0], 4 if quick else 8, tree=None)])
     for name, shape, shared, transfer in cases:
         bench.place(0, transfer)
-        played = [bench.play(prompt, tokens, tree=shape, shared=shared) for prompt in bench.prompts[:2]]
-        rate = statistics.fmean(p.rate for p in played)
-        tau = sum(len(p.tokens) - 1 for p in played) / sum(p.rounds for p in played)
+        played = [bench.play(prompt, tokens, tree=shape, shared=shared) for prompt in bench.prompts[: 2 if quick else 4]]
+        rate, tau = _rate(played), _tau(played)
         bench.report.note(f"ablation: {name}", f"{rate:.2f} tokens/s, {rate / plain:.2f} of plain offloading, tau {tau:.2f}")
 
 

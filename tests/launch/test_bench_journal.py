@@ -75,6 +75,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_has_and_goes_on_there(tmp_path:
     assert capsys.readouterr().err == f"2 measured replies kept in {path}: the same command goes on from there\n"
     alone, drafted = Scripted(), Scripted()
     cells = run(path, alone, drafted)
+    assert capsys.readouterr().err == "2 measured replies kept from before: 6 to go\n"
     assert drafted.asked == ["say b", "say c"]
     assert alone.asked == ["say b", "say b", "say c", "say c"], "b to be warm, b; how far c goes, c"
     assert [[run.task.prompt.id for run in cell.runs] for cell in cells] == [["a", "b", "c"], ["a", "b", "c"]]
@@ -82,15 +83,17 @@ def test_a_run_that_is_interrupted_keeps_what_it_has_and_goes_on_there(tmp_path:
     assert [cell.runs[0].finished.margins for cell in cells] == [(1.0, 2.0, 3.5)] * 2
 
 
-def test_a_run_that_is_whole_is_told_again_without_a_process(tmp_path: Path) -> None:
+def test_a_run_that_is_whole_is_told_again_without_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     run(path, Scripted(), Scripted())
+    assert capsys.readouterr().err == ""
     content = path.read_bytes()
     with open_journal(path, heading()) as journal:
         assert journal.whole
         found = journal.remembered([NONE, SMALL])
         cells = list(measure(found, SETS, [0.0], 1, 0, journal))
         journal.end({"rows": [2]})
+    assert capsys.readouterr().err == "all 6 replies were in the file of --out already: nothing was measured\n"
     assert [len(cell.runs) for cell in cells] == [3, 3]
     assert [found[label].peak_rss_mb() for label in ("none", "small")] == [106.0, 103.0]
     assert path.read_bytes() == content

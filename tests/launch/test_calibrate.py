@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dovetail.launch.calibrate import _parts
 from dovetail.launch.configure import configure
 from dovetail.launch.cores import lay_out_here
 from dovetail.launch.worker import _opener
-from dovetail.protocol.profile import load_profile
+from dovetail.protocol.profile import DeviceCosts, RowsSeconds, load_profile
 from support.models import tiny_llama
 
 Calibrate = Callable[..., CompletedProcess[str]]
@@ -80,6 +81,12 @@ def test_layers_on_a_device_are_measured_and_kept(calibrate: Calibrate, tmp_path
     (entry,) = (entry for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.devices)
     assert entry.devices[0].model_dump(mode="json") == parts
     assert (parts["device"], parts["layer"]["rows"][0]) == ("cpu", 1)
+
+
+def test_parts_that_were_measured_at_other_rows_are_told_together() -> None:
+    few, many = RowsSeconds(rows=(1, 2), seconds=(0.001, 0.003)), RowsSeconds(rows=(1, 2, 4), seconds=(0.001, 0.002, 0.004))
+    costs = DeviceCosts(device="cpu", link_gb_s=1.0, layer=many, streamed=few, head=few, host_layer=few, host_head=few)
+    assert _parts(costs.model_dump(mode="json")).endswith("4 rows 7; 4; 7 ms")
 
 
 @pytest.mark.slow

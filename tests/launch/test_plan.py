@@ -122,12 +122,14 @@ def test_what_is_wrong_is_one_line(run: Run, arguments: tuple[str, ...], words: 
 @needs_kernels
 @pytest.mark.slow
 def test_the_settings_of_the_winner_start_it(run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    limits = ("--target.split.device", "cpu", "--memory.vram", "18MiB", "--draft", "small", "--draft", "dovetail")
+    limits = ("--target.split.device", "cpu", "--memory.vram", "64MiB", "--draft", "small", "--draft", "dovetail")
     for one in {found["name"]: found for found in plan(*limits)["alternatives"]}.values():
         flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in one["settings"].items()]
-        result = run("generate", "--json", "--max-tokens", "8", *flags, "Hello")
+        result = run("generate", "--json", "--max-tokens", "8", *flags, "Could you tell me a story about a young hedgehog?")
         assert result.returncode == 0, (one["name"], result.stderr)
-        assert json.loads(result.stdout)["completion_tokens"] == 8
+        told = json.loads(result.stdout)
+        assert told["completion_tokens"] == 8
+        assert one["placement"].startswith(told["placement"])
 
 
 @needs_kernels

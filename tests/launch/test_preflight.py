@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 
 from dovetail.launch import embedded
 from dovetail.launch.configure import configure
-from dovetail.launch.outputs import check_output
+from dovetail.launch.outputs import OUT_FOLDER, check_output
 from dovetail.launch.preflight import check_draft, check_inflation, check_model, draft_bytes, estimated_bytes, free_memory_bytes, memory_bytes
 from dovetail.launch.supervise import Supervisor, start_stack, with_room_for_draft
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
@@ -195,3 +196,10 @@ def test_a_draft_that_is_elsewhere_takes_nothing_of_the_targets_gpu(draft: dict[
 def test_a_limit_that_the_draft_alone_exceeds_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"memory\.vram = '10MB', and the draft alone takes"):
         with_room_for_draft(configure(flags={**GPU, "memory.vram": "10MB"}, environment={}))
+
+
+def test_a_file_is_no_folder_to_write_to_and_what_is_not_there_may_become_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(click.BadParameter, match="file is a file, and a folder is wanted"):
+        OUT_FOLDER.convert(str(tmp_path / "file"), None, None)
+    assert OUT_FOLDER.convert(str(tmp_path / "new"), None, None) == tmp_path / "new"

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch import terminal
+from dovetail.launch.profile import _made, show
 from dovetail.launch.profiling import report
-from dovetail.launch.profiling.findings import find
+from dovetail.launch.profiling.findings import Evidence, find
 from support.browser import chromium, find_chromium
 from support.profiled import made_up_run
 
@@ -77,6 +79,7 @@ def test_a_server_is_watched_while_somebody_asks_it(start: Callable[..., Popen[s
         (("--prompt", "  "), "--prompt is empty"),
         (("--connect", "http://127.0.0.1:9"), "no server of yours on this machine serves"),
         (("--connect", "http://127.0.0.1:nine"), "is no address"),
+        (("--seconds", "3"), "--seconds is how long others are watched"),
     ],
 )
 def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -84,6 +87,7 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, .
     assert result.returncode == 2
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
@@ -91,6 +95,43 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(run
     result = run("profile", "--prompt", "a", "--out", str(tmp_path / "file" / "out"))
     assert result.returncode == 2
     assert re.search(r"the report cannot be written to .*out: ", result.stderr)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool) -> None:
+    out = tmp_path / "new" / "out"
+    if there:
+        out.mkdir(parents=True)
+        (out / "profile.json").write_text("{}")
+
+    def interrupted() -> None:
+        with _made(out):
+            assert (out / "profile.json").is_file()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in tmp_path.rglob("*")] == (["new", "out", "profile.json"] if there else [])
+    assert capsys.readouterr().err == f"interrupted: nothing was written to {out}\n"
+
+
+@pytest.mark.parametrize("run_", [made_up_run(gpu=True), made_up_run(nodes=0), made_up_run(roofline=False)], ids=["all", "no draft", "no limits"])
+def test_the_tables_fit_eighty_columns_and_begin_with_what_matters_most(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_: Evidence
+) -> None:
+    monkeypatch.setattr(terminal, "WIDTH_WITHOUT_TERMINAL", 80)
+    told = find(run_).told
+    show(told)
+    title, workload, first, second, *lines = capsys.readouterr().out.splitlines()
+    assert (title, workload) == (told["title"], told["workload"])
+    assert first.startswith(f"{told['tokens_per_s']:.1f} tokens/s · tau {told['tau']:.2f} · ")
+    assert ("times the target alone" in first) is bool(run_.soundings.wide)
+    assert second.startswith(f"{told['tokens']} tokens in ")
+    tables = [line for line in lines if line.startswith(" ")]
+    assert max(map(len, tables)) <= 80
+    heads = [line.split() for line in tables]
+    assert ["of", "the", "time", *told["devices"]] in heads
+    assert "-0.0%" not in " ".join(tables)
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (apt-get install chromium)")
@@ -106,7 +147,8 @@ def test_the_page_fits_a_phone_and_a_screen_and_asks_for_nothing(tmp_path: Path,
             page = browser.page()
             page.open((tmp_path / "report.html").as_uri(), width=width, dark=dark)
             assert page.value("document.documentElement.scrollWidth") <= width
-            assert page.value("[...document.querySelectorAll('figure svg')].every(svg => svg.getBoundingClientRect().width > 280)")
+            assert page.value("[...document.querySelectorAll('figure svg')].every(svg => svg.getBoundingClientRect().width >= 400)"), "letters of 11 px"
+            assert page.value("[...document.querySelectorAll('.wide')].every(box => box.scrollWidth <= box.clientWidth + 1)"), "no table is cut"
             background = page.value("getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
             assert page.messages == []

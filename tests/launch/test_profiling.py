@@ -357,6 +357,26 @@ def test_the_measured_wait_for_the_draft_outweighs_the_guessed_one() -> None:
     assert twice.of(Tree(12, 6)).seconds == pytest.approx(0.014 + flat(7) + 0.001)
 
 
+def test_what_waiting_for_the_draft_costs_is_that_of_rounds_that_waited_and_hits_are_those_of_the_run() -> None:
+    """The trees that larger ones are judged by are drafted without going ahead: they say what waiting costs, and nothing of how often a run foresees."""
+    rounds = [chain(number, 12, 6, hit=number % 10 == 0) for number in range(41)]
+    ran = Forecast(offers_of([rounds]), PRICES, exposed_s=0.003, tree=Tree(12, 12), width=1, ahead=True, hit_rate=0.9, alone_from="somehow")
+    assert ran.exposed_s == pytest.approx(0.003)
+    assert ran.in_turn_s == pytest.approx(0.013)
+    assert ran.of(Tree(12, 12), ahead=False).seconds == pytest.approx(0.013 + flat(13) + 0.001)
+    by_name = {advice.name: advice for advice in advise(ran, PLAIN)}
+    assert by_name["ahead"].gain == pytest.approx((0.003 + flat(13) + 0.001) / (0.013 + flat(13) + 0.001))
+    assert "90%" in by_name["ahead"].basis
+    assert by_name["alone"].basis == "the target alone: somehow"
+
+
+def test_rounds_whose_drafting_was_done_ahead_do_not_say_what_it_costs() -> None:
+    begun = [chain(number, 12, 6, hit=True).model_copy(update={"ahead": 8, "draft_ns": MS, "passes": ()}) for number in range(1, 9)]
+    waited = [chain(number, 12, 6) for number in range(9, 12)]
+    found = Forecast(offers_of([[*begun, *waited]]), PRICES, exposed_s=0.004, tree=Tree(12, 12), width=1, ahead=True, hit_rate=0.8)
+    assert found.in_turn_s == pytest.approx(0.013)
+
+
 # -- samplers ----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -510,6 +530,66 @@ def test_a_made_up_run_comes_to_figures_that_agree_with_each_other() -> None:
     json.dumps(told)
 
 
+def test_the_verdict_and_the_advice_speak_of_one_rate_of_the_target_alone() -> None:
+    told = find(made_up_run()).told
+    alone = next(one for one in told["verdict"]["advice"] if one["name"] == "alone")
+    assert alone["gain"] == pytest.approx(1.0 / told["bounds"]["speedup"])
+    assert told["bounds"]["alone_from"] == "measured in 8 rounds without a draft"
+    words = " ".join(told["verdict"]["in_words"])
+    assert f"{told['bounds']['speedup']:.2f} times as fast as the target alone ({1 / told['bounds']['alone_s']:.1f} tokens/s, measured in 8 rounds" in words
+
+
+def test_tokens_and_tau_are_those_of_the_reply_where_it_ended_within_a_path() -> None:
+    run = made_up_run()
+    whole = find(run).told
+    last = run.rounds[-1].record
+    cut = run.rounds[-1].model_copy(update={"record": last.model_copy(update={"committed": 0})})
+    told = find(replace(run, rounds=[*run.rounds[:-1], cut])).told
+    assert whole["tokens"] == 1 + sum(len(seen.record.accepted) + 1 for seen in run.rounds), "the first one came with the prompt"
+    assert whole["tau"] == pytest.approx((whole["tokens"] - 1) / 40)
+    assert whole["tokens"] - told["tokens"] == len(last.accepted) + 1
+
+
+def test_the_curve_over_gamma_goes_through_what_the_run_had() -> None:
+    told = find(made_up_run()).told
+    curves, run = told["curves"], told["curves"]["run"]
+    assert (run["gamma"], run["speedup"], run["tau"]) == (15, told["bounds"]["speedup"], told["tau"])
+    assert curves["speedup_by_gamma"]["15"] == pytest.approx(run["speedup"])
+    assert curves["tau_by_gamma"]["15"] == pytest.approx(run["tau"])
+    assert curves["speedup_by_gamma"]["0"] == 1.0
+    best = next(one for one in told["verdict"]["advice"] if one["name"] == "tree")
+    assert all(gain <= best["gain"] * run["speedup"] * 1.001 for gain in curves["speedup_by_gamma"].values())
+
+
+def test_programs_that_take_the_cores_are_named_first_and_the_hardware_is_not_judged() -> None:
+    run = made_up_run()
+    busy = [replace(sample, cores={core: (every, every) for core, (_, every) in sample.cores.items()}) for sample in run.samples]
+    told = find(replace(run, samples=busy)).told
+    assert told["other_programs"] == {"cores": "0-1", "busy": pytest.approx(1.0), "ours": pytest.approx(0.58), "share": pytest.approx(0.42)}
+    first, *others = told["verdict"]["in_words"]
+    assert first.startswith("Other programs took 42% of the time of cores 0-1")
+    assert not any("of what the hardware allows" in words for words in others)
+    assert any("not judged" in row[-1] for row in report.bound_rows(told))
+    assert "Other programs" not in " ".join(find(run).told["verdict"]["in_words"])
+
+
+def test_a_short_run_says_so() -> None:
+    assert find(made_up_run(rounds=12)).told["verdict"]["in_words"][0].startswith("Only 12 rounds in 0.5")
+    assert not any(words.startswith("Only") for words in find(made_up_run()).told["verdict"]["in_words"])
+
+
+def test_what_messages_wait_for_while_the_draft_grows_ahead_is_told_apart() -> None:
+    pieces = [
+        Slice("coordinator", "link", 0, 3 * MS, 1, 1),
+        Slice("draft", "grow", MS, 2 * MS, 1, 1),
+        Slice("draft", "prepare", 2 * MS, 5 * MS, 1, 1),
+        Slice("coordinator", "link", 8 * MS, 9 * MS, 1, 2),
+        Slice("draft", "draft", 8 * MS, 10 * MS, 1, 2),
+    ]
+    assert timeline.ahead_on_the_way_ms(pieces, 2) == pytest.approx(1.0)
+    assert timeline.ahead_on_the_way_ms(pieces, 0) is None
+
+
 def test_a_card_gives_joules_a_token_and_a_bus_to_compare_with() -> None:
     told = find(made_up_run(gpu=True)).told
     assert told["energy"]["joules_per_token"] == pytest.approx(sum(told["energy"]["joules"].values()) / told["tokens"])
@@ -546,6 +626,8 @@ def test_a_run_without_a_draft_has_a_report_too() -> None:
     findings = find(made_up_run(nodes=0))
     assert findings.told["tau"] == 1.0
     assert {one["name"] for one in findings.told["verdict"]["advice"]} == {"weights"}
+    assert {name for name, *_ in report.bound_rows(findings.told)} == {"weights read, GB/s", "operations, 10^9/s", "a pass, ms"}
+    assert "peculation" not in " ".join(findings.told["verdict"]["in_words"])
     assert report.page(findings, report.pictures(findings), "made")
 
 
@@ -558,5 +640,5 @@ def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
     text = report.page(findings, drawn, "made")
     outside = [address for address in re.findall(r"https?://[^\"'\s<]+", text) if not address.startswith("http://www.w3.org/")]
     assert not outside
-    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\(", text)
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#of-)", text)
     assert findings.told["title"] in text

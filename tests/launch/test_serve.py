@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -102,6 +103,24 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
     process.terminate()
     assert process.wait(GONE_S) == 0, process.communicate()
     assert_nothing_is_left([*found["pids"].values(), workers["draft"]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")
+def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None:
+    process = start("serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true")
+    found = ready(process)
+    assert set(found["pids"]) == {"coordinator", "http", "unified worker"}
+    body = {**QUESTION, "max_tokens": 24, "seed": 3}
+    before = ask(found["url"], body=body)
+    assert before[0] == 200, before
+    os.kill(found["pids"]["unified worker"], signal.SIGKILL)
+    told(process, "the unified worker was killed by SIGKILL; it is started again in 0.5 s")
+    told(process, "the unified worker is ready again")
+    after = ask(found["url"], body=body)
+    assert after[0] == 200, after
+    assert after[1]["choices"] == before[1]["choices"]
+    assert after[1]["metrics"]["accepted_tokens"] > 0
 
 
 @pytest.mark.slow

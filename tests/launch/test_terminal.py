@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from dovetail.launch import cli
+from dovetail.launch import cli, terminal
 from dovetail.launch.bench_csv import COLUMNS as CSV_COLUMNS
-from dovetail.launch.bench_table import COLUMNS, SWEPT
+from dovetail.launch.bench_table import COLUMNS, SWEPT, show
 from dovetail.launch.terminal import beside_each_other, clock_text, counted, explained, progress_bar
 
 
@@ -40,8 +40,8 @@ def everything(reader: int) -> str:
 
 def test_a_bar_on_a_terminal_says_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = pty.openpty()
-    with os.fdopen(writer, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with os.fdopen(writer, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setenv("TERM", "xterm")
         with progress_bar(4, "replies", lambda: 83.4) as step:
             step("a prompt")
@@ -49,6 +49,25 @@ def test_a_bar_on_a_terminal_says_how_long_it_still_takes(monkeypatch: pytest.Mo
     assert "1/4" in shown
     assert "1:23 left" in shown
     assert "a prompt" in shown
+
+
+def test_where_nothing_is_to_be_done_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        with progress_bar(0, "replies") as step:
+            step("")
+    assert everything(reader) == ""
+
+
+def test_a_bar_without_a_forecast_says_how_long_it_takes_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setenv("TERM", "xterm")
+        with progress_bar(4, "replies") as step:
+            step("a prompt")
+    assert re.search(r"-:-- left|\d:\d\d left", everything(reader))
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +94,30 @@ def test_a_duration_is_told_as_a_clock_shows_it(seconds: float | None, text: str
 def test_columns_that_do_not_fit_follow_below_beside_the_first_again(widths: list[int], most: int, expected: list[list[int]]) -> None:
     assert beside_each_other(widths, most) == expected
     assert sorted({column for columns in expected for column in columns}) == list(range(len(widths)))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_table_of_a_bench_has_a_line_a_row_what_matters_most_first_and_no_column_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setattr(terminal, "WIDTH_WITHOUT_TERMINAL", width)
+    row: dict[str, object] = {"prompts": "prompts", "temperature": 0.0, "tokens_per_s": 124.04, "tau": 5.0771}
+    row |= {"speedup": 2.18, "speedup_low": 1.85, "speedup_high": 2.55, "verified_tokens": 157, "calls": 10, "draft_share": 0.06, "verify_share": 0.76}
+    row |= {"hit_rate": 0.88, "plain_share": 0.01, "peak_rss_mb": 1396.0, "predicted_tokens_per_s": 123.2}
+    rows = [{**row, "method": "none"}, {**row, "method": "small"}]
+    show({"rows": rows, "passes": [{"ratio": 1.93}] * 2, "differences": [], "prompts": [], "medians": [], "peers": [], "against": []})
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= width
+    tables = [line.split() for line in shown if line.strip().startswith("method")]
+    assert [name for table in tables for name in table if name not in ("method", "prompts", "T")] == [*COLUMNS][3:]
+    assert all(table[:3] == ["method", "prompts", "T"] for table in tables)
+    assert "differ" in tables[0]
+    lines = [line for line in shown if line.strip().startswith("small")]
+    assert len(lines) == len(tables)
+    assert "2.18 (1.85-2.55)" in lines[0]
+    assert " 5.08 " in lines[0]
+
+
+def test_columns_that_say_whose_a_row_is_stand_in_every_table() -> None:
+    assert beside_each_other([6, 6, 10, 10, 10], 40, keys=2) == [[0, 1, 2, 3], [0, 1, 4]]
+    assert beside_each_other([6, 6], 5, keys=2) == [[0, 1]]

@@ -484,6 +484,8 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
     for opening in (lambda: open_hub(f"ipc://{folder}/socket"), lambda: open_link(f"ipc://{folder}/socket", role="draft")):
         with pytest.raises(UserError, match=f"the folder {folder} of the socket is open to others: choose a path in a folder that only you can enter"):
             opening()
+    with pytest.raises(UserError, match=f"nobody listens at ipc://{folder}/socket, and no coordinator would"):
+        open_link(f"ipc://{folder}/socket", role="client")
     assert list(folder.iterdir()) == []
 
 

@@ -87,6 +87,33 @@ def test_a_worker_was_busy_for_the_share_of_the_time_in_between() -> None:
     assert (shown["busy"], shown["waiting"], shown["cores"]) == (0.75, "draft", "0-2,5")
 
 
+def test_what_is_busy_ahead_is_what_no_round_waited_for() -> None:
+    """Two rounds of the last seconds waited a millisecond each for the draft; the target's share is not told."""
+    at = (NOW - S, NOW)
+    rounds = [seen(round_(when), at_ns=when, workers=(worker(when, 0),)) for when in at]
+    draft = WORKER.model_copy(update={"name": "draft", "roles": ("draft",)})
+    lately = Lately()
+    lately.hear(STATE.model_copy(update={"workers": (draft, draft.model_copy(update={"name": "other"}), WORKER.model_copy(update={"roles": ("target",)}))}))
+    for message in rounds:
+        lately.see(message)
+    lately.see(seen(at_ns=NOW + S))
+    assert {one["name"]: one["waited_for"] for one in lately.view()["workers"]} == {"draft": 0.001, "other": 0.0, WORKER.name: None}
+
+
+def test_what_is_beyond_the_end_of_a_reply_is_not_counted() -> None:
+    cut = round_(NOW, parents=(-1, 0, 1, 2), verified=4, accepted=(0, 1, 2, 3))
+    cut = cut.model_copy(update={"record": cut.record.model_copy(update={"committed": 2})})
+    shown = picture(seen(cut))
+    assert (shown["figures"]["tau"], shown["figures"]["acceptance_rate"], shown["sessions"][0]["length"]) == (2.0, 0.5, cut.record.prefix + 2)
+
+
+@pytest.mark.parametrize(("degraded", "state"), [(False, "alone"), (True, "off")])
+def test_a_draft_that_nobody_wanted_is_no_fault_and_one_that_was_lost_is(degraded: bool, state: str) -> None:
+    lately = Lately()
+    lately.hear(STATE.model_copy(update={"workers": (WORKER.model_copy(update={"roles": ("target",)}),), "degraded": degraded}))
+    assert lately.view()["speculation"]["state"] == state
+
+
 def test_a_worker_that_has_not_said_anything_yet_and_its_successor_are_not_taken_for_busy() -> None:
     shown = picture(seen(workers=(worker(0, 0),)), seen(workers=(worker(NOW, 7 * S),)))["workers"][0]
     assert (shown["busy"], shown["history"]) == (None, [])

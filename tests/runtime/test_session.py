@@ -393,3 +393,25 @@ def test_a_reply_names_the_targets_that_differ_in_the_order_in_which_they_served
     session.recovered("three")
     result = session.result(30, "cancelled")
     assert (result.fingerprint, result.fingerprints, result.moves) == ("one", ("one", "two", "one"), 4), "the third has not said anything"
+
+
+@pytest.mark.parametrize(("max_tokens", "bonus", "committed"), [(9, 8, None), (9, END, None), (3, 8, 2)])
+def test_the_record_of_the_last_round_says_how_much_of_its_path_is_in_the_reply(max_tokens: int, bonus: int, committed: int | None) -> None:
+    session = new_session(max_tokens=max_tokens)
+    session.begin()
+    opened(session)
+    drafted(session, (4, 5, 6), (-1, 0, 1))
+    verdict(session, (0, 1, 2), bonus)
+    assert session.ended is not None
+    record = session.ended.record()
+    assert (record.committed, record.brought, len(session.tokens)) == (committed, committed or 4, 1 + (committed or 4))
+
+
+def test_a_stop_within_the_path_ends_what_its_round_brought() -> None:
+    session = new_session()
+    session.begin()
+    opened(session)
+    drafted(session, (4, END, 6), (-1, 0, 1))
+    verdict(session, (0, 1, 2), 8)
+    assert session.ended is not None
+    assert session.ended.record().brought == 2 == len(session.tokens) - 1

@@ -296,6 +296,7 @@ def _record(m: Any) -> Any:
         verified=2,
         accepted=(0,),
         bonus=1879,
+        committed=1,
         entropy=1.5,
         hit=True,
         grown=40,

@@ -62,8 +62,10 @@ function told(said) {
   picture = said;
   everyMs = 1000 * said.every_s;
   say("live", "live");
+  const keyed = find("key-form").contains(document.activeElement);
   find("key-form").hidden = true;
   find("main").hidden = false;
+  if (keyed) find("main").focus();
   delete find("main").dataset.stale;
   showAll(said);
   again(everyMs);

@@ -4,8 +4,8 @@ import { bytes, element, facts, find, fixed, number, percent, show, span, table 
 import { above, bar, curve } from "./charts.js";
 import { drawTree, legend, treeList, treeWords } from "./tree.js";
 
-const SPECULATION = { on: "is on.", off: "is off:", partly: "is on for some sessions only:", none: "is not possible:", idle: "waits for a request:" };
-const PARTS = { draft: "drafting", verify: "verifying", transport: "transport", queue: "queue", coordinator: "coordinator" };
+const SPECULATION = { on: "is on.", off: "is off:", partly: "is on for some sessions only:", alone: "is not in use:", none: "is not possible:", idle: "waits for a request:" };
+const PARTS = { draft: "drafting", verify: "verifying", transport: "on the way", queue: "queue", coordinator: "coordinator" };
 const SHOWN_DECISIONS = 10;
 
 export function showAll(picture) {
@@ -50,21 +50,23 @@ function figuresOf({ figures, counts }) {
     ["tau", fixed(figures.tau, 2)],
     ["accepted of verified", percent(figures.acceptance_rate)],
     ["nodes a round", fixed(figures.nodes_a_round, 1)],
-    ["roots foreseen", percent(figures.hit_rate)],
+    ["hit: root foreseen", percent(figures.hit_rate)],
     ["rounds without a tree", percent(figures.plain_share)],
     ["sessions running", number(counts.sessions)],
-    ["finished, failed", `${number(counts.finished)}, ${number(counts.failed)}`],
+    ["finished, failed so far", `${number(counts.finished)}, ${number(counts.failed)}`],
   ];
 }
 
 const deviceOf = (window) => (worker) => {
   const shares = worker.history.map(([, share]) => share);
   const mean = shares.length ? shares.reduce((sum, share) => sum + share, 0) / shares.length : null;
-  const waits = worker.busy === null ? "" : worker.waiting === "" ? "works" : worker.waiting === "no work" ? "has no work" : `waits for ${worker.waiting}`;
+  const doing = worker.waiting === "" ? "works" : worker.waiting === "no work" ? "has no work" : `waits for the ${worker.waiting}`;
+  const ahead = worker.busy && worker.waited_for !== null && worker.waited_for < worker.busy;
+  const notes = worker.busy === null ? [] : [ahead && `of it waited for ${percent(worker.waited_for)}, else ahead`, `just now it ${doing}`];
   return {
     title: [worker.name, worker.device].filter(Boolean).join(" · "),
-    value: percent(worker.busy),
-    note: waits,
+    value: worker.busy === null ? "–" : `busy ${percent(worker.busy)}`,
+    note: notes.filter(Boolean).join(" · "),
     points: worker.history,
     top: 1,
     topWords: "0 to 100 %",
@@ -96,7 +98,7 @@ function partBars(parts) {
 }
 
 function sessionTable(sessions) {
-  const columns = [["session", true], ["draft", false], ["target", false], ["tokens", true], ["rounds", true], ["tau", true], ["accepted", true], ["tokens/s", true], ["last round", true]];
+  const columns = [["session", true], ["draft", false], ["target", false], ["length", true], ["round", true], ["tau", true], ["accepted", true], ["tokens/s", true], ["last round", true]];
   const rows = sessions.map((s) => [
     number(s.session), s.draft || "none", s.target, number(s.length), number(s.round), fixed(s.tau, 2), percent(s.acceptance_rate), fixed(s.tokens_per_s, 1),
     s.quiet_s < 2 ? "now" : `${number(s.quiet_s, 0)} s ago`,
@@ -108,7 +110,7 @@ function workerFacts(worker) {
   const standing = ["standby", "leaving", "stuck"].filter((word) => worker[word]);
   const clock = worker.clock_bound_us === null ? "clock not compared yet" : `clock known within ± ${number(worker.clock_bound_us, 0)} µs`;
   const link = [
-    worker.round_trip_us === null ? "round trip not measured yet" : `round trip ${number(worker.round_trip_us, 0)} µs`,
+    worker.round_trip_us === null ? "round trip not measured yet" : `round trip at best ${number(worker.round_trip_us, 0)} µs`,
     clock,
     worker.bytes_per_round === null ? "no round yet" : `${bytes(worker.bytes_per_round)} a round`,
     worker.feature_bytes ? `of it ${bytes(worker.feature_bytes)} of features a token` : "",
@@ -146,7 +148,7 @@ function workerCards(workers) {
 }
 
 function pairTable(pairs) {
-  const columns = [["draft", false], ["target", false], ["drafting", false], ["rounds", true], ["foreseen", true], ["gamma", true], ["tokens/s", true], ["alone", true], ["predicted", true], ["hops µs", true]];
+  const columns = [["draft", false], ["target", false], ["drafting", false], ["rounds", true], ["hit", true], ["gamma", true], ["tokens/s", true], ["alone", true], ["predicted", true], ["hops µs", true]];
   const rows = pairs.map((p) => [
     p.draft, p.target, p.speculating ? "on" : "off", number(p.rounds), percent(p.hit_rate), fixed(p.gamma, 1),
     fixed(p.tokens_per_s, 1), fixed(p.alone_tokens_per_s, 1), fixed(p.predicted_tokens_per_s, 1), number(p.hops_us, 0),
@@ -160,7 +162,7 @@ function aboutOf({ coordinator, server, counts, shown }) {
     ["epoch", coordinator.epoch, "mono"],
     ["server", `dovetail ${server.version}, pid ${server.pid}`],
     ["tokens", `${number(counts.completion_tokens)} written, ${number(counts.prompt_tokens)} read, ${number(counts.reused_tokens)} of them kept from before`],
-    ["rounds", number(counts.rounds)],
+    ["rounds", `${number(counts.rounds_of_finished)} of replies that have ended`],
     ["waiting", counts.waiting || counts.opening ? `${counts.opening} prompts being read, ${counts.waiting} sessions wait for a target` : "nobody"],
     ["dropped", `${number(counts.stale)} stale, ${number(counts.refused)} refused`],
     ["texts", shown === "full" ? "shown" : "not shown (http.dashboard)"],

@@ -111,7 +111,7 @@ export function treeWords(tree) {
   if (tree === null) return "";
   const more = tree.offered > tree.parents.length ? `, the best ${tree.parents.length} drawn` : "";
   const drafted = tree.offered ? `${tree.offered} nodes offered, ${tree.verified} verified, ${tree.accepted} accepted${more}` : "nothing was drafted";
-  return `session ${tree.session}, round ${tree.round}: ${drafted}${tree.hit ? ", root foreseen" : ""}`;
+  return `session ${tree.session}, round ${tree.round}: ${drafted}${tree.hit ? ", a hit" : ""}`;
 }
 
 export function treeList(tree) {
