@@ -43,7 +43,7 @@ WORDS = {
     "unaccounted": "of the time between two verdicts, what is in no part",
     "tokens/s": "of the rounds, without reading prompts; of one reply at a time",
     "tau": "tokens that a round adds to its reply",
-    "T_V, T_T": "a pass of the target over a tree; over one row",
+    "T_V, T_T": "a pass of the target over a tree; a round without any",
     "hit": "the next root was in the tree, and its subtree was kept",
     "bubble": "a stretch of a round in which neither draft nor target works",
     "clock within": "by how much another machine's spans may be misplaced",

@@ -16,8 +16,8 @@ Picture = dict[str, Any]
 
 PAGES = ("overview", "tree", "sessions", "workers")
 BLOCKS = " ▁▂▃▄▅▆▇█"
-BAR = 10
-TREND, WIDE_TREND = 16, 48
+BAR = 8
+TREND, WIDE_TREND = 14, 48
 """Characters of a curve; each is a sample, about a second."""
 SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7
 MARKS = {"a": ("✓", "accepted", "bold green"), "r": ("✗", "rejected", "red"), "n": ("·", "not verified", "dim"), "b": ("★", "bonus", "bold magenta")}

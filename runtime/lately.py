@@ -62,7 +62,7 @@ class Second:
         self.drafted += record.verified
         self.accepted += accepted
         self.plain += not record.verified
-        self.hits += record.hit
+        self.hits += record.hit and record.verified > 0
         count_depths(self.at_depth, accepted)
         self.drafting_ns[seen.draft] += record.draft_ns
         for place, part in enumerate(PARTS):

@@ -178,8 +178,8 @@ class Bounds:
 
     @property
     def most_speedup(self) -> float:
-        """tau T_T / T_V: with drafting and messages for nothing."""
-        return self.tau * self.t_t_s / self.t_v_s
+        """tau T_T / T_V, where T_T is a round of the target alone, its messages included: with drafting and messages for nothing."""
+        return self.tau * self.alone_s / self.t_v_s
 
     @property
     def overlap_gain(self) -> float:

@@ -419,8 +419,9 @@ def _bus(evidence: Evidence) -> float | None:
 
 def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[str]:
     if others is not None and disturbed(others):
+        cores = f"{'cores' if set(others['cores']) & set('-,') else 'core'} {others['cores']}"
         yield (
-            f"Other programs took {others['share']:.0%} of the time of {'cores' if set(others['cores']) & set('-,') else 'core'} {others['cores']}, and the processes of this run {others['ours']:.0%}: "
+            f"Other programs took {others['share']:.0%} of the time of {cores}, and the processes of this run {others['ours']:.0%}: "
             "all figures hold for a machine that is as busy, and what the hardware allows is not judged."
         )
     if len(evidence.rounds) < FEW:

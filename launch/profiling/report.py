@@ -239,7 +239,7 @@ def bound_rows(told: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     rows = []
     if b["drafted"]:
         rows += [
-            ("speed-up over the target alone", f"{b['speedup']:.2f}", f"{b['most_speedup']:.2f}", "tau T_T / T_V"),
+            ("speed-up over the target alone", f"{b['speedup']:.2f}", f"{b['most_speedup']:.2f}", "tau T_T / T_V (T_T with its messages)"),
             ("gain of drafting ahead", f"{b['overlap_gain']:.2f}", f"{b['most_overlap_gain']:.2f}", "1 + min / max of the two phases"),
         ]
     if b.get("pass"):

@@ -183,7 +183,7 @@ def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(house: Backend
     with screen(environment, "--connect", house.address) as shown:
         before = termios.tcgetattr(shown.terminal)
         shown.until("live")
-        shown.until("waits for")
+        shown.until("just now")
         shown.press("\x1b[C")
         shown.until("tree of session")
         shown.press("\x1b[D\x1b[D")
@@ -203,7 +203,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(house: Backend, environment: dic
     for end, code in (("\x03", 0), ("", 143)):
         with screen(environment, "--connect", house.address) as shown:
             before = termios.tcgetattr(shown.terminal)
-            shown.until("waits for")
+            shown.until("just now")
             if end:
                 shown.press(end)
             else:
@@ -216,7 +216,7 @@ def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(environment:
     with backend() as first:
         address = first.address
         with screen(environment, "--connect", address) as shown:
-            shown.until("waits for")
+            shown.until("just now")
             first.close()
             shown.until("LOST")
             with backend(address=address, target=False, draft=False):

@@ -107,6 +107,12 @@ def test_what_is_beyond_the_end_of_a_reply_is_not_counted() -> None:
     assert (shown["figures"]["tau"], shown["figures"]["acceptance_rate"], shown["sessions"][0]["length"]) == (2.0, 0.5, cut.record.prefix + 2)
 
 
+def test_a_foreseen_root_of_a_round_without_a_tree_is_no_hit() -> None:
+    drafted, plain = round_(NOW, number=1), round_(NOW, number=2, verified=0, accepted=())
+    hits = [one.model_copy(update={"record": one.record.model_copy(update={"hit": True})}) for one in (drafted, plain)]
+    assert picture(seen(*hits))["figures"]["hit_rate"] == 1.0
+
+
 @pytest.mark.parametrize(("degraded", "state"), [(False, "alone"), (True, "off")])
 def test_a_draft_that_nobody_wanted_is_no_fault_and_one_that_was_lost_is(degraded: bool, state: str) -> None:
     lately = Lately()

@@ -30,7 +30,8 @@ export function curve({ title, value, note, points, top, topWords, window, summa
   return element(
     "div",
     { class: "chart" },
-    element("div", { class: "chart-head" }, element("h3", {}, title), note && element("span", { class: "quiet" }, note), element("strong", {}, value)),
+    element("div", { class: "chart-head" }, element("h3", {}, title), element("strong", {}, value)),
+    note && element("p", { class: "quiet" }, note),
     drawing,
     element("div", { class: "axis quiet", "aria-hidden": "true" }, element("span", {}, `${window} s ago`), element("span", {}, topWords), element("span", {}, "now")),
   );

@@ -62,7 +62,7 @@ const deviceOf = (window) => (worker) => {
   const mean = shares.length ? shares.reduce((sum, share) => sum + share, 0) / shares.length : null;
   const doing = worker.waiting === "" ? "works" : worker.waiting === "no work" ? "has no work" : `waits for the ${worker.waiting}`;
   const ahead = worker.busy && worker.waited_for !== null && worker.waited_for < worker.busy;
-  const notes = worker.busy === null ? [] : [ahead && `of it waited for ${percent(worker.waited_for)}, else ahead`, `just now it ${doing}`];
+  const notes = worker.busy === null ? [] : [`just now it ${doing}`, ahead && `rounds wait for ${percent(worker.waited_for)} of the time, what else it does is ahead`];
   return {
     title: [worker.name, worker.device].filter(Boolean).join(" · "),
     value: worker.busy === null ? "–" : `busy ${percent(worker.busy)}`,
