@@ -130,6 +130,17 @@ class SharedDrafter(Drafter):
         self._attach(session, [*session.log, *tokens])
         return super().draft(session, accepted, bonus, shape, deadline_ns, more=more, price=price, ahead=ahead)
 
+    def grow_ahead(self, session: DraftSession) -> bool:
+        """As `Drafter.grow_ahead`, as long as the target has the session: what it lent ends with that, and may be another session's by then."""
+        assert isinstance(session, SharedSession)
+        return self._is_lent(session) and super().grow_ahead(session)
+
+    def _is_lent(self, session: SharedSession) -> bool:
+        try:
+            return self.borrow(session.number).cache is session.cache
+        except RequestError:
+            return False
+
     def _attach(self, session: SharedSession, log: Sequence[int]) -> None:
         """Take the target's cache; what is in the tree has its rows in the one that was taken before."""
         lent = self.borrow(session.number)

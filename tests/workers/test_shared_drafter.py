@@ -133,6 +133,19 @@ def test_without_the_targets_session_nothing_is_drafted(llama: LanguageModel) ->
         pair.engine.draft(pair.session, (), 5, SHAPE)
 
 
+def test_nothing_grows_ahead_in_a_cache_whose_session_the_target_has_ended(llama: LanguageModel) -> None:
+    pair = Pair(llama, Sampling())
+    pair.engine.draft(pair.session, (), pair.log[-1], CHAIN, ahead=True)
+    cache = pair.session.cache
+    pair.verifier.close(1)
+    pair.open_target(PROMPT)  # the rows behind it may be anybody's by now
+    rows = pair.session.tree.rows_used
+    before = [cache_row(cache, slot) for slot in range(cache.length, pair.session.first + 1 + rows)]
+    assert not pair.engine.grow_ahead(pair.session)
+    assert pair.session.tree.rows_used == rows
+    assert all(torch.equal(row, cache_row(cache, slot)) for slot, row in enumerate(before, start=cache.length))
+
+
 def test_a_target_that_has_another_log_is_told_apart(llama: LanguageModel) -> None:
     pair = Pair(llama, Sampling())
     other = (pair.log[-1] + 1) % VOCABULARY
