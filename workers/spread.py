@@ -21,12 +21,10 @@ from dovetail.workers.models.fused import VERSION
 from dovetail.workers.models.placement import (
     WEIGHT_BYTES,
     Demand,
-    Place,
     Placement,
-    Sizes,
+    all_on_cpu,
     coded_bytes,
     has_sizes,
-    host_bytes,
     needed_bytes,
     place_layers,
     reader_bytes,
@@ -51,6 +49,8 @@ class Spread:
     """Rows of a prompt from which on the reader reads it."""
     room: int | None
     """Bytes of a device that the target may take in all; None: whatever there is."""
+    host_room: int | None = None
+    """Bytes of the host's memory that there are; None: no limit was set."""
     placement: Placement | None = None
     beside: int = 0
     """Bits of the codes of a substitute of all layers that the device has to hold too; 0: there is none."""
@@ -64,7 +64,7 @@ class Spread:
         demand = self.demand
         if demand is not None and self.beside and demand.device_bytes is not None:
             demand = replace(demand, device_bytes=demand.device_bytes - coded_bytes(sizes, weights, self.beside))
-        self.placement = _all_on_cpu(sizes) if demand is None else place_layers(sizes, demand)
+        self.placement = all_on_cpu(sizes, self.host_room) if demand is None else place_layers(sizes, demand)
         if self.reader is not None and not self.placement.first:
             raise SettingsError(f"target.prefill = {self.reader.name!r} reads prompts for layers on the CPU, and there are none: leave it out")
         left = None if self.room is None else self.room - self.placement.device_bytes
@@ -123,7 +123,7 @@ def spread_of(
         _refuse_unused(settings, memory)
         return None
     room = _room(memory, reader) if reader is not None and _is_gpu(reader) else memory.vram_bytes
-    return Spread(None if own is None else _demand(settings, memory, own), own, reader, reads_from, room, beside=beside)
+    return Spread(None if own is None else _demand(settings, memory, own), own, reader, reads_from, room, host_room=memory.ram_bytes, beside=beside)
 
 
 def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]:
@@ -189,10 +189,6 @@ def _refuse_unused(settings: TargetSettings, memory: MemorySettings) -> None:
                 f"memory.{name} = {value!r} is for a target of which a GPU computes layers, or reads prompts (target.device, target.split, target.prefill), "
                 "and of this one none does: leave it out"
             )
-
-
-def _all_on_cpu(sizes: Sizes) -> Placement:
-    return Placement("cpu", (Place.CPU,) * sizes.layers, 0, host_bytes(sizes, 0, 0))
 
 
 def _is_gpu(device: Device | None) -> bool:

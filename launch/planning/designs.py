@@ -31,10 +31,11 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
         raise CheckpointError(f"the {what} {folder} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{folder / 'config.json'} is no JSON: take the one that belongs to the model") from None
     if not isinstance(config, dict) or not has_sizes(config):
-        raise CheckpointError(f"{folder / 'config.json'} does not say how large the model is (hidden_size, num_hidden_layers, intermediate_size ...)")
+        names = "hidden_size, num_hidden_layers, num_attention_heads ..."
+        raise CheckpointError(f"{folder / 'config.json'} does not say how large the model is, or has a number that no model can have ({names})")
     return config
 
 

@@ -94,6 +94,25 @@ def test_a_configuration_without_sizes_is_told_from_one_with_them() -> None:
         assert not has_sizes({key: value for key, value in LLAMA_7B.items() if key != name})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": 0},
+        {"num_hidden_layers": -1},
+        {"num_attention_heads": True},
+        {"num_key_value_heads": [4]},
+        {"num_key_value_heads": 5},
+        {"head_dim": {"a": 1}},
+        {"head_dim": -4},
+        {"vocab_size": 1 << 40},
+        {"intermediate_size": "11008"},
+    ],
+    ids=str,
+)
+def test_a_configuration_with_numbers_that_no_model_has_is_one_without_sizes(wrong: dict[str, object]) -> None:
+    assert not has_sizes({**LLAMA_7B, **wrong})
+
+
 @needs_kernels
 @pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("half", torch.float16), ("int8", torch.float32)])
 @pytest.mark.parametrize("family", FAMILIES)

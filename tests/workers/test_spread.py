@@ -55,6 +55,12 @@ def test_the_settings_say_what_is_where() -> None:
     assert places(TargetSettings(split=SplitSettings(device="cpu"))) == [R] * 8
 
 
+def test_a_limit_of_the_hosts_memory_holds_where_a_device_only_reads_prompts() -> None:
+    assert places(TargetSettings(prefill="cpu"), MemorySettings(ram="1GB")) == [C] * 8
+    with pytest.raises(SettingsError, match=r"memory\.ram is"):
+        places(TargetSettings(prefill="cpu"), MemorySettings(ram="1MB"))
+
+
 def test_a_limit_of_the_devices_memory_is_kept() -> None:
     split = places(TargetSettings(split=SplitSettings(device="cpu")), MemorySettings(vram="1953KB"))
     streamed = places(TargetSettings(split=SplitSettings(device="cpu", layers=8)), MemorySettings(vram="2545KB"))

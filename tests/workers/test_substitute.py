@@ -1,6 +1,7 @@
 """The substitute of a small model: what it computes, what is kept of it, and where it cannot be."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from dovetail.workers import kernels
 from dovetail.workers.models import fused
+from dovetail.workers.models.checkpoint import load_tensors, save_tensors
 from dovetail.workers.models.fused import BlockedCache
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.quantize import quantise
@@ -100,6 +102,18 @@ def test_a_layer_whose_file_is_not_whole_is_quantised_again(folder: Path, tmp_pa
     (made.folder / "tmpabc" / second.name).write_bytes(b"half of it")  # what a process that was killed left
     assert load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[1].made == 2
     assert load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[1].made == 0
+
+
+@pytest.mark.parametrize("damage", [Tensor.double, Tensor.int, lambda scales: torch.full_like(scales, torch.nan)], ids=["double", "int", "nan"])
+def test_a_layer_whose_scales_are_of_another_type_or_no_numbers_is_quantised_again(folder: Path, tmp_path: Path, damage: Callable[[Tensor], Tensor]) -> None:
+    whole, made = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
+    assert made.folder is not None
+    file = min(made.folder.iterdir())
+    tensors = load_tensors(file)
+    save_tensors(file, {name: damage(content) if name.endswith("scales") else content for name, content in tensors.items()})
+    again, mended = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
+    assert mended.made == 1
+    assert torch.equal(logits(again), logits(whole))
 
 
 def test_where_nothing_can_be_kept_it_is_made_anew_each_time(folder: Path, tmp_path: Path) -> None:

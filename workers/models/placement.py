@@ -32,6 +32,8 @@ WIDENED_BYTES = 64 << 20
 """Of a 16-bit matrix on a GPU, so much is in fp32 at a time (`device_layer.py`)."""
 PACKED_LAYERS = 2
 """While a model is loaded one layer is there as it was stored and as it is packed, before it lies where it stays."""
+MOST = 1 << 24
+"""Of any number of a config.json: none of a model that there is comes near."""
 GPT2 = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 
 
@@ -71,9 +73,20 @@ class Sizes:
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says what `sizes_of` asks."""
-    names = GPT2.values() if config.get("model_type") == "gpt2" else (*GPT2, "intermediate_size")
-    return all(isinstance(config.get(name), int) for name in (*names, "vocab_size"))
+    """Whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
+    gpt2 = config.get("model_type") == "gpt2"
+    needed = [config.get(name) for name in (*(GPT2.values() if gpt2 else (*GPT2, "intermediate_size")), "vocab_size")]
+    optional = [config.get(name) for name in (("n_inner",) if gpt2 else ("num_key_value_heads", "head_dim"))]
+    if not all(map(_is_size, needed)) or not all(value is None or _is_size(value) for value in optional):
+        return False
+    heads = config[GPT2["num_attention_heads"] if gpt2 else "num_attention_heads"]
+    hidden = config[GPT2["hidden_size"] if gpt2 else "hidden_size"]
+    fits = hidden >= heads if gpt2 or not config.get("head_dim") else True
+    return bool(fits and heads % (1 if gpt2 else config.get("num_key_value_heads") or heads) == 0)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def sizes_of(config: Mapping[str, Any], weights: str) -> Sizes:
@@ -184,13 +197,22 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
             f"{demand.device} would need {_gb(needed)} for {resident} of {computed} layers resident, the head, a pass and {_rows(sizes)} tokens, "
             f"and memory.vram leaves {_gb(demand.device_bytes)}: give the device fewer layers (target.split.layers, target.resident), or raise memory.vram"
         )
+    return Placement(demand.device, places, needed, _on_host(sizes, computed, resident, demand.host_bytes))
+
+
+def all_on_cpu(sizes: Sizes, limit: int | None) -> Placement:
+    """Every layer on the CPU; `SettingsError` where they take more of the host's memory than `limit` bytes."""
+    return Placement("cpu", (Place.CPU,) * sizes.layers, 0, _on_host(sizes, 0, 0, limit))
+
+
+def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> int:
     host = host_bytes(sizes, computed, resident)
-    if demand.host_bytes is not None and host > demand.host_bytes:
+    if limit is not None and host > limit:
         raise SettingsError(
-            f"{sizes.layers - resident} layers, the embedding and a pass take {_gb(host)} of the host's memory, and memory.ram is {_gb(demand.host_bytes)}: "
+            f"{sizes.layers - resident} layers, the embedding and a pass take {_gb(host)} of the host's memory, and memory.ram is {_gb(limit)}: "
             "keep more of them on a device (target.resident), take smaller weights (target.weights), or raise memory.ram"
         )
-    return Placement(demand.device, places, needed, host)
+    return host
 
 
 def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda:0") -> int:

@@ -88,6 +88,10 @@ class Substitutes:
         shapes = ((rows, groups * GROUP * self._bits // 8), (rows, groups), (rows, groups))
         if tuple(map(tuple, (content.shape, scales.shape, offsets.shape))) != shapes:
             raise ValueError(f"{name} has other shapes")
+        if (content.dtype, scales.dtype, offsets.dtype) != (torch.uint8, torch.float16, torch.float16):
+            raise ValueError(f"{name} has other types")
+        if not (scales.isfinite().all() and offsets.isfinite().all()):
+            raise ValueError(f"{name} has scales that are no numbers")
         return Codes(self._bits, part.in_features, from_bytes(content, self._bits), scales, offsets)
 
     def _keep(self, found: Mapping[str, Codes], index: int) -> None:
