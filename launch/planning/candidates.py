@@ -56,8 +56,8 @@ class Candidate:
         return Draft(name, level_s, self._own_bytes, 0, self.acceptance.tokens, self.trees, proposal_s, shares=True)
 
     def _own_bytes(self, resident: int) -> int:
-        """Codes of all layers, for which a worker leaves room, whatever stays there of the target (`workers/spread.py`)."""
-        return self.size.layers * self.size.layer_bytes
+        """As many as a worker leaves room for, whatever stays there of the target (`workers/spread.py`)."""
+        return self.size.shared_bytes
 
 
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:
@@ -117,7 +117,9 @@ class Reader:
         bits = BITS.get(weights, 4)
         settings: dict[str, Any] = {"kind": "substitute"} | ({"weights": weights} if weights in BITS else {})
         lacks = "" if find_spec("hqq") is not None else HQQ
-        return self._candidate("substitute", f"substitute of {bits} bits", substitute_size(self._target, bits), settings, lacks=lacks)
+        return self._candidate(
+            "substitute", f"substitute of {bits} bits", substitute_size(self._target, bits, self._configuration.settings.target.weights), settings, lacks=lacks
+        )
 
     def _to_be_trained(self, kind: str) -> Iterator[Candidate]:
         for blocks in range(1, len(BLOCKS) + 1 if kind == "dovetail" else 2):

@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.runtime.planner import Target
-from dovetail.workers.models.placement import WEIGHT_BYTES, cache_bytes, has_sizes, host_bytes, needed_bytes, pass_bytes, sizes_of
+from dovetail.workers.models.placement import WEIGHT_BYTES, cache_bytes, coded_bytes, has_sizes, host_bytes, needed_bytes, pass_bytes, sizes_of
 
 HALF = 2
 """Bytes of a draft's number."""
@@ -110,6 +110,8 @@ class DraftSize:
     other_bytes: int
     beside_bytes: int
     """What is there and not read in every pass: embedding, keys and values, a pass."""
+    shared_bytes: int = 0
+    """Of a substitute: what it takes in one process with its target, whose worker leaves room for so much."""
 
     @property
     def pass_bytes(self) -> int:
@@ -139,10 +141,11 @@ def _in_16_bits(own: Design, layers: int, fusion: int) -> DraftSize:
     return DraftSize(layers, own.block, other, own.block * HALF, other * HALF, own.working_bytes(layers))
 
 
-def substitute_size(target: Design, bits: int) -> DraftSize:
-    """A target's own layers in a few bits, and its head in 16."""
+def substitute_size(target: Design, bits: int, weights: str) -> DraftSize:
+    """A target's own layers in a few bits, and its head in 16; `weights`: the target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
-    return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, target.working_bytes(target.layers))
+    shared = coded_bytes(sizes_of(target.config, weights), weights, bits)
+    return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, target.working_bytes(target.layers), shared)
 
 
 def weight_bytes(weights: str) -> int:
