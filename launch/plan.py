@@ -15,12 +15,12 @@ import click
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.embedded import with_target
 from dovetail.launch.planning.acceptance import Recorded
-from dovetail.launch.planning.alternatives import KINDS, Alternative, Offered, alternatives
-from dovetail.launch.planning.candidates import Candidate, Reader
+from dovetail.launch.planning.alternatives import KINDS, Alternative, Offered, alternatives, names_of
+from dovetail.launch.planning.candidates import UNTRAINED, Candidate, Reader
 from dovetail.launch.planning.designs import Design, config_of, read_config
 from dovetail.launch.planning.here import Here, look_here
 from dovetail.launch.planning.prices import Hardware, Prices, described, level, price
-from dovetail.launch.planning.telling import flags, placement, settings, told, toml, verdict, why
+from dovetail.launch.planning.telling import figure, flags, placement, settings, told, toml, verdict, why
 from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.launch.terminal import explained, note, print_table, progress_bar, spinner
@@ -69,7 +69,8 @@ def command(
     with progress_bar(KINDS * max(1, len({one.kind for one in candidates})), "placements") as step:
         every = found.search(candidates, step)
     if not every:
-        raise UserError(f"nothing fits: the target needs more than memory.vram and memory.ram leave it ({found.needs}): take smaller weights, or raise them")
+        less = "take smaller weights (--weights half, int8), or raise them"
+        raise UserError(f"nothing fits: the target needs more than memory.vram and memory.ram leave it ({found.needs}): {less}")
     result = found.result(every)
     if as_json:
         click.echo(json.dumps(result))
@@ -101,6 +102,8 @@ class Subject:
         self.device, self.draft_device, self.weights = device, draft_device, weights
         self.target = design.target(weights, device or GPU)
         self.embedded = self.unnamed = False
+        self.left_out: list[str] = []
+        """Kinds of placements for which there is too little memory."""
         self.prices: Prices = price(hardware, self.target, weights)
         self.here: Here | None = None
         self.levels: dict[str, str] = {}
@@ -117,7 +120,9 @@ class Subject:
     def search(self, candidates: Sequence[Candidate], step: Callable[[str], None]) -> list[Alternative]:
         """All alternatives, the fastest first."""
         offered = [one for candidate in candidates for one in self.offered(candidate)]
-        return alternatives(self.planner, offered, ahead=self.ahead, step=step)
+        found = alternatives(self.planner, offered, ahead=self.ahead, step=step)
+        self.left_out = [name for name in names_of(self.planner, offered) if not any(one.name == name for one in found)]
+        return found
 
     def offered(self, candidate: Candidate) -> list[Offered]:
         """A candidate as drafts: one of its own, and where it can one that shares with the target."""
@@ -158,7 +163,8 @@ class Subject:
         return {
             "machine": self.hardware.title,
             "device": self.device,
-            "device_says": "" if self.device else "there is no GPU here: everything is on the CPU, and a draft on a core of its own",
+            "device_says": "" if self.device else self._without_device(),
+            "left_out": list(self.left_out),
             "weights": self.weights,
             "layers": self.target.layers,
             "limits": {"vram_gb": _giga(self.hardware.device_bytes), "ram_gb": _giga(self.hardware.host_bytes)},
@@ -169,6 +175,12 @@ class Subject:
             "at_once": ready,
             "verdict": verdict(every, self.weights, self.target.layers * self.target.layer + self.target.head, link, self.target.layer),
         }
+
+    def _without_device(self) -> str:
+        said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
+        if self.configuration.settings.memory.vram == "auto":
+            return said
+        return f"{said}; memory.vram limits nothing: --target.split.device=cpu has the CPU stand for a GPU, --machine plans for another machine"
 
     def _settings(self, one: Alternative) -> dict[str, Any]:
         return settings(one, self.device or "cpu", self.draft_device, self.configuration.over("plan", {"target.weights": self.weights}))
@@ -236,12 +248,15 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
     for name, origin in result["origins"].items():
         click.echo(f"{name}: {origin}")
     print_table(tuple(COLUMNS), [_line(one, device) for one in every])
+    if result["left_out"]:
+        click.echo(f"with this memory there is no room for: {', '.join(result['left_out'])}")
     for line in result["verdict"]:
         click.echo(line)
     for line in _lacking(result, model):
         click.echo(line)
     choice = result["choice"]
-    click.echo(f"\nStart it: dovetail generate {model}{flags(choice['settings'])}\nor with --config of a file with\n\n{toml(choice['settings'])}")
+    untrained = " --draft.model=HEAD" if choice["lacks"].startswith(UNTRAINED) else ""
+    click.echo(f"\nStart it: dovetail generate {model}{flags(choice['settings'])}{untrained}\nor with --config of a file with\n\n{toml(choice['settings'])}")
     if result["measurable"]:
         note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")
 
@@ -252,13 +267,13 @@ def _lacking(result: dict[str, Any], model: str) -> list[str]:
         return []
     said = [f"what it lacks: its draft {choice['lacks']}"]
     if ready is not None:
-        said.append(f"at once there is {ready['name']}, {ready['tokens_per_s']:.3g} tokens/s: dovetail generate {model}{flags(ready['settings'])}")
+        said.append(f"at once there is {ready['name']}, {figure(ready['tokens_per_s'])} tokens/s: dovetail generate {model}{flags(ready['settings'])}")
     return said
 
 
 def _line(one: Alternative, device: str) -> tuple[object, ...]:
     option, tree = one.option, one.option.tree
-    rate = f"{one.tokens_per_s:.3g}{'*' if one.played else ''}"
+    rate = f"{figure(one.tokens_per_s)}{'*' if one.played else ''}"
     size = f"{tree.gamma}/{tree.depth}/{tree.width} {tree.policy}" if tree is not None else "-"
     vram = option.device_bytes / 1e9 if option.computed or option.device_bytes else 0.0
     return one.name, placement(one, device), rate, one.tau, size, vram, option.host_bytes / 1e9, why(one)

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -94,11 +95,12 @@ def measure_device(settings: TargetSettings, *, device: str, threads: int, secon
         host, resident = (_parted(bench.curve(place, FEW), bench.curve(place, MORE)) for place in (Place.CPU, Place.RESIDENT))
         streaming = bench.curve(Place.STREAMED, MORE)
     layer = sizes_of(config, settings.weights).layer
+    link = link_gb_s(opened, layer)
     return DeviceCosts(
         device=opened.name,
-        link_gb_s=link_gb_s(opened, layer),
+        link_gb_s=link,
         layer=resident[0],
-        streamed=_each(streaming, lambda rows, taken: (taken - resident[1].at(rows)) / MORE),
+        streamed=_each(streaming, lambda rows, taken: max((taken - resident[1].at(rows)) / MORE, resident[0].at(rows), layer / link / 1e9)),
         head=resident[1],
         host_layer=host[0],
         host_head=host[1],
@@ -147,8 +149,9 @@ def _parted(few: RowsSeconds, more: RowsSeconds) -> tuple[RowsSeconds, RowsSecon
 
 
 def _each(curve: RowsSeconds, change: Callable[[int, float], float]) -> RowsSeconds:
+    """Never less for more rows: what is found otherwise is another program's doing."""
     points = zip(curve.rows, curve.seconds, strict=True)
-    return RowsSeconds(rows=curve.rows, seconds=tuple(max(LEAST_S, change(rows, taken)) for rows, taken in points))
+    return RowsSeconds(rows=curve.rows, seconds=tuple(accumulate((max(LEAST_S, change(rows, taken)) for rows, taken in points), max)))
 
 
 @dataclass(frozen=True)

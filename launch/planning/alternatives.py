@@ -67,6 +67,12 @@ def alternatives(planner: Planner, offered: Sequence[Offered], *, ahead: Callabl
     return sorted((one for one in found if one is not None), key=lambda one: -one.tokens_per_s)
 
 
+def names_of(planner: Planner, offered: Sequence[Offered]) -> list[str]:
+    """Of all kinds of placements that this machine could have, if it had the memory."""
+    plain = [name for name, places in _without_draft(planner) if places]
+    return [*plain, *dict.fromkeys(name for name, places, drafts in _with_draft(planner, offered) if places and drafts)]
+
+
 def _without_draft(planner: Planner) -> Iterator[tuple[str, Places]]:
     yield "target alone", planner.on_cpu()
     yield "split target alone", planner.split()

@@ -25,7 +25,8 @@ BUDGET_DEPTHS = (8, 12, 16, 24)
 BUDGET_WIDTH = 32
 BEAM_WIDTH = 6
 BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
-TRAIN = "has to be trained: dovetail train {kind}{blocks} --target FOLDER"
+UNTRAINED = "has to be trained"
+TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target FOLDER"
 HQQ = "needs hqq: pip install 'dovetail[subspec]'"
 
 
@@ -95,6 +96,9 @@ class Reader:
         if name in ("ngram", "auto"):
             raise UserError(f"--draft {name}: nothing is known of it before it has run; name a kind of {', '.join(HEAD_KINDS)}, small, substitute or a folder")
         if name == "substitute":
+            weights = self._configuration.settings.draft.weights
+            if weights != "auto" and weights not in BITS:
+                raise UserError(f"draft.weights = {weights!r} is for other drafts: a substitute is in {', '.join(BITS)}; set one of these, or leave it out")
             yield self._substitute()
         elif name in DRAFT_KINDS and self._embedded and self._is_embedded(name):
             yield self._folder(with_draft(DraftSettings(kind=name)).model, {"kind": name})

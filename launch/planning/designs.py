@@ -145,7 +145,9 @@ def substitute_size(target: Design, bits: int, weights: str) -> DraftSize:
     """A target's own layers in a few bits, and its head in 16; `weights`: the target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
     shared = coded_bytes(sizes_of(target.config, weights), weights, bits)
-    return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, target.working_bytes(target.layers), shared)
+    held = coded_bytes(sizes_of(target.config, "half"), "half", bits)  # as `preflight.draft_bytes` leaves room for
+    beside = target.working_bytes(target.layers) + max(0, held - target.layers * layer_bytes)
+    return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, beside, shared)
 
 
 def weight_bytes(weights: str) -> int:

@@ -40,7 +40,7 @@ def why(one: Alternative) -> str:
     drafting = f", {_ms(one.draft_s)} of drafting waited for" if option.tree is not None else ""
     bound = {
         "draft": "drafting takes longest",
-        "link": f"the link is busy for {_ms(option.copy_s)} of it",
+        "link": f"the link is busy for {_ms(option.copy_s)} a round",
         "cpu": "layers on the CPU take longest",
         "device": "layers on the device take longest",
     }[option.bound]
@@ -48,7 +48,12 @@ def why(one: Alternative) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * MS:.3g} ms"
+    return f"{figure(seconds * MS)} ms"
+
+
+def figure(value: float) -> str:
+    """Three digits, and no powers of ten."""
+    return f"{value:.3g}" if value < 1000.0 else f"{value:.0f}"
 
 
 def settings(one: Alternative, device: str, draft_device: str, base: Configuration) -> dict[str, Any]:
@@ -92,13 +97,15 @@ def toml(found: Mapping[str, Any]) -> str:
 def verdict(found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int) -> list[str]:
     """Which wins, whether speculation is worth it, and heterogeneous speculation against offloading (Appendix B of the Dovetail paper)."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
-    said = [f"{best.name} wins: {best.tokens_per_s:.3g} tokens/s; {why(best)}"]
+    said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
         worth = "speculation is worth it" if gain >= WORTH else "speculation brings next to nothing here"
-        said.append(f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, {alone.tokens_per_s:.3g} tokens/s)")
+        said.append(f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, {figure(alone.tokens_per_s)} tokens/s)")
     elif alone is not None:
-        said.append("speculation is not worth it here: no draft makes up for its time")
+        fits = any(one.candidate is not None for one in found)
+        cause = "no draft makes up for its time" if fits else "no draft was looked at, or none fits beside the target"
+        said.append(f"speculation is not worth it here: {cause}")
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
     if mixed is not None:
         offloading = _offloading(mixed, found, weights, bytes_read, link, layer_bytes)

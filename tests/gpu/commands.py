@@ -28,6 +28,7 @@ LIMITS = {"facts": 60.0, "margins": 150.0, "offload": 300.0, "tests": 240.0}
 """Of each step; the last one has what is left."""
 SHM = Path("/dev/shm")
 NEEDED_BYTES = 40 << 30
+MOST_GB = 1024
 LAST_WORDS = 12
 """Lines of what a failed step said."""
 TESTS = Path(__file__).resolve().parent.parent
@@ -65,6 +66,8 @@ def main(device: str, vram: str, quick: bool, only: Sequence[str], out: Path | N
         except DovetailError as error:
             raise click.ClickException(str(error)) from error
         return
+    if out is not None and not out.parent.is_dir():
+        raise click.BadParameter(f"--out {out}: there is no folder {out.parent}")
     began = time.monotonic()
     done: list[Step] = []
     with _workplace() as place:
@@ -86,8 +89,8 @@ def _caps(vram: str) -> list[float]:
         caps = [float(part) for part in vram.split(",")]
     except ValueError:
         raise click.BadParameter(f"{vram!r} is no list of GB, such as 8,12,24") from None
-    if min(caps) <= 0:
-        raise click.BadParameter(f"{vram!r}: a cap must be more than 0 GB")
+    if not all(0 < cap < MOST_GB for cap in caps):
+        raise click.BadParameter(f"{vram!r}: a cap lies between 0 and {MOST_GB} GB")
     return caps
 
 

@@ -141,3 +141,16 @@ def test_rounds_that_were_recorded_take_the_place_of_the_assumption(run: Run, pl
     assert named(found, "Dovetail")["played"]
     assert named(found, "Dovetail")["acceptance"].startswith("recorded: 1 replies")
     shutil.rmtree(rounds)
+
+
+def test_what_has_no_room_is_named_and_is_not_called_too_slow(run: Run) -> None:
+    shown = run("plan", "--machine", "dovetail-laptop", "--target-size", "7B", "--memory.ram", "10GB")
+    assert shown.returncode == 0, shown.stderr
+    assert "none fits beside the target" in shown.stdout
+    assert "there is no room for: " in shown.stdout
+
+
+def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(run: Run) -> None:
+    refused = run("plan", "--machine", "subspec-desktop", "--draft", "substitute", "--draft.weights", "fp16")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "draft.weights = 'fp16'" in refused.stderr

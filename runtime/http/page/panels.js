@@ -5,7 +5,7 @@ import { above, bar, curve } from "./charts.js";
 import { drawTree, legend, treeList, treeWords } from "./tree.js";
 
 const SPECULATION = { on: "is on.", off: "is off:", partly: "is on for some sessions only:", alone: "is not in use:", none: "is not possible:", idle: "waits for a request:" };
-const PARTS = { draft: "drafting", verify: "verifying", transport: "on the way", queue: "queue", coordinator: "coordinator" };
+const PARTS = { draft: "drafting", verify: "verifying", transport: "transport", queue: "queue", coordinator: "coordinator" };
 const SHOWN_DECISIONS = 10;
 
 export function showAll(picture) {
