@@ -48,7 +48,8 @@ def draw_bars(title: str, along: str, groups: Sequence[Group], *, level: float |
     """
     names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
     left = MARGIN + min(LABEL, LETTER * max(map(len, names), default=0)) + 8
-    most = ticks_to(max((max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars), default=1.0))[-1]
+    longest = max([level or 0.0, *(max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars)])
+    most = ticks_to(longest if longest > 0.0 else 1.0)[-1]
     scale = (WIDTH - left - VALUE) / most
     top = float(HEAD + 6)
     body: list[str] = []

@@ -223,7 +223,7 @@ def _take(journal: Journal, told: Mapping[str, Any], heading: Mapping[str, Any])
     if "bench" in told:
         _compare(told["bench"], heading)
     elif "contenders" in told:
-        journal.known = told["contenders"]
+        journal.known = {str(label): {name: known[name] for name in ("name", "threads", "identity")} for label, known in told["contenders"].items()}
     elif "task" in told:
         task = told["task"]
         journal.tasks[_where(task["at"])] = (str(task["turn"]), int(task["max_tokens"]), _finished(task["reference"]))

@@ -4,11 +4,11 @@ One chart, or several small ones beside each other that share their legend. Read
 colours are taken.
 """
 
+import html
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from dovetail.protocol.errors import UserError
@@ -35,6 +35,11 @@ MARK = 5
 """Radius of a point that stands for itself."""
 MARGIN = 14
 """Left and right of a title of two lines."""
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """Text as XML may have it: a name is somebody's own, and may hold what no document can."""
+    return html.escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text), quote)
 
 
 @dataclass(frozen=True)

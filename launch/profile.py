@@ -21,7 +21,7 @@ from dovetail.launch.profiling.findings import Findings, find
 from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
-from dovetail.launch.terminal import counted, explained, note, print_table
+from dovetail.launch.terminal import counted, explained, in_print, note, print_table
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.trace import write_trace
 
@@ -157,6 +157,7 @@ def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
 
 def show(told: Mapping[str, Any]) -> None:
     """The tables of a profile, for people: what matters most first."""
+    told = in_print(told)
     click.echo(f"{told['title']}\n{told['workload']}")
     click.echo(" · ".join(_first(told)))
     whole = f"{told['tokens']} tokens in {told['wall_s']:.2f} s, {told['tokens'] / told['wall_s']:.1f} a second"

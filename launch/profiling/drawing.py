@@ -5,8 +5,8 @@ Knows names and seconds. Readable on a light and on a dark page: where a viewer 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from dovetail.launch.chart import escape
 from dovetail.launch.profiling.timeline import BESIDE, Bar, Waterfall
 
 WIDTH = 400

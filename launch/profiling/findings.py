@@ -178,7 +178,7 @@ def _cross_check(worker: SeenWorker | None, state: WorkerState | None, evidence:
     if worker is None or state is None or worker.host != evidence.here:
         ours = worker is None and evidence.coordinator is not None
         return {"cores": None, "process": busy_process(first, last, evidence.coordinator or 0, 1) if ours else None, "gpu": None}
-    cards = [sample.gpus[name] for sample in evidence.samples for name in [worker.device.split()[0]] if name in sample.gpus]
+    cards = [sample.gpus[name] for sample in evidence.samples for name in worker.device.split()[:1] if name in sample.gpus]
     return {
         "cores": busy_cores(first, last, worker.cores),
         "process": busy_process(first, last, state.pid, state.threads),

@@ -3,12 +3,12 @@
 Shows what `findings.py` found; computes nothing. Light and dark as the reader's system is, and narrow enough for a phone.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
 
-from dovetail.launch.chart import Curve, Panel, draw_panels
+from dovetail.launch.chart import Curve, Panel, draw_panels, escape
 from dovetail.launch.profiling import drawing
 from dovetail.launch.profiling.advice import Advice
 from dovetail.launch.profiling.findings import STRETCHES, Findings
@@ -68,7 +68,10 @@ def pictures(findings: Findings) -> dict[str, str]:
     for number, fall in enumerate(findings.waterfalls):
         found[f"round-{number}"] = drawing.gantt(fall, names, title=f"{fall.title[0].upper()}{fall.title[1:]}")
     found.update(
-        {f"over-time-{panel.title}": draw_panels(f"{panel.title}: busy share over time", [replace(panel, title="")]) for panel in _over_time(findings)}
+        {
+            f"over-time-{_plain(panel.title, place)}": draw_panels(f"{panel.title}: busy share over time", [replace(panel, title="")])
+            for place, panel in enumerate(_over_time(findings))
+        }
     )
     found.update(_curves(told))
     return found
@@ -87,6 +90,11 @@ def _parts(told: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
         yield name, colour, told["parts_ms"][name] / told["round_wall_ms"]
     if told["unaccounted_share"] >= LEAST:
         yield "unaccounted", "idle", told["unaccounted_share"]
+
+
+def _plain(name: str, place: int) -> str:
+    """A worker's name, if a file can have it; else its place."""
+    return name if re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII) else str(place)
 
 
 def _over_time(findings: Findings) -> list[Panel]:

@@ -4,11 +4,11 @@ A process is busy where any of its spans lies. Where it is not, and a session is
 on its way; where no session is, there is no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise, takewhile
+from itertools import pairwise
 from statistics import fmean, median
 
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenSpan
@@ -245,13 +245,14 @@ class Waterfall:
 def every_round(rounds: Sequence[SeenRound], slices: Sequence[Slice]) -> list[Waterfall]:
     """All rounds that follow another one of their session, each with whatever was done between its two verdicts, cut at both."""
     ordered = sorted(slices, key=lambda piece: piece.start_ns)
+    starts = [piece.start_ns for piece in ordered]
     pairs = sorted(((one, two) for one, two in _followers(rounds) if two.at_ns > one.at_ns), key=lambda those: those[0].at_ns)
     found, first = [], 0
     for one, two in pairs:
         while first < len(ordered) and ordered[first].end_ns <= one.at_ns:
             first += 1
-        near = takewhile(lambda piece: piece.start_ns < two.at_ns, islice(ordered, first, None))  # noqa: B023 - used up before the next round
-        found.append(_waterfall(one.at_ns, two.at_ns, near, f"round {two.record.round} of session {two.session}"))
+        last = bisect_left(starts, two.at_ns, lo=first)
+        found.append(_waterfall(one.at_ns, two.at_ns, ordered[first:last], f"round {two.record.round} of session {two.session}"))
     return found
 
 
@@ -336,10 +337,10 @@ def ahead_on_the_way_ms(slices: Sequence[Slice], rounds: int) -> float | None:
     found = 0
     for piece in slices:
         if piece.name == "link":
-            for begin, end in islice(ahead, bisect_right(ends, piece.start_ns), None):
-                if begin >= piece.end_ns:
-                    break
-                found += min(end, piece.end_ns) - max(begin, piece.start_ns)
+            place = bisect_right(ends, piece.start_ns)
+            while place < len(ahead) and ahead[place][0] < piece.end_ns:
+                found += min(ahead[place][1], piece.end_ns) - max(ahead[place][0], piece.start_ns)
+                place += 1
     return found / 1e6 / rounds
 
 

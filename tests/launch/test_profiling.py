@@ -631,6 +631,20 @@ def test_a_run_without_a_draft_has_a_report_too() -> None:
     assert report.page(findings, report.pictures(findings), "made")
 
 
+@pytest.mark.parametrize("name", ["rack1/target", "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80, "a\x00b\x1b[31m", "<script>x</script>", ".."])
+def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(tmp_path: Path, name: str) -> None:
+    run = made_up_run()
+    workers = [worker.model_copy(update={"name": name}) if worker.name == "target" else worker for worker in run.workers]
+    slices = [replace(piece, process=name) if piece.process == "target" else piece for piece in run.slices]
+    findings = find(replace(run, workers=workers, slices=slices))
+    drawn = report.pictures(findings)
+    for file, svg in drawn.items():
+        assert re.fullmatch(r"[\w.-]+", file, re.ASCII)
+        ElementTree.fromstring(svg)
+        (tmp_path / f"{file}.svg").write_text(svg, encoding="utf-8")
+    assert "<script>" not in report.page(findings, drawn, "made")
+
+
 def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
     findings = find(made_up_run(gpu=True))
     drawn = report.pictures(findings)
