@@ -35,6 +35,13 @@ def test_all_of_it_lies_on_the_page_and_an_interval_is_drawn_where_there_is_one(
     assert sum(line.attrib.get("stroke-dasharray") == "3 3" for line in root.findall(f"{SVG}line")) == 1
 
 
+@pytest.mark.parametrize("value", [0.1, 0.0])
+def test_a_level_beyond_all_bars_lies_on_the_page_too(value: float) -> None:
+    root = ElementTree.fromstring(draw_bars("t", "times", [Group("slow", [Bar("small", value)])], level=1.0))
+    (level,) = (line for line in root.findall(f"{SVG}line") if line.attrib.get("stroke-dasharray") == "3 3")
+    assert 0 < float(level.attrib["x1"]) < float(root.attrib["width"])
+
+
 def test_a_name_that_is_too_long_keeps_its_beginning_and_its_end() -> None:
     assert shortened("small", 200.0) == "small"
     short = shortened("dovetail,tree.policy=goodput,tree.gamma=12", 130.0)
