@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.protocol.settings import MemorySettings, TargetSettings
+from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.models import staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.device_codes import Capture, DeviceSubstitute, load_device_substitute
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import Place, coded_bytes, needed_bytes, sizes_of
+from dovetail.workers.models.placement import TREE_ROWS, TREES_AHEAD, Place, coded_bytes, needed_bytes, sizes_of
 from dovetail.workers.models.quantised import CodedProduct
 from dovetail.workers.models.quantize import GROUP, Codes
 from dovetail.workers.models.segment import Paths, Segment
@@ -145,10 +145,12 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
     }
     sizes = sizes_of(config, "fp16")
     weights = 8 * (64 * 64 * 4 + 3 * 64 * 96)
-    assert coded_bytes(sizes, "fp16", 4) == coded_bytes(sizes, "fp16", 2) == coded_bytes(sizes, "fp16", 8) // 2
-    assert coded_bytes(sizes, "fp16", 4) == pytest.approx(weights * 4.5 / 8, rel=0.1)
-    limit = needed_bytes(sizes, 8, 6, "cpu")
+    trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS
+    codes = {bits: coded_bytes(sizes, "fp16", bits) - trees for bits in (2, 4, 8)}
+    assert codes[4] == codes[2] == codes[8] // 2
+    assert codes[4] == pytest.approx(weights * 4.5 / 8, rel=0.1)
+    limit = needed_bytes(sizes, 8, 6, "cpu") + trees
     memory, cpu = MemorySettings(vram=f"{limit}B"), open_device("cpu", 1)
-    alone, beside = (spread_of(TargetSettings(resident="auto"), memory, cpu, 1, beside=bits) for bits in (4, 8))
+    alone, beside = (spread_of(TargetSettings(split=SplitSettings(device="cpu", layers=8)), memory, cpu, 1, beside=bits) for bits in (4, 8))
     resident = [spread.stage(config, "fp16").places.count(Place.RESIDENT) for spread in (alone, beside) if spread is not None]
     assert 6 > resident[0] > resident[1]
