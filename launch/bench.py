@@ -86,6 +86,7 @@ def command(
     told with their margin and count for nothing.
     """
     _check_options(sweep, values, plot, table, transport=transport)
+    _check_apart(out, plot, table)
     check_output(plot, "the plot")
     check_output(table, "the table")
     if transport:
@@ -178,6 +179,13 @@ def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int)
 def _show_swept(sweep: Sweep, result: Mapping[str, Any]) -> None:
     show_sweep(sweep, result["sweep"]["points"])
     show_notes(result)
+
+
+def _check_apart(*paths: Path | None) -> None:
+    """`UserError` where two files that are to be written are one."""
+    given = [path.expanduser().resolve() for path in paths if path is not None]
+    if twice := next((path for path in given if given.count(path) > 1), None):
+        raise UserError(f"two of --out, --plot and --csv name the same file, {twice}: give each one of its own")
 
 
 def _report(result: Mapping[str, Any], as_json: bool, show: Callable[[], None]) -> None:

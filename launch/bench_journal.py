@@ -212,6 +212,8 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
             _take(journal, json.loads(line), plain)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
             raise UserError(f"{path} line {number} is none of `dovetail bench --out`: choose another --out, or remove the file") from None
+    if journal.whole and not (journal.known and journal.tasks and journal.replies):
+        raise UserError(f"{path} says that all is measured, and lacks what was: choose another --out, or remove the file")
     file.truncate(sum(map(len, whole)))
     if not whole:
         journal._write({"bench": plain})

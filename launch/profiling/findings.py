@@ -4,7 +4,7 @@ Computes nothing itself that stands elsewhere: time lines are `timeline.py`, lim
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
@@ -65,6 +65,8 @@ class Evidence:
     title: str
     workload: str
     missed: int = 0
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """Workers that came or went meanwhile, and what of it they did."""
     coordinator: int | None = None
     """Its process, where that is on this machine."""
 
@@ -209,7 +211,10 @@ def _nodes(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def others_of(evidence: Evidence) -> dict[str, Any] | None:
-    """What other programs took of the cores of the workers on this machine: shares of their time. None where the kernel did not tell."""
+    """What other programs took of the cores of the workers on this machine: shares of their time. None where the kernel did not tell, or a worker came or
+    went, of which it tells too little."""
+    if evidence.changes:
+        return None
     cores = sorted({core for worker in evidence.workers if worker.host == evidence.here for core in worker.cores})
     if len(evidence.samples) < 2 or not cores:
         return None
@@ -418,6 +423,9 @@ def _bus(evidence: Evidence) -> float | None:
 
 
 def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[str]:
+    if evidence.changes:
+        said = ", ".join(f"{name} {what}" for name, what in evidence.changes.items())
+        yield f"Workers changed meanwhile ({said}): shares are of the whole time, and figures mix what was before and after. Watch again for those of one."
     if others is not None and disturbed(others):
         cores = f"{'cores' if set(others['cores']) & set('-,') else 'core'} {others['cores']}"
         yield (

@@ -289,6 +289,7 @@ class _Facts:
             title=models_of(self.status),
             workload=self.words,
             missed=watch.missed,
+            changes=watch.changes,
             coordinator=_coordinator(self.status),
         )
 

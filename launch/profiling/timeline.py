@@ -4,7 +4,7 @@ A process is busy where any of its spans lies. Where it is not, and a session is
 on its way; where no session is, there is no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -245,14 +245,16 @@ class Waterfall:
 def every_round(rounds: Sequence[SeenRound], slices: Sequence[Slice]) -> list[Waterfall]:
     """All rounds that follow another one of their session, each with whatever was done between its two verdicts, cut at both."""
     ordered = sorted(slices, key=lambda piece: piece.start_ns)
-    starts = [piece.start_ns for piece in ordered]
     pairs = sorted(((one, two) for one, two in _followers(rounds) if two.at_ns > one.at_ns), key=lambda those: those[0].at_ns)
-    found, first = [], 0
+    found: list[Waterfall] = []
+    open_, following = list[Slice](), 0
     for one, two in pairs:
-        while first < len(ordered) and ordered[first].end_ns <= one.at_ns:
-            first += 1
-        last = bisect_left(starts, two.at_ns, lo=first)
-        found.append(_waterfall(one.at_ns, two.at_ns, ordered[first:last], f"round {two.record.round} of session {two.session}"))
+        while following < len(ordered) and ordered[following].start_ns < two.at_ns:
+            open_.append(ordered[following])
+            following += 1
+        open_ = [piece for piece in open_ if piece.end_ns > one.at_ns]
+        within = [piece for piece in open_ if piece.start_ns < two.at_ns]
+        found.append(_waterfall(one.at_ns, two.at_ns, within, f"round {two.record.round} of session {two.session}"))
     return found
 
 

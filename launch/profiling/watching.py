@@ -27,10 +27,18 @@ class Watch:
         """Rounds and spans that were gone before they were looked at."""
         self.rounds: list[SeenRound] = []
         self.spans: list[SeenSpan] = []
-        self.workers: Sequence[SeenWorker] = ()
+        self._workers: dict[str, SeenWorker] = {}
+        self._there: Sequence[str] = ()
+        self.changes: dict[str, str] = {}
+        """Workers that came or went meanwhile, and what of it they did."""
         self.start_ns = self.end_ns = 0
         """The stretch of time that is watched, on the coordinator's clock."""
         self._looked_s = self._sampled_s = 0.0
+
+    @property
+    def workers(self) -> Sequence[SeenWorker]:
+        """All that have been there, as they were seen last."""
+        return [*self._workers.values()]
 
     def begin(self) -> None:
         """Watch from now on; the coordinator has the workers record fine spans at its next tick."""
@@ -39,6 +47,8 @@ class Watch:
         self.rounds.clear()
         self.spans.clear()
         self.start_ns, self.missed = self.end_ns, 0
+        self._workers = {name: self._workers[name] for name in self._there}
+        self.changes.clear()
         self.samplers.take()
         self._looked_s = self._sampled_s = time.monotonic()
 
@@ -61,8 +71,22 @@ class Watch:
 
     def _look(self) -> Seen:
         seen = self._client.look(self._next, spans=True)
-        self._next, self.workers, self.end_ns = seen.next, seen.workers, seen.at_ns
+        self._next, self.end_ns = seen.next, seen.at_ns
+        self._notice(seen.workers)
         self.missed += seen.missed
         self.rounds += seen.rounds
         self.spans += seen.spans
         return seen
+
+    def _notice(self, workers: Sequence[SeenWorker]) -> None:
+        """Who is there now, who was, and who has become another one of the same name."""
+        now = {worker.name: worker for worker in workers}
+        for name in {*now, *self._there}:
+            if name not in now:
+                self.changes[name] = "went"
+            elif name not in self._there:
+                self.changes[name] = "came"
+            elif now[name].worker_epoch != self._workers[name].worker_epoch:
+                self.changes[name] = "was started anew"
+        self._workers.update(now)
+        self._there = [*now]

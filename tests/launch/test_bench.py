@@ -99,6 +99,15 @@ def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_tempera
     assert all(difference["near_tie"] for difference in report["differences"])
 
 
+def test_two_files_that_are_one_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("kept")
+    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "bench", f"--out={out}", f"--csv={tmp_path}/../{tmp_path.name}/out.json"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n"), out.read_text()) == (2, 1, "kept")
+    assert "name the same file" in done.stderr
+
+
 @pytest.mark.slow
 def test_transformers_assisted_generation_is_a_method_that_takes_its_turns(tmp_path: Path) -> None:
     report = report_of(tmp_path, METHODS[1:])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -23,9 +24,10 @@ from dovetail.launch.profiling.findings import find
 from dovetail.launch.profiling.samplers import Absent, Amd, Gpu, Nvml, Rapl, Sample, Samplers, busy_cores, energy_j, node_memory
 from dovetail.launch.profiling.stages import other_nodes
 from dovetail.launch.profiling.timeline import Actor, Slice, Waterfall
+from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.launch.topology import read_topology
-from dovetail.protocol.messages import RoundRecord, SeenRound
+from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs import RowCosts
@@ -631,6 +633,20 @@ def test_a_run_without_a_draft_has_a_report_too() -> None:
     assert report.page(findings, report.pictures(findings), "made")
 
 
+def test_workers_that_came_or_went_meanwhile_are_named_first_and_nobody_is_taken_for_a_foreign_program() -> None:
+    findings = find(replace(made_up_run(), changes={"target-2": "came", "target": "went"}))
+    first, *_ = findings.told["verdict"]["in_words"]
+    assert "target-2 came, target went" in first
+
+
+def test_a_round_under_a_long_span_is_found_as_quickly_as_any() -> None:
+    run = made_up_run()
+    waiting = Slice("coordinator", "queue", run.start_ns, run.end_ns, 99, 1)
+    plain, beside = (timeline.every_round(run.rounds, pieces) for pieces in (run.slices, [waiting, *run.slices]))
+    assert [len(fall.bars) + 1 for fall in plain] == [len(fall.bars) for fall in beside]
+    assert [fall.bars for fall in plain] == [tuple(bar for bar in fall.bars if bar.name != "queue" or bar.length_s < fall.length_s) for fall in beside]
+
+
 @pytest.mark.parametrize("name", ["rack1/target", "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80, "a\x00b\x1b[31m", "<script>x</script>", ".."])
 def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(tmp_path: Path, name: str) -> None:
     run = made_up_run()
@@ -656,3 +672,26 @@ def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
     assert not outside
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#of-)", text)
     assert findings.told["title"] in text
+
+
+class Looks:
+    """What a coordinator says, look by look: the workers that are there, by name and epoch."""
+
+    def __init__(self, *looks: dict[str, int]) -> None:
+        self._looks = iter(looks)
+
+    def look(self, after: int, *, spans: bool) -> Seen:
+        there = next(self._looks)
+        workers = tuple(SeenWorker(name=n, worker_epoch=e, roles=("target",), device="cpu", busy_ns=0, at_ns=1) for n, e in there.items())
+        return Seen(epoch=1, request=1, at_ns=after + 1, next=after + 1, workers=workers)
+
+
+def test_a_watch_keeps_every_worker_that_was_there_and_tells_what_changed() -> None:
+    looks: Any = Looks({"gone before": 1, "a": 2, "b": 3}, {"a": 2, "b": 3}, {"a": 2, "b": 4}, {"a": 2, "b": 4, "c": 5}, {"b": 4, "c": 5})
+    watch = Watch(looks, Samplers([]))
+    watch._look()
+    watch.begin()
+    for _ in range(3):
+        watch._look()
+    assert [worker.name for worker in watch.workers] == ["a", "b", "c"]
+    assert watch.changes == {"b": "was started anew", "c": "came", "a": "went"}
