@@ -163,7 +163,7 @@ def utilisation(draft: str, inflate: str, prompts: Path, limit: int, ahead: str,
     base = settings_of({**draft_of(draft), "target.inflate": inflate, "draft.ahead": parse_setting("draft.ahead", ahead, "--ahead")})
     devices = profile(base, prompts, limit)["devices"]
     rows = [
-        (name, told["busy"], told["sampled"]["process"], told["sampled"]["cores"]) for name, told in devices.items() if told["sampled"]["process"] is not None
+        (name, told["busy"], told["sampled"]["process"], told["sampled"]["cores"]) for name, told in devices.items() if told["sampled"]["cores"] is not None
     ]
     told = [{"device": name, "spans": busy, "process": process, "cores": cores, "holds": abs(busy - process) <= POINTS} for name, busy, process, cores in rows]
     report({"rows": told}, as_json, lambda: _show_utilisation(told))
