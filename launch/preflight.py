@@ -13,7 +13,8 @@ import psutil
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
-from dovetail.workers.models.placement import Sizes, cache_bytes, coded_bytes, has_sizes, pass_bytes, sizes_of
+from dovetail.workers.models import placement
+from dovetail.workers.models.placement import Sizes, has_sizes, sizes_of, substitute_bytes
 
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
 MAX_CONFIG_BYTES = 16 << 20
@@ -115,10 +116,8 @@ def draft_bytes(settings: Settings) -> int:
     own, whole = _sizes(draft.model), _sizes(target.model)
     if draft.kind == "substitute" and whole is not None:
         bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
-        return coded_bytes(whole, "half", bits) + whole.embedding + whole.head + whole.layers * cache_bytes(whole) + pass_bytes(whole, device)
-    if own is None:
-        return 0
-    return own.layers * (own.layer + cache_bytes(own)) + own.embedding + own.head + pass_bytes(own, device)
+        return substitute_bytes(whole, bits, device)
+    return 0 if own is None else placement.draft_bytes(own, device)
 
 
 def _sizes(model: str) -> Sizes | None:
@@ -129,7 +128,7 @@ def _sizes(model: str) -> Sizes | None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         return sizes_of(config, "half") if isinstance(config, dict) and has_sizes(config) else None
-    except (ValueError, TypeError, ZeroDivisionError):  # whoever loads it says so
+    except (ValueError, RecursionError):  # whoever loads it says so
         return None
 
 

@@ -13,7 +13,17 @@ from typing import Any
 from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.runtime.planner import Target
-from dovetail.workers.models.placement import WEIGHT_BYTES, cache_bytes, coded_bytes, has_sizes, host_bytes, needed_bytes, pass_bytes, sizes_of
+from dovetail.workers.models.placement import (
+    WEIGHT_BYTES,
+    cache_bytes,
+    coded_bytes,
+    has_sizes,
+    host_bytes,
+    needed_bytes,
+    pass_bytes,
+    sizes_of,
+    substitute_bytes,
+)
 
 HALF = 2
 """Bytes of a draft's number."""
@@ -145,8 +155,7 @@ def substitute_size(target: Design, bits: int, weights: str) -> DraftSize:
     """A target's own layers in a few bits, and its head in 16; `weights`: the target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
     shared = coded_bytes(sizes_of(target.config, weights), weights, bits)
-    held = coded_bytes(sizes_of(target.config, "half"), "half", bits)  # as `preflight.draft_bytes` leaves room for
-    beside = target.working_bytes(target.layers) + max(0, held - target.layers * layer_bytes)
+    beside = substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE) - target.layers * layer_bytes - target.head * HALF
     return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, beside, shared)
 
 

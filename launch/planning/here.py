@@ -24,8 +24,6 @@ from dovetail.protocol.settings import Settings
 PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
 """Of the bandwidth, that a copy between two buffers of the CPU carries: it reads and writes."""
-FREE_SHARE = 0.9
-"""Of a GPU's free memory (`workers/spread.py`)."""
 
 Say = Callable[[str], None]
 
@@ -133,6 +131,7 @@ def _hardware(settings: Settings, device: str | None, limits: Limits, source: st
 def _with_gpu(settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool) -> Hardware:
     from dovetail.workers.device_costs import probe_device
     from dovetail.workers.devices import free_bytes, open_device
+    from dovetail.workers.spread import FREE_SHARE
 
     opened = open_device(device, threads)
     free = int(FREE_SHARE * free_bytes(opened.torch_device))

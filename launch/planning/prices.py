@@ -6,6 +6,7 @@ Knows numbers and their origins; neither files nor settings.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from dovetail.launch.planning.designs import DraftSize, weight_bytes
 from dovetail.launch.simulation.machines import GIGA, MICRO
@@ -125,7 +126,7 @@ def _host(
         return _shared(calibration.t_v, target)
     if parts is not None:
         origins["passes of the CPU"] = "measured"
-        return Place(tabled(parts.host_layer.at), tabled(parts.host_head.at))
+        return Place(cache(parts.host_layer.at), cache(parts.host_head.at))
     origins["passes of the CPU"] = str(hardware.host)
     return _estimated(hardware.host, target, weights)
 
@@ -135,7 +136,7 @@ def _device(hardware: Hardware, target: Target, weights: str, parts: DeviceCosts
         return None
     if parts is not None:
         origins["layers on the device"] = "measured"
-        return Place(tabled(parts.layer.at), tabled(parts.head.at))
+        return Place(cache(parts.layer.at), cache(parts.head.at))
     origins["layers on the device"] = str(hardware.device)
     return _estimated(hardware.device, target, weights)
 
@@ -149,7 +150,7 @@ def _shared(t_v: RowsSeconds, target: Target) -> Place:
     """Passes over the whole, shared out by bytes."""
     whole = target.layers * target.layer + target.head
     layer, head = target.layer / whole, target.head / whole
-    return Place(tabled(lambda rows: layer * t_v.at(rows)), tabled(lambda rows: head * t_v.at(rows)))
+    return Place(cache(lambda rows: layer * t_v.at(rows)), cache(lambda rows: head * t_v.at(rows)))
 
 
 def _link(hardware: Hardware, target: Target, parts: DeviceCosts | None, origins: dict[str, str]) -> Link:
@@ -161,13 +162,13 @@ def _link(hardware: Hardware, target: Target, parts: DeviceCosts | None, origins
     if hardware.overlaps:
         copy_s = target.layer / (parts.link_gb_s * GIGA)
         return Link(lambda rows: copy_s, overlaps=True)
-    return Link(tabled(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False)
+    return Link(cache(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False)
 
 
 def level(hardware: Hardware, size: DraftSize, measured: RowsSeconds | None, layer_s: Seconds | None = None) -> Callable[[int, int], float]:
     """t_D of a draft over rows, and what a level takes beside its pass. `layer_s`: of a target's layer, for a draft that computes with its resident ones."""
     if measured is not None:
-        whole, layers = tabled(measured.at), size.layers * size.layer_bytes / size.pass_bytes
+        whole, layers = cache(measured.at), size.layers * size.layer_bytes / size.pass_bytes
         each, rest = _times(whole, layers / size.layers), _times(whole, 1.0 - layers)
     else:
         each = hardware.draft.seconds(size.layer_weights, size.layer_bytes, 1.0)
@@ -179,15 +180,3 @@ def level(hardware: Hardware, size: DraftSize, measured: RowsSeconds | None, lay
 
 def _times(seconds: Seconds, share: float) -> Seconds:
     return lambda rows: share * seconds(rows)
-
-
-def tabled(seconds: Seconds) -> Seconds:
-    """The same, remembered."""
-    known: dict[int, float] = {}
-
-    def at(rows: int) -> float:
-        if rows not in known:
-            known[rows] = seconds(rows)
-        return known[rows]
-
-    return at

@@ -9,6 +9,7 @@ import pytest
 from dovetail.launch.planning.acceptance import Assumed, published
 from dovetail.launch.planning.designs import Design, config_of
 from dovetail.runtime.planner import BUFFERS, Draft, Link, Machine, Option, Place, Planner, Target, Tree, by_budget
+from dovetail.workers.models import placement
 from dovetail.workers.models.placement import Demand, place_layers, sizes_of
 
 LAYERS = 6
@@ -142,3 +143,7 @@ def test_the_assumption_grows_with_nodes_levels_and_children() -> None:
     for small, large in ((Tree("dynamic", 3, 3, 4), Tree("dynamic", 7, 3, 4)), (Tree("dynamic", 7, 2, 4), Tree("dynamic", 7, 4, 4))):
         assert 1.0 < tokens(small) < tokens(large)
     assert tokens(Tree("dynamic", 31, 4, 1)) < tokens(Tree("dynamic", 31, 4, 2))
+
+
+def test_it_reckons_with_as_many_buffers_as_there_are() -> None:
+    assert BUFFERS == placement.BUFFERS

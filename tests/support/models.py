@@ -36,6 +36,16 @@ from dovetail.workers.models.fused import BlockedCache
 from dovetail.workers.models.segment import Cache
 
 VOCABULARY = 48
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 8,
+    "vocab_size": 48,
+    "max_position_embeddings": 96,
+}
+"""A config.json by itself, of a model that nobody loads."""
 CONTEXT = 96
 SHAPE = {
     "hidden_size": 64,

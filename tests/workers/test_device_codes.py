@@ -21,7 +21,7 @@ from dovetail.workers.models.staged import Staging, TorchEngine
 from dovetail.workers.models.substitute import load_substitute
 from dovetail.workers.spread import spread_of
 from support.kernels import needs_kernels
-from support.models import tiny_llama
+from support.models import CONFIG, tiny_llama
 
 ROUNDED = 0.08
 """See `test_substitute.py`."""
@@ -134,16 +134,7 @@ def test_levels_that_a_gpu_replays_are_those_of_the_kernels_substitute(tmp_path:
 
 
 def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 8,
-        "vocab_size": 48,
-        "max_position_embeddings": 96,
-    }
-    sizes = sizes_of(config, "fp16")
+    sizes = sizes_of(CONFIG, "fp16")
     weights = 8 * (64 * 64 * 4 + 3 * 64 * 96)
     trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS
     codes = {bits: coded_bytes(sizes, "fp16", bits) - trees for bits in (2, 4, 8)}
@@ -152,5 +143,5 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
     limit = needed_bytes(sizes, 8, 6, "cpu") + trees
     memory, cpu = MemorySettings(vram=f"{limit}B"), open_device("cpu", 1)
     alone, beside = (spread_of(TargetSettings(split=SplitSettings(device="cpu", layers=8)), memory, cpu, 1, beside=bits) for bits in (4, 8))
-    resident = [spread.stage(config, "fp16").places.count(Place.RESIDENT) for spread in (alone, beside) if spread is not None]
+    resident = [spread.stage(CONFIG, "fp16").places.count(Place.RESIDENT) for spread in (alone, beside) if spread is not None]
     assert 6 > resident[0] > resident[1]

@@ -15,18 +15,9 @@ from dovetail.workers.models.placement import Place
 from dovetail.workers.spread import known_readings, spread_of
 from dovetail.workers.target import open_target_worker
 from support.kernels import needs_kernels
-from support.models import tiny_llama
+from support.models import CONFIG, tiny_llama
 
 UNLIMITED = MemorySettings()
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 8,
-    "vocab_size": 48,
-    "max_position_embeddings": 96,
-}
 C, R, S = Place.CPU, Place.RESIDENT, Place.STREAMED
 
 

@@ -254,6 +254,16 @@ def coded_bytes(sizes: Sizes, weights: str, bits: int) -> int:
     return number // 64 * (32 + 4) * (1 if bits <= 4 else 2) + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
 
 
+def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
+    """What a draft of these sizes needs of a device: all of its weights, the keys and values of a long conversation and of trees, and a pass."""
+    return sizes.layers * (sizes.layer + cache_bytes(sizes)) + sizes.embedding + sizes.head + pass_bytes(sizes, device)
+
+
+def substitute_bytes(sizes: Sizes, bits: int, device: str = "cuda:0") -> int:
+    """The same of a target's substitute in a process of its own; `sizes`: the target's with weights of 16 bits."""
+    return draft_bytes(sizes, device) - sizes.layers * sizes.layer + coded_bytes(sizes, "half", bits)
+
+
 def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
     """What a device needs that reads prompts for layers on the CPU: buffers, one layer's keys and values of a long prompt, and a pass without logits."""
     return min(BUFFERS, sizes.layers) * sizes.layer + sizes.matrix + sizes.row * _rows(sizes) + pass_bytes(sizes, device, head=False)
