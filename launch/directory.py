@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dovetail.protocol.caches import cache_folder
 from dovetail.protocol.errors import UserError
 
 
@@ -67,13 +68,7 @@ def profile_path() -> Path:
 
     For a user without a home it begins with "~", and there is no place for it.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            base = Path("~/.cache")
-    return base / "dovetail" / "profile.json"
+    return cache_folder() / "profile.json"
 
 
 def substitutes_path() -> Path | None:

@@ -23,6 +23,10 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
+# no process of these tests writes to the caches of whoever runs them
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dovetail-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
 
 def pytest_collection_finish() -> None:
     """What has been imported is no garbage: whoever looks for garbage, as each load of a model does, need not look through that again (a quarter second)."""

@@ -24,8 +24,14 @@ class Abandoned(BaseException):
     """What is being computed is of use to nobody any more. No failure: nothing that answers failures may take it for one."""
 
 
+LoadingTold = Callable[[str, int, int], None]
+"""Hears what is done with weights (checking, loading), how many bytes of how many have been read."""
+
+
 class _Thread(threading.local):
     listener: Callable[[], None] | None = None
+    load_listener: LoadingTold | None = None
+    count: Callable[[int], None] | None = None
 
 
 _thread = _Thread()
@@ -45,6 +51,41 @@ def heard(listener: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _thread.listener = before
+
+
+@contextmanager
+def hearing_loads(listener: LoadingTold) -> Iterator[None]:
+    """`listener` hears of the bytes of weights that this thread reads within the block."""
+    before, _thread.load_listener = _thread.load_listener, listener
+    try:
+        yield
+    finally:
+        _thread.load_listener = before
+
+
+@contextmanager
+def loading(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Within the block `total` bytes of weights are read, to be checked or loaded; what it yields, and `count_bytes`, count them."""
+    listener, before, done = _thread.load_listener, _thread.count, 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done = min(total, done + size)
+        if listener is not None:
+            listener(doing, done, total)
+
+    _thread.count = count
+    try:
+        count(0)
+        yield count
+    finally:
+        _thread.count = before
+
+
+def count_bytes(size: int) -> None:
+    """So many bytes of weights have been read by this thread."""
+    if (count := _thread.count) is not None:
+        count(size)
 
 
 class Watchdog:

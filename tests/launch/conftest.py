@@ -1,8 +1,6 @@
 """The command line as users have it: real processes, in a runtime directory and a temporary directory of their own."""
 
-import atexit
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +13,6 @@ import pytest
 # under nohup, or in the background of a script, these are ignored, and every process started here would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# nor does any process of these tests write to the profile file of whoever runs them
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dovetail-cache-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 TIMEOUT_S = 120.0

@@ -4,14 +4,13 @@ Everything that could make a loaded model silently wrong is refused here by name
 number, or quantised. Knows files; builds no model.
 """
 
-import hashlib
 import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -25,13 +24,13 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.workers.models.digests import Identity, Part, Source, all_finite, digest_of, refuse_changed
+from dovetail.workers.progress import count_bytes
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 PICKLED_FILES = ("*.bin",)
 """What a hub id brings besides, where the user allows pickled weights."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
-READ_BYTES = 8 << 20
-"""A multiple of the size of every number type, so that no number lies across two blocks."""
 MAX_FILE_BYTES = MAX_ARRAY_BYTES
 """Of configurations, indices and tokenizers: what may travel to the coordinator, and twice the largest tokenizer that there is."""
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -57,6 +56,8 @@ class Stored:
     offset: int
     """In bytes, from the beginning of the file."""
     size_bytes: int
+    identity: Identity
+    """Of the file when its header was read: from one that has been changed since nothing is taken."""
 
     def read(self, name: str) -> Tensor:
         """The tensor, called `name` in errors, in the type it is stored in, read from its file alone: no other tensor takes memory for it."""
@@ -65,17 +66,19 @@ class Stored:
             with self.file.open("rb") as file:
                 file.seek(self.offset)
                 count = file.readinto(content)
+                refuse_changed(self.file, self.identity, file)
         except OSError as error:
             raise CheckpointError(f"{self.file} cannot be read ({reason(error)})") from None
         kind = {**FLOAT_TYPES, **COUNT_TYPES}.get(self.kind)
         if count != self.size_bytes or kind is None:
             raise CheckpointError(f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; fetch the model again")
+        count_bytes(self.size_bytes)
         return torch.frombuffer(content, dtype=kind).view(self.shape) if content else torch.empty(self.shape, dtype=kind)
 
     def read_checked(self, name: str) -> Tensor:
         """The same, of a file that has not been read as a whole: NaN and infinite values are refused here."""
         tensor = self.read(name)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.numel() and not all_finite(tensor.view(-1).view(torch.uint8).numpy(), self.kind):
             raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
         return tensor
 
@@ -109,6 +112,15 @@ class Checkpoint:
         """The tensor of that name in the type it is stored in."""
         return self.tensors[name].read(name)
 
+    def refuse_changed(self) -> None:
+        """`CheckpointError` if a weight file is no longer the one that was read and found whole; for those who read files by themselves."""
+        for path, before in {stored.file: stored.identity for stored in self.tensors.values()}.items():
+            try:
+                with path.open("rb") as file:
+                    refuse_changed(path, before, file)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read ({reason(error)})") from None
+
 
 def open_checkpoint(source: str) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked; `CheckpointError` names the file and the tensor."""
@@ -125,15 +137,17 @@ def open_weights(folder: Path) -> Weights:
     _refuse_elsewhere(folder)
     files = weight_files(folder)
     configuration = _read(folder / "config.json")
-    digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
-    tensors = {name: stored for file in files for name, stored in _read_weights(file, digest).items()}
-    return Weights(folder, digest.hexdigest(), tensors)
+    read = [_read_header(file) for file in files]
+    for _, tensors in read:
+        _refuse_kinds(tensors)
+    digest = digest_of(configuration, [source for source, _ in read])
+    return Weights(folder, digest, {name: stored for _, tensors in read for name, stored in tensors.items()})
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Where every tensor of a folder stands, by the headers of its weight files alone; what is read of them is to be checked then."""
     _refuse_elsewhere(folder)
-    return {name: stored for file in weight_files(folder) for name, stored in _read_header(file).items()}
+    return {name: stored for file in weight_files(folder) for name, stored in _read_header(file)[1].items()}
 
 
 def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
@@ -223,50 +237,34 @@ def tensor_names(file: Path) -> list[str]:
         raise CheckpointError(f"{file} is no whole safetensors file ({reason(error)}); fetch the model again") from None
 
 
-def _read_weights(file: Path, digest: "hashlib._Hash") -> dict[str, Stored]:
-    """Read a whole file once, into the digest and past the check for what is not a number; where its tensors stand."""
+def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
+    """The tensors of a file in their order, and where each stands."""
     names = tensor_names(file)  # safetensors proves here that the header is sound and that tensors fill the rest of the file without a gap
     try:
         with file.open("rb") as content:
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            identity = Identity.of(content)
             size = content.read(8)
-            header = content.read(int.from_bytes(size, "little"))
-            digest.update(size + header)
-            entries: dict[str, dict[str, Any]] = json.loads(header)
-            for name in sorted(names, key=lambda name: entries[name]["data_offsets"]):
-                _read_tensor(content, entries[name], f"{file}: tensor {name}", digest)
+            header = size + content.read(int.from_bytes(size, "little"))
+        entries: dict[str, dict[str, Any]] = json.loads(header[8:])
+        tensors = {name: _stored(file, entries[name], len(header), identity) for name in names}
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
-    data = len(size) + len(header)
-    return {name: _stored(file, entries[name], data) for name in names}
+    except (ValueError, KeyError):
+        raise CheckpointError(f"{file} was changed while it was read: wait until it is written, and start again") from None
+    ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
+    return Source(file, identity, header, [Part(name, stored.kind, stored.size_bytes) for name, stored in ordered]), tensors
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
-    """Where the tensors of a file stand."""
-    names = tensor_names(file)
-    try:
-        with file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            entries: dict[str, dict[str, Any]] = json.loads(content.read(size))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
-    return {name: _stored(file, entries[name], 8 + size) for name in names}
-
-
-def _stored(file: Path, entry: dict[str, Any], data: int) -> Stored:
+def _stored(file: Path, entry: dict[str, Any], data: int, identity: Identity) -> Stored:
     start, stop = entry["data_offsets"]
-    return Stored(file, entry["dtype"], tuple(entry["shape"]), data + start, stop - start)
+    return Stored(file, entry["dtype"], tuple(entry["shape"]), data + start, stop - start, identity)
 
 
-def _read_tensor(content: BinaryIO, entry: dict[str, Any], what: str, digest: "hashlib._Hash") -> None:
-    kind, (start, stop) = entry["dtype"], entry["data_offsets"]
-    if kind not in FLOAT_TYPES and kind.startswith(("F", "BF")):
-        raise CheckpointError(f"{what} has numbers of type {kind}; take weights of type {', '.join(FLOAT_TYPES)}")
-    for left in range(stop - start, 0, -READ_BYTES):
-        block = bytearray(content.read(min(left, READ_BYTES)))
-        digest.update(block)
-        if kind in FLOAT_TYPES and not bool(torch.isfinite(torch.frombuffer(block, dtype=FLOAT_TYPES[kind])).all()):
-            raise CheckpointError(f"{what} holds NaN or infinite values")
+def _refuse_kinds(tensors: Mapping[str, Stored]) -> None:
+    """`CheckpointError` for numbers that mean nothing without a scale."""
+    for name, stored in tensors.items():
+        if stored.kind not in FLOAT_TYPES and stored.kind.startswith(("F", "BF")):
+            raise CheckpointError(f"{stored.file}: tensor {name} has numbers of type {stored.kind}; take weights of type {', '.join(FLOAT_TYPES)}")
 
 
 def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:

@@ -32,6 +32,7 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
 from dovetail.workers.models.staged import Staged, Staging
 from dovetail.workers.models.states import LAST, Kept
+from dovetail.workers.progress import loading
 
 WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
 """`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute with them, else fp32."""
@@ -290,21 +291,30 @@ def assemble(
     types = Types(None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None)  # dead units get numbers of the type that is wanted
     back_end = open_back_end(model, plan)
     name, layers = decoder_layers(model)
-    for index, layer in enumerate(layers):
-        skeleton.fill(layer, f"{name}.{index if plan is None else plan.sources[index]}", types)
-        if plan is not None:
-            grow_layer(layer, index, plan)
-        layers[index] = back_end.take_layer(layer, index)
-        release_memory()
-    del layer
-    skeleton.fill(model, "", types)
-    back_end.finish(model)
+    prefixes = [f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))]
+    with loading("loading", _stored_bytes(checkpoint, prefixes)):
+        for index, layer in enumerate(layers):
+            skeleton.fill(layer, prefixes[index], types)
+            if plan is not None:
+                grow_layer(layer, index, plan)
+            layers[index] = back_end.take_layer(layer, index)
+            release_memory()
+        del layer
+        skeleton.fill(model, "", types)
+        back_end.finish(model)
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
     real = range(len(layers)) if plan is None else plan.real
     language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real)
     check_attention(language_model)
     return language_model
+
+
+def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
+    """Return how much is read of a checkpoint for layers of these prefixes, as often as they occur, and for the rest of the model."""
+    sizes = {name: stored.size_bytes for name, stored in checkpoint.tensors.items()}
+    of_layer = {prefix: sum(size for name, size in sizes.items() if name.startswith(f"{prefix}.")) for prefix in {*layers}}
+    return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
 def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: bool) -> BackEnd:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json, reason
+from dovetail.workers.progress import loading
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -131,7 +132,8 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The whole transformers model of a checkpoint on the CPU with our attention; refuses what is missing, reports what is superfluous."""
     config = _configured(checkpoint).config
-    with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False):
+    size = sum(stored.size_bytes for stored in checkpoint.tensors.values())
+    with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False), loading("loading", size) as count:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
@@ -142,6 +144,8 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
+        count(size)
+    checkpoint.refuse_changed()
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{checkpoint.source} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}")
     _report_superfluous(checkpoint, info["unexpected_keys"])

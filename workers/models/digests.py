@@ -1,0 +1,264 @@
+"""Digests of weight files: read once, checked for what is not a number on the way, and remembered for as long as the files stay what they are.
+
+A digest is SHA-256 over names, sizes and contents, one file after the other, so it is the same on every machine. One thread reads a block and compares
+exponent bits as integers while another hashes the block before. What was found is kept under the identity of the files (device, inode, size and both times);
+a file that was changed so lately that a second change could bear the same times is not remembered. Knows bytes, nothing of models.
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dovetail.protocol.caches import cache_folder
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.progress import loading
+
+BLOCK_BYTES = 4 << 20
+"""A multiple of the size of every number type, so that no number lies across two blocks; small enough to stay in the cache between reading and hashing."""
+BLOCKS = 3
+"""One is read while another is hashed, and one waits."""
+EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0xFF << 23), "F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
+"""Type of numbers -> bytes of one, and its exponent bits: a number that has all of them set is NaN or infinite."""
+FOLDER = "digests"
+MOST_KEPT = 256
+"""Digests that are kept; the oldest go."""
+CHECKED_BYTES_S = 50e6
+"""Another process that reads the same files is waited for as long as reading them at this rate would take, and `LEAST_WAIT_S`."""
+LEAST_WAIT_S = 10.0
+LOOK_S = 0.05
+GRAIN_NS, COARSE_GRAIN_NS = 50_000_000, 2_000_000_000
+"""Two changes of a file within this time may bear the same times: where times are kept in fractions of a second, and where in whole ones (FAT, old NFS)."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells a file from another one, and from itself before it was changed."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+    """When anything about the file was changed last, its name and its rights included: nobody can set this time."""
+
+    @classmethod
+    def of(cls, file: IO[bytes]) -> "Identity":
+        """Return the identity of an open file; `OSError` if the system does not say it."""
+        state = os.fstat(file.fileno())
+        return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+
+    def same_content(self, other: "Identity") -> bool:
+        """Return whether nobody has written to the file between the two; a new link or other rights are no change."""
+        own, others = (self.device, self.inode, self.size, self.modified_ns), (other.device, other.inode, other.size, other.modified_ns)
+        return own == others
+
+    def settled(self, now_ns: int) -> bool:
+        """Return whether a change from now on would show in the times."""
+        last_ns = max(self.modified_ns, self.changed_ns)
+        grain_ns = COARSE_GRAIN_NS if self.changed_ns % 1_000_000_000 == 0 else GRAIN_NS
+        return last_ns + grain_ns < now_ns
+
+
+@dataclass(frozen=True)
+class Part:
+    """The numbers of one tensor."""
+
+    name: str
+    kind: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A weight file: its header, and the tensors behind it in their order, which fill the rest of the file without a gap."""
+
+    path: Path
+    identity: Identity
+    header: bytes
+    parts: Sequence[Part]
+
+
+def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
+    """Return the SHA-256 of config.json and the weight files, in hexadecimal; `CheckpointError` for NaN, infinite values and a file that changes.
+
+    Files that were found whole before, and have not changed since, are not read again; of several processes that ask for the same files at once one reads.
+    """
+    began_ns = time.time_ns()
+    if not all(source.identity.settled(began_ns) for source in sources):
+        return _read(configuration, sources)
+    key, kept = _key(configuration, sources), Kept(cache_folder() / FOLDER)
+    if found := kept.find(key):
+        return found
+    size = sum(source.identity.size for source in sources)
+    with kept.turn(key, LEAST_WAIT_S + size / CHECKED_BYTES_S):
+        if found := kept.find(key):
+            return found
+        digest = _read(configuration, sources)
+        kept.keep(key, digest)
+        return digest
+
+
+class Kept:
+    """Digests in a folder, a file each: whoever reads one finds it whole or not at all, and one that is damaged counts as none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, key: str) -> str:
+        """Return the digest that is kept under a key, or an empty text."""
+        try:
+            digest, _, seal = (self._folder / key).read_text(encoding="ascii").strip().partition(" ")
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return digest if seal == _seal(key, digest) else ""
+
+    def keep(self, key: str, digest: str) -> None:
+        """Keep a digest; where that cannot be, say so in the log."""
+        try:
+            self._check_place()
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="ascii") as file:
+                file.write(f"{digest} {_seal(key, digest)}\n")
+            Path(file.name).replace(self._folder / key)
+            self._tidy()
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("digests cannot be kept in %s (%s): every start reads the weights once more", self._folder, why)
+
+    @contextmanager
+    def turn(self, key: str, patience_s: float) -> Iterator[None]:
+        """Have the block to this process, of all that ask for this key; whoever holds it for longer than `patience_s` is not waited for."""
+        path = self._folder / f"{key}.lock"
+        with ExitStack() as stack:
+            with suppress(OSError):  # nothing can be kept then, which `keep` says
+                self._check_place()
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _lock(stack.enter_context(path.open("w")), patience_s)
+                stack.callback(path.unlink, missing_ok=True)
+            yield
+
+    def _check_place(self) -> None:
+        if not self._folder.is_absolute():
+            raise FileNotFoundError(errno.ENOENT, "this user has no home, and XDG_CACHE_HOME names no folder")
+
+    def _tidy(self) -> None:
+        """Let the oldest files go."""
+        files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in files[MOST_KEPT:]:
+            path.unlink(missing_ok=True)
+
+
+def _lock(file: IO[str], patience_s: float) -> None:
+    """Take a lock on an open file, unless somebody holds it for too long; `OSError` where there are no locks."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(LOOK_S)
+        else:
+            return
+
+
+def _seal(key: str, digest: str) -> str:
+    """Return what shows that a digest belongs to a key and is whole."""
+    return hashlib.sha256(f"{key} {digest}".encode()).hexdigest()
+
+
+def all_finite(block: bytearray | memoryview | np.ndarray, kind: str) -> bool:
+    """Return whether none of the numbers of type `kind` in a block is NaN or infinite; types that know neither are finite.
+
+    As integers positive numbers ascend to infinity and NaN, and so do negative ones, above them, where the sign counts as a digit: two maxima tell.
+    """
+    if kind not in EXPONENTS:
+        return True
+    width, exponent = EXPONENTS[kind]
+    signed = np.frombuffer(block, dtype=f"<i{width}")
+    if not signed.size:
+        return True
+    return int(signed.max()) < exponent and int(signed.view(f"<u{width}").max()) < exponent | 1 << 8 * width - 1
+
+
+def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
+    """Raise `CheckpointError` if an open file is not the one, or has not the content, that it was."""
+    if not before.same_content(Identity.of(file)):
+        raise CheckpointError(f"{path} was changed while it was loaded: wait until it is written, and start again")
+
+
+def _key(configuration: bytes, sources: Sequence[Source]) -> str:
+    """Return what the digest of these files is kept under; whatever the digest depends on is in it, contents by the files' identities."""
+    whole = hashlib.sha256(b"1\0" + configuration)
+    for source in sources:
+        whole.update(f"\0{source.path.name}\0{source.identity}\0".encode())
+        whole.update(source.header)
+    return whole.hexdigest()
+
+
+def _read(configuration: bytes, sources: Sequence[Source]) -> str:
+    digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
+    blocks = [bytearray(BLOCK_BYTES) for _ in range(BLOCKS)]
+    size = sum(source.identity.size for source in sources)
+    with ThreadPoolExecutor(1, "digest") as hashing, loading("checking", size) as read:
+        pending: list[Future[None]] = []
+
+        def hash_later(content: bytes | memoryview) -> None:
+            pending.append(hashing.submit(digest.update, content))
+
+        def free_block() -> bytearray:
+            """Return the block that was hashed the longest time ago."""
+            while len(pending) >= BLOCKS:
+                pending.pop(0).result()
+            blocks.append(blocks.pop(0))
+            return blocks[-1]
+
+        for source in sources:
+            hash_later(f"{source.path.name}\0{source.identity.size}\0".encode() + source.header)
+            read(len(source.header))
+            _read_file(source, free_block, hash_later, read)
+    return digest.hexdigest()
+
+
+def _read_file(
+    source: Source,
+    free_block: Callable[[], bytearray],
+    hash_later: Callable[[memoryview], None],
+    read: Callable[[int], None],
+) -> None:
+    try:
+        with source.path.open("rb", buffering=0) as file:
+            file.seek(len(source.header))
+            for part in source.parts:
+                for left in range(part.size_bytes, 0, -BLOCK_BYTES):
+                    block = memoryview(free_block())[: min(left, BLOCK_BYTES)]
+                    if _fill(file, block) != len(block):
+                        raise CheckpointError(f"{source.path} was cut short while it was read: fetch the model again")
+                    if not all_finite(block, part.kind):
+                        raise CheckpointError(f"{source.path}: tensor {part.name} holds NaN or infinite values")
+                    hash_later(block)
+                    read(len(block))
+            refuse_changed(source.path, source.identity, file)
+    except OSError as error:
+        raise CheckpointError(f"{source.path} cannot be read ({error.strerror or error})") from None
+
+
+def _fill(file: Any, block: memoryview) -> int:
+    """Read until the block is full or the file ends; the bytes that were read."""
+    done = 0
+    while done < len(block) and (count := file.readinto(block[done:])):
+        done += count
+    return done
