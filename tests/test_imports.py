@@ -24,7 +24,7 @@ DOORS = {
     "hqq": ("workers/models/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoint.py",),
     "torch": ("workers/",),
-    "transformers": ("workers/",),
+    "transformers": ("workers/models/lean.py", "workers/assisted.py", "workers/training/"),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),

@@ -1,7 +1,6 @@
 """The promise with a target's own substitute as the draft: the same tokens from a process of its own, and from one that shares everything with the target."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,6 @@ PLACED = {
     "mixed": {"target.split.device": "cpu", "target.split.layers": "5", "target.resident": "2", "target.prefill": "cpu"},
 }
 TOKENS = 48
-
-needs_hqq = pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,17 +64,14 @@ def check(flags: dict[str, str], trees: dict[str, TreeSettings], *, alone: Clien
     return committed / rounds
 
 
-@needs_hqq
 def test_a_substitute_in_a_process_of_its_own_changes_nothing_and_saves_target_passes(client: Client) -> None:
     assert check(SUBSTITUTE, {"dynamic": DYNAMIC}, alone=client) > 3.0
 
 
-@needs_hqq
 def test_one_process_with_both_roles_changes_nothing_and_saves_target_passes(client: Client) -> None:
     assert check(SHARED, {"dynamic": DYNAMIC}, alone=client) > 3.0
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
 @pytest.mark.parametrize("name", TREES)
@@ -85,7 +79,6 @@ def test_no_tree_of_a_substitute_changes_a_token(client: Client, flags: dict[str
     check(flags, {name: TREES[name]}, alone=client)
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
 @pytest.mark.parametrize("weights", ["int8", "int3", "int2"])
@@ -93,14 +86,12 @@ def test_no_weights_of_a_substitute_change_a_token(client: Client, flags: dict[s
     check({**flags, "draft.weights": weights}, {"dynamic": DYNAMIC}, alone=client)
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
 def test_the_substitute_of_an_inflated_target_changes_nothing(client: Client, flags: dict[str, str]) -> None:
     check({**flags, "target.inflate": "48MiB"}, {"dynamic": DYNAMIC}, alone=client)
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["half", "int8"])
 def test_a_target_of_other_weights_shares_with_its_substitute(weights: str) -> None:
@@ -108,7 +99,6 @@ def test_a_target_of_other_weights_shares_with_its_substitute(weights: str) -> N
         check({**SHARED, "target.weights": weights}, {"dynamic": DYNAMIC}, alone=alone)
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("resident", ["0", "3"])
 def test_a_target_that_streams_shares_its_resident_layers_with_its_substitute(client: Client, resident: str) -> None:
@@ -117,21 +107,18 @@ def test_a_target_that_streams_shares_its_resident_layers_with_its_substitute(cl
     check({**SHARED, **streamed}, {"dynamic": DYNAMIC}, alone=client)
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", ["beam", "budget"])
 def test_large_trees_of_a_shared_substitute_change_nothing_where_the_target_streams(client: Client, tree: str) -> None:
     check({**SHARED, "target.split.device": "cpu", "target.split.layers": "8", "target.resident": "2"}, {tree: TREES[tree]}, alone=client)
 
 
-@needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACED)
 def test_a_substitute_in_a_process_of_its_own_drafts_for_a_target_that_is_anywhere(client: Client, placement: str) -> None:
     check({**SUBSTITUTE, **PLACED[placement]}, {name: TREES[name] for name in ("static", "dynamic")}, alone=client)
 
 
-@needs_hqq
 @pytest.mark.slow
 def test_a_conversation_goes_on_from_the_rows_that_were_kept(client: Client) -> None:
     """The target keeps a session's rows, and resizes its cache, for the next turn; the draft's slots lie elsewhere then."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dovetail.runtime.client import Client
 from support.losslessness import difference
 from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")]
+pytestmark = pytest.mark.slow
 
 UNIFIED = {"draft.kind": "substitute", "draft.share": "true", "target.inflate": "32MiB", "coordinator.recovery_s": "60"}
 TREE = TreeSettings(policy="dynamic", gamma=8, depth=4, width=3)

@@ -8,6 +8,9 @@ from typing import Any
 LLAMA_TYPES = {"fp32": "F32", "half": "F16", "bf16": "BF16", "int8": "Q8_0", "int8-per-tensor": "Q8_0"}
 """Our weights -> llama.cpp's type of as many bytes (Q8_0 has one 16-bit scale for 32 weights, 6 % more). Half of a bf16 checkpoint is BF16."""
 
+BLOCKS = {"Q8_0": 32}
+"""How many neighbouring inputs of a matrix share a scale, by the types of llama.cpp that have scales: every row is of whole blocks."""
+
 
 def type_of(weights: str, config: Mapping[str, Any]) -> str:
     """llama.cpp's type for our weights of a checkpoint with this config.json."""
@@ -25,6 +28,20 @@ def unfit(config: Mapping[str, Any]) -> str:
     if rope_kind != "default":
         return f"a rotary embedding of type {rope_kind!r}"
     return "biases" if config.get("attention_bias") or config.get("mlp_bias") else ""
+
+
+def uncut(config: Mapping[str, Any], kind: str, *, widened: bool = False) -> str:
+    """Return what of a Llama with this config.json cannot be written in whole blocks of llama.cpp's type `kind`; empty: nothing.
+
+    `widened`: the model is to be inflated, which gives its MLP a width that can.
+    """
+    block, hidden = BLOCKS.get(kind, 1), config["hidden_size"]
+    heads = config["num_attention_heads"]
+    widths = {"a hidden size": hidden, "an attention width": heads * (config.get("head_dim") or hidden // heads)}
+    if not widened:
+        widths["an MLP width"] = config["intermediate_size"]
+    wrong = next((f"{name} of {width}" for name, width in widths.items() if width % block), "")
+    return f"{wrong}, which the blocks of {block} weights of {kind} do not divide" if wrong else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

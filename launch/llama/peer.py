@@ -15,13 +15,13 @@ from typing import Any
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout
 from dovetail.launch.embedded import with_target
-from dovetail.launch.llama.kinds import read_config, type_of, unfit
+from dovetail.launch.llama.kinds import read_config, type_of, uncut, unfit
 from dovetail.launch.llama.start import INSTALL, command_of, find_python
 from dovetail.launch.peers import TRIAL_TOKENS, PeerReply, near_the_fastest, result_of, thread_counts_of
 from dovetail.launch.supervise import Child, Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VocabularyFacts
-from dovetail.protocol.settings import Sampling, Settings
+from dovetail.protocol.settings import Sampling, Settings, TargetSettings
 from dovetail.runtime.text import TextCodec
 from dovetail.workers.generated import Generated, Round
 
@@ -69,11 +69,13 @@ def check(settings: Settings, options: LlamaOptions, cores: Sequence[int]) -> No
         raise UserError(f"--method {LLAMA}: threads={options.threads} are more than the {len(cores)} cores of our target and our draft: ask for no more")
     folder = Path(with_target(settings.target).model).expanduser()
     if (folder / "config.json").is_file():
-        _check_kind(folder)
+        _check_kind(folder, settings.target)
 
 
-def _check_kind(folder: Path) -> None:
-    if reason := unfit(read_config(folder)):
+def _check_kind(folder: Path, target: TargetSettings) -> None:
+    config = read_config(folder)
+    reason = unfit(config) or uncut(config, type_of(target.weights, config), widened=bool(target.inflate))
+    if reason:
         raise UserError(f"--method {LLAMA} is given Llama models as GGUF, and {folder.name} has {reason}: leave the method out")
 
 
@@ -121,8 +123,9 @@ class Preparation:
         told = _heard(child)
         self.supervisor.end([child])
         source, folder = Path(told["source"]), Path(told["folder"])
-        _check_kind(source)
-        kind = type_of(configuration.settings.target.weights, read_config(source))
+        target = configuration.settings.target
+        _check_kind(source, target)
+        kind = type_of(target.weights, read_config(source))
         codec = TextCodec((folder / "tokenizer.json").read_bytes(), VocabularyFacts.model_validate_json(json.dumps(told["facts"])))
         return _Prepared(folder, kind, out / f"{kind}.gguf", codec)
 

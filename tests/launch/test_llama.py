@@ -1,5 +1,6 @@
 """llama.cpp as a peer of `dovetail bench`; what needs it is tried where it is installed, in this environment or in that of LLAMA_PYTHON."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from dovetail.launch.bench_turns import Cell
 from dovetail.launch.binding import Place
 from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.cores import CoreLayout, lay_out_here
-from dovetail.launch.llama.kinds import type_of, unfit
+from dovetail.launch.llama.kinds import type_of, uncut, unfit
 from dovetail.launch.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
 from dovetail.launch.llama.start import find_python
 from dovetail.launch.supervise import Supervisor
@@ -98,6 +99,36 @@ def test_a_llama_with_nothing_beside_is_what_is_written_for_it(config: dict[str,
     assert unfit(config) == reason
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({}, ""),
+        ({"intermediate_size": 100}, "an MLP width of 100"),
+        ({"hidden_size": 72, "head_dim": 32}, "a hidden size of 72"),
+        ({"head_dim": 12}, "an attention width of 48"),
+    ],
+)
+def test_rows_that_are_not_of_whole_blocks_are_refused_where_its_type_has_blocks(shape: dict[str, Any], reason: str) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, **shape}
+    said = uncut(config, "Q8_0")
+    assert said == (f"{reason}, which the blocks of 32 weights of Q8_0 do not divide" if reason else "")
+    assert [uncut(config, kind) for kind in ("F32", "F16", "BF16")] == ["", "", ""]
+    assert uncut(config, "Q8_0", widened=True) == ("" if "MLP" in reason else said)
+
+
+def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_inflated_or_not_quantised(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    def check(**settings: Any) -> None:
+        check_methods([read_method(base(target__model=str(tmp_path), **settings), "llama.cpp")], LAYOUT)
+
+    with pytest.raises(UserError, match="has an MLP width of 100, which the blocks of 32 weights of Q8_0 do not divide: leave"):
+        check(target__weights="int8")
+    check(target__weights="int8", target__inflate="1MiB")
+    check(target__weights="fp32")
+
+
 def test_it_gets_a_type_of_as_many_bytes_a_weight() -> None:
     assert [type_of("half", {"dtype": dtype}) for dtype in ("float16", "bfloat16")] == ["F16", "BF16"]
     assert [type_of(weights, {}) for weights in ("fp32", "bf16", "int8")] == ["F32", "BF16", "Q8_0"]
@@ -137,11 +168,11 @@ def test_it_says_what_the_target_says_inflated_or_not_with_its_lookup_or_without
 
     ways = (LlamaOptions(threads=1), LlamaOptions(threads=1, draft="lookup"), LlamaOptions(threads=1, cache="f32"))
     said = [tokens(LlamaPeer(preparation, base(), lay_out_here(), options)) for options in ways]
-    inflated = tokens(LlamaPeer(preparation, base(target__inflate="48MiB"), lay_out_here(), ways[0]))
+    inflated = [tokens(LlamaPeer(preparation, base(target__inflate=size), lay_out_here(), ways[0])) for size in ("31MiB", "48MiB", "900MiB")]
     with started({"draft.kind": "none"}) as (stack, _), stack.connect() as client:
         client.submit(turns=TURNS, sampling=Sampling(), max_tokens=24, seed=0, speculate=False)
         finished = next(reply for reply in client.replies(60.0) if hasattr(reply, "result"))
-    for ours in (*said, inflated):
+    for ours in (*said, *inflated):
         parted = next((i for i, (a, b) in enumerate(zip(ours, finished.result.token_ids, strict=True)) if a != b), None)
         assert parted is None or finished.margins[parted] < 100 * NEAR_TIE, f"token {parted}"
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,7 +105,6 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")
 def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None:
     process = start("serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true")
     found = ready(process)

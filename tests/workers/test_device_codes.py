@@ -75,7 +75,6 @@ def read(model: LanguageModel, cache: KVCache) -> Tensor:
 @needs_kernels
 @pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
 def test_it_computes_what_the_kernels_substitute_computes(tmp_path: Path, as_a_gpu: Capture, weights: str) -> None:
-    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     substitute = pair(folder, tmp_path / "kept", as_a_gpu, 0, weights=weights)[1]
     kernels, made = load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path / "kept")
@@ -88,7 +87,6 @@ def test_it_computes_what_the_kernels_substitute_computes(tmp_path: Path, as_a_g
 @pytest.mark.parametrize("resident", [0, 1, 2])
 def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(tmp_path: Path, as_a_gpu: Capture, resident: int) -> None:
     """A level of fewer rows than its shape, in the target's own cache, and the levels below it."""
-    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     target, fixed = pair(folder, tmp_path / "kept", as_a_gpu, resident)
     free = load_device_substitute(target, None, weights="int4", folder=tmp_path / "kept")[0]
@@ -101,7 +99,6 @@ def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(tmp_path: Path,
 
 @needs_kernels
 def test_what_was_captured_for_a_cache_goes_with_it(tmp_path: Path, as_a_gpu: Capture) -> None:
-    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     substitute = pair(folder, tmp_path / "kept", as_a_gpu, 0)[1]
     assert isinstance(substitute.back_end, DeviceSubstitute)
@@ -117,7 +114,6 @@ def test_what_was_captured_for_a_cache_goes_with_it(tmp_path: Path, as_a_gpu: Ca
 @pytest.mark.parametrize("weights", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("resident", [0, 1])
 def test_levels_that_a_gpu_replays_are_those_of_the_kernels_substitute(tmp_path: Path, weights: str, resident: int) -> None:
-    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     kernels = load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path / "kept")[0]
     device = open_device("cuda:0", 1)

@@ -1,15 +1,17 @@
 """An inflated model is as large as asked for and computes the same function."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoint import open_checkpoint
-from dovetail.workers.models.inflate import linear_bytes, plan_inflation, write_inflated
+from dovetail.workers.models.inflate import grow_layer, grow_skeleton, linear_bytes, plan_inflation, write_inflated
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from support.models import reference_logits, tiny_llama, tiny_qwen2, transformers_model
@@ -69,6 +71,51 @@ def test_the_size_is_met_within_three_percent_by_layers_first_and_width_then(lla
     assert abs(plan.linear_bytes / size_bytes - 1) < 0.03
     assert 2 <= plan.layers <= 4
     assert plan.units >= 96
+
+
+def bare(*, hidden: int, units: int, layers: int, vocabulary: int) -> Any:
+    """A Llama of this shape without numbers."""
+    shape = {"hidden_size": hidden, "intermediate_size": units, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=4))
+
+
+SHAPES = {
+    "embedded": {"hidden": 256, "units": 704, "layers": 8, "vocabulary": 4096},
+    "odd width": {"hidden": 320, "units": 1000, "layers": 3, "vocabulary": 999},
+    "tiny": {"hidden": 64, "units": 96, "layers": 2, "vocabulary": 48},
+    "large": {"hidden": 2048, "units": 5632, "layers": 22, "vocabulary": 32000},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_any_size_a_width_divides_by_the_blocks_that_quantisers_cut_rows_into(shape: str) -> None:
+    """By 32 always, which Q8_0 needs, and by 256, as K-quants do, where that is near enough; a plan is as large as it says and no narrower than the model."""
+    model = bare(**SHAPES[shape])
+    now = linear_bytes(model)
+    by_256 = []
+    for number in range(120):
+        size_bytes = int(now * 1.11**number) + 7 * number
+        plan = plan_inflation(model, size_bytes)
+        off = abs(plan.linear_bytes / size_bytes - 1)
+        assert plan.units % 32 == 0, size_bytes
+        assert plan.units >= SHAPES[shape]["units"]
+        assert SHAPES[shape]["layers"] <= plan.layers <= 2 * SHAPES[shape]["layers"]
+        assert off < (0.03 if size_bytes > 3.1 * now or shape != "tiny" else 0.1), size_bytes
+        if size_bytes > 16 * now:
+            by_256.append(plan.units % 256 == 0)
+    assert all(by_256)
+    assert len(by_256) > 80
+
+
+def test_the_plan_is_the_model_that_is_made(llama_folder: Path) -> None:
+    for size_bytes in (400_000, 777_777, 3_333_333):
+        model = transformers_model(llama_folder)
+        plan = plan_inflation(model, size_bytes)
+        grow_skeleton(model, plan)
+        for index, layer in enumerate(model.model.layers):
+            grow_layer(layer, index, plan)
+        assert linear_bytes(model) == plan.linear_bytes
 
 
 def test_the_folder_that_is_written_is_the_very_model_that_inflation_makes(llama_folder: Path, tmp_path: Path) -> None:

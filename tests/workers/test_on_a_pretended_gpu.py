@@ -161,7 +161,6 @@ def test_codes_lie_there_as_cudas_int4_products_have_them(there: torch.device, b
 @pytest.mark.parametrize("resident", [0, 1])
 def test_a_substitute_shares_with_a_target_there_and_drafts_what_it_verifies(tmp_path: Path, there: torch.device, resident: int, temperature: float) -> None:
     """A round: the prompt is read, a tree drafted in levels of fixed shapes over the target's rows, and verified."""
-    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     places = [Place.RESIDENT] * resident + [Place.STREAMED] * (2 - resident)
     target = load_language_model(str(folder), weights="half", device="cpu", stage=lambda _config, _weights: Staging(places, PretendedTransfer()))

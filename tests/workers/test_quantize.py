@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from hqq.core.quantize import Quantizer
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.models import quantize
 from dovetail.workers.models.quantize import check_installed, from_bytes, quantise, to_bytes
-
-Quantizer = pytest.importorskip("hqq.core.quantize", reason="hqq is not installed: pip install 'dovetail[subspec]'").Quantizer
 
 ERRORS = {8: 0.01, 4: 0.1, 3: 0.2, 2: 0.45}
 """Of normal random weights, relative: what hqq reaches (0.005, 0.087, 0.185, 0.43), and a little."""

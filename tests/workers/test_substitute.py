@@ -18,7 +18,6 @@ from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.substitute import load_substitute
 from support.models import tiny_llama, transformers_model
 
-pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 ROUNDED = 0.08
 """How far rows of 8 bits (bf16 on torch's products) may move the logits of these models, whose weights are ten times the usual ones: 0.03 to 0.065 measured."""

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,6 @@ def test_an_answer_that_is_never_fetched_keeps_nobody_waiting() -> None:
     assert draft.idle()
 
 
-@pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")
 def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, intermediate_size=128)
     target = TargetSettings(model=str(folder), backend="library")

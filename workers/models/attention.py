@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.lean import AttentionInterface
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat

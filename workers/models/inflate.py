@@ -23,10 +23,14 @@ from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoint import open_checkpoint
 from dovetail.workers.models.loader import load_transformers
 
-SCHEME = "identity-layers-and-dead-units-3"
+SCHEME = "identity-layers-and-dead-units-4"
 LAYER_FACTOR = 2
 """Most layers a real one: the rest of the size goes into width, so that matrices are as large and calls as few as in a real model of that size."""
-UNIT_MULTIPLE = 16
+UNIT_MULTIPLES = (256, 32)
+"""A width divides by the first of these with which the size is near enough, else by the last:
+GGUF's quantisers cut a row into blocks of 256 (K-quants) or of 32 (Q8_0, Q4_0 and the like)."""
+NEAR = 0.03
+"""What a size may be off by, relative to what is asked for, so that a width divides by more."""
 DEAD_SCALE = 0.5
 """What a dead unit yields, of what the real one does that it is a copy of: int8 rounds a row of units by its largest, which has to be a real one."""
 SEED = 20_260_101
@@ -66,18 +70,31 @@ def linear_bytes(model: nn.Module) -> int:
 
 
 def plan_inflation(model: Any, size_bytes: int) -> Plan:
-    """The layers and MLP units that bring the linears of a model (its numbers are not looked at) to `size_bytes` of fp32; `CheckpointError` if it is larger."""
+    """Return the layers and MLP units that bring the linears of a model (its numbers are not looked at) near `size_bytes` of fp32.
+
+    That is the plan of most layers within `NEAR` of the size, or the nearest where none is. `CheckpointError` if the model is larger already.
+    """
     layer = _layers(model)[0]
     hidden, units = layer.mlp.gate_proj.in_features, layer.mlp.gate_proj.out_features
     real, now = len(_layers(model)), linear_bytes(model)
     layer_bytes, unit_bytes = linear_bytes(layer), 4 * 3 * hidden
     if size_bytes < now:
         raise CheckpointError(f"an inflation to {size_bytes} bytes is below the {now} bytes that the model's linears have already; ask for more, or for none")
-    layers = min(LAYER_FACTOR * real, real + (size_bytes - now) // layer_bytes)
-    missing = size_bytes - now - (layers - real) * layer_bytes
-    more_units = round(missing / (layers * unit_bytes * UNIT_MULTIPLE)) * UNIT_MULTIPLE
-    sources = tuple(i * real // layers for i in range(layers))
-    return Plan(sources, units + more_units, now + (layers - real) * layer_bytes + layers * more_units * unit_bytes)
+    most = min(LAYER_FACTOR * real, real + (size_bytes - now) // layer_bytes)
+
+    def with_shape(layers: int, multiple: int) -> Plan:
+        """Return the plan of so many layers whose width divides by `multiple` and whose size is the nearest to `size_bytes`."""
+        base = now + (layers - real) * layer_bytes
+        wanted = units + (size_bytes - base) / (layers * unit_bytes)
+        width = max(round(wanted / multiple), math.ceil(units / multiple)) * multiple
+        sources = tuple(i * real // layers for i in range(layers))
+        return Plan(sources, width, base + layers * (width - units) * unit_bytes)
+
+    def error(plan: Plan) -> float:
+        return abs(plan.linear_bytes / size_bytes - 1)
+
+    plans = [with_shape(layers, multiple) for multiple in UNIT_MULTIPLES for layers in range(most, real - 1, -1)]
+    return next((plan for plan in plans if error(plan) <= NEAR), None) or min(plans, key=error)
 
 
 def grow_skeleton(model: Any, plan: Plan) -> None:

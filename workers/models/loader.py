@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.pytorch_utils import Conv1D
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json, reason
+from dovetail.workers.models.lean import AutoConfig, AutoModelForCausalLM, Conv1D, get_checkpoint_conversion_mapping, transformers
 from dovetail.workers.progress import loading
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dovetail.workers.models.head_config import HeadConfig, MisfitError, RotaryConfig
+from dovetail.workers.models.lean import ROPE_INIT_FUNCTIONS, LlamaConfig
 
 THETA = 10000.0
 """Where a configuration names no base: that of the EAGLE family's code."""

@@ -36,7 +36,7 @@ class Accelerated(Peers):
 
     def __init__(self) -> None:
         try:
-            from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
+            from accelerate import Accelerator
         except ImportError as error:
             raise UserError("several training processes need the library accelerate: pip install 'dovetail[train]', or start one process only") from error
         self._accelerator: Any = Accelerator(cpu=not torch.cuda.is_available())

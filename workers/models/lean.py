@@ -1,0 +1,42 @@
+"""transformers without the packages that it imports wherever they are installed and no worker needs.
+
+hqq brings torch's compiler along, and scipy its optimisers (for a loss of object detection): together a third of what it takes a worker to start. transformers
+is told that they are not installed, and remembers it; whoever needs one of them imports it as ever.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+UNUSED = ("hqq", "scipy")
+
+
+@contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Let no import within find these packages, nor `find_spec`; one that is imported already stays."""
+    absent = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None is how Python marks a name that is not to be found
+    try:
+        yield
+    finally:
+        for package in absent:
+            del sys.modules[package]
+
+
+with hidden(*UNUSED):
+    import transformers
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.pytorch_utils import Conv1D
+
+__all__ = [
+    "ROPE_INIT_FUNCTIONS",
+    "AttentionInterface",
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "Conv1D",
+    "LlamaConfig",
+    "get_checkpoint_conversion_mapping",
+    "transformers",
+]
