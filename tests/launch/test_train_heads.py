@@ -178,7 +178,6 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     line = "from dovetail.launch.train import command; command()"
     (tmp_path / "train.py").write_text(line)
     options = f"eagle --data {tokens} --out {tmp_path / 'head'} --steps 2 --batch 2 --length 48 --threads 1".split()
