@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import click
@@ -18,13 +19,16 @@ from dovetail.protocol.links import open_hub
 from dovetail.runtime.loop import coordinate
 from dovetail.runtime.recording import Recorder
 
+STDIN = 0
+
 
 @click.command(cls=SettingsCommand)
 @click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
 @click.option("--own-folder", is_flag=True, hidden=True, help="The folder of an ipc address is for this coordinator alone, and goes with it.")
 @click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends; announce nothing.")
+@click.option("--supervised", is_flag=True, hidden=True, help="Standard input is the pipe of a supervisor, which says how the other parts are.")
 @settings_flags("coordinator")
-def command(configuration: Configuration, cores: str | None, own_folder: bool, parent: int | None) -> None:
+def command(configuration: Configuration, cores: str | None, own_folder: bool, parent: int | None, supervised: bool) -> None:
     """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
 
     Its address goes to stdout as one line. Other commands of this user on this machine find it without --connect.
@@ -45,7 +49,8 @@ def command(configuration: Configuration, cores: str | None, own_folder: bool, p
         opened.callback(hub.close)
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
-        asyncio.run(coordinate(hub, settings=settings, recorder=recorder, ready=lambda: _introduce(hub.address, by_hand=parent is None)))
+        ready = partial(_introduce, hub.address, by_hand=parent is None)
+        asyncio.run(coordinate(hub, settings=settings, recorder=recorder, ready=ready, supervised=STDIN if supervised else None))
 
 
 def _introduce(address: str, *, by_hand: bool) -> None:

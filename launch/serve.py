@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 import socket
+import time
 from pathlib import Path
 
 import click
@@ -69,6 +70,8 @@ def _introduce(service: Service, configuration: Configuration, *, as_json: bool)
     key = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"' if file else ""
     question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
     note(f"  {models_of(service.state)}")
+    for fault in service.faults(time.monotonic()):
+        note(f"  degraded: {fault.words}")
     url = next((service.url.replace(f"//{a}:", f"//{socket.gethostname()}:") for a in ANYWHERE if f"//{a}:" in service.url), service.url)
     note(f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
     page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""

@@ -13,9 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from dovetail.launch.child import LET_GO
 from dovetail.launch.configure import SETTINGS, Configuration
@@ -34,9 +35,9 @@ from dovetail.launch.supervise import (
 )
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Tell, Watch
-from dovetail.protocol.errors import DovetailError
+from dovetail.protocol.errors import DovetailError, printable
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import Reported, WorkerState
+from dovetail.protocol.messages import Fault, Reported, Supervised, WorkerState
 
 log = logging.getLogger("dovetail.serve")
 
@@ -48,6 +49,8 @@ ASK_EVERY_S = 1.0
 CONNECT_S = 0.5
 LAST_WORDS_S = 0.3
 """A process that is stuck has so long to show where."""
+MAX_WHY = 500
+"""Characters of why a part is not there."""
 LOG_BYTES = 1 << 20
 """The file of what a process says is emptied when so much of it has been read."""
 
@@ -60,13 +63,17 @@ class Service:
         self._settings = configuration.settings
         self._layout = layout_of(configuration.settings)
         self._workers = {f"{role} worker": role for role in processes_of(self._settings)}
-        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *(Part(name, (COORDINATOR, HTTP), known=True) for name in self._workers))
+        before = (COORDINATOR, HTTP)
+        workers = (Part(name, before, known=True, needed=role != "draft") for name, role in self._workers.items())
+        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *workers)
         self._watch = Watch(parts, time.monotonic(), stuck_s=self._settings.coordinator.stuck_s)
         self._running: dict[str, Child] = {}
         self._ears: dict[str, Ear] = {}
         self._announcement = ExitStack()
         self._inquiry: Inquiry | None = None
         self._left = False
+        self._told: object = None
+        """What the coordinator was told last of the other parts, and which process of it that was."""
         self.address = self.url = ""
         self.state: Reported | None = None
         """What the coordinator said last."""
@@ -103,6 +110,18 @@ class Service:
             self._pass_on()
             time.sleep(POLL_S)
 
+    def faults(self, now_s: float) -> tuple[Fault, ...]:
+        """The parts that were lost and are not back yet."""
+        return tuple(
+            Fault(
+                part=outage.part,
+                why=outage.why[:MAX_WHY],
+                since_s=max(0.0, now_s - outage.since_s),
+                retry_s=None if outage.retry_s is None else max(0.0, outage.retry_s - now_s),
+            )
+            for outage in self._watch.outages
+        )
+
     def drain(self) -> None:
         """End who takes requests, then who has them, then who computes; a signal meanwhile ends all of them at once."""
         try:
@@ -121,8 +140,7 @@ class Service:
         ended = [name for name in sorted(self._running, key=lambda name: name == COORDINATOR) if self._running[name].ended]
         for name in reversed(ended):
             child = self._running.pop(name)
-            code = child.process.returncode
-            self._perform(self._watch.ended(name, Ending(code, child.how_it_ended(), child.was_mistaken, code == LET_GO), now_s), child)
+            self._perform(self._watch.ended(name, _ending(child), now_s), child)
             self._supervisor.end([child])
             self._hear_out(name)
         for name in self._watch.waiting:
@@ -131,6 +149,7 @@ class Service:
         if self._inquiry is not None and COORDINATOR not in self._watch.missing:
             self._ask(self._inquiry, now_s)
         self._perform(self._watch.due(now_s))
+        self._tell_coordinator(now_s)
 
     def _perform(self, actions: list[Action], ended: Child | None = None) -> None:
         for action in actions:
@@ -143,14 +162,43 @@ class Service:
                     self._let_speak_and_kill(self._running[name])
                 case Leave():
                     self._left = True
-                case GiveUp(_, why):
+                case GiveUp(name, why):
                     assert ended is not None
-                    failure = ended.failure()
-                    raise DovetailError(f"{failure}\n  {why}") if why else failure
+                    if not self._watch.serving:
+                        raise ended.failure()
+                    self._give_up(f"the {name} {why}", ended)
+
+    def _give_up(self, why: str, ended: Child) -> NoReturn:
+        """Let the requests end that still can, then everything else; raises why."""
+        last = _ending(ended)
+        failure = f"{why}; at last it {': '.join(filter(None, (last.words, last.last_line)))}"
+        log.error("giving up: %s; requests that run may finish, a signal does not wait for them", failure)
+        self._tell_coordinator(time.monotonic(), ending=why)
+        coordinator, end_s = self._running.get(COORDINATOR), time.monotonic() + self._settings.http.deadline_s
+        with suppress(KeyboardInterrupt, SystemExit):
+            while coordinator is not None and not coordinator.ended and time.monotonic() < end_s:
+                self._pass_on()
+                time.sleep(POLL_S)
+        self.drain()
+        raise DovetailError(failure)
+
+    def _tell_coordinator(self, now_s: float, *, ending: str = "") -> None:
+        """Have the coordinator know how the other parts are, if that has changed; `ending`: why the service ends."""
+        child = self._running.get(COORDINATOR)
+        told = (child, self._watch.outages, ending)
+        if child is None or COORDINATOR in self._watch.missing or told == self._told:
+            return
+        assert child.process.stdin is not None
+        words = Supervised(faults=self.faults(now_s), ending=ending[:MAX_WHY]).model_dump_json()
+        with suppress(BlockingIOError, BrokenPipeError):  # one that is stuck hears it later, one that has gone is noticed elsewhere
+            os.write(child.process.stdin.fileno(), f"{words}\n".encode())
+            self._told = told
 
     def _start(self, name: str) -> None:
         """Start a part; the coordinator and the HTTP API say on stdout where they listen."""
-        child = self._supervisor.start(name, self._arguments(name), reads=name in (COORDINATOR, HTTP))
+        child = self._supervisor.start(name, self._arguments(name), reads=name in (COORDINATOR, HTTP), asks=name == COORDINATOR)
+        if child.process.stdin is not None:
+            os.set_blocking(child.process.stdin.fileno(), False)
         self._running[name], self._ears[name] = child, Ear(child)
         if self._watch.serving:
             log.info("the %s starts, pid %d", name, child.process.pid)
@@ -161,6 +209,7 @@ class Service:
         if name == COORDINATOR:
             return [
                 "coordinator",
+                "--supervised",
                 *self._listening(),
                 *coordinator_arguments(configuration),
                 f"--cores={format_numbers(self._layout.coordinator.cores)}",
@@ -220,9 +269,10 @@ class Service:
         if state is not None:
             self.state = state
             workers = {name: pid for name, pid in self.pids.items() if name in self._workers}
-            serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
-            served = {name for name, role in self._workers.items() if any(("target" if role == "unified" else role) in worker.roles for worker in serving)}
-            self._perform(self._watch.answered(registered(workers, state.workers, socket.gethostname()), now_s, served))
+            host = socket.gethostname()
+            others = [w for w in state.workers if not (w.standby or w.leaving or (w.host == host and w.pid in workers.values()))]
+            filled = {name for name, role in self._workers.items() if any(("target" if role == "unified" else role) in w.roles for w in others)}
+            self._perform(self._watch.answered(registered(workers, state.workers, host), now_s, filled))
 
     # -- what they say --------------------------------------------------------------------------------------------------------------------------
 
@@ -238,6 +288,14 @@ class Service:
             for line in ear.listen():
                 log.info("%s: %s", name, line)
             ear.close()
+
+
+def _ending(child: Child) -> Ending:
+    """How a process has ended. What it said last explains an exit code; a signal that ends a process at once, it does not."""
+    code = child.process.returncode
+    last = [] if code == -signal.SIGKILL else child.last_words()[-1:]
+    last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
+    return Ending(code, child.how_it_ended(), child.was_mistaken, code == LET_GO, last_line)
 
 
 def registered(ours: Mapping[str, int], workers: Iterable[WorkerState], host: str) -> set[str]:

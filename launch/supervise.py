@@ -130,13 +130,13 @@ class Supervisor:
         else:
             _unwind(signal.Signals(number))
 
-    def start(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli", reads: bool = False) -> Child:
-        """Start a command of ours; `reads`: its stdout is for us.
+    def start(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli", reads: bool = False, asks: bool = False) -> Child:
+        """Start a command of ours; `reads`: its stdout is for us, `asks`: its stdin is ours to write to.
 
         It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends everything in order. The kernel ends a
         child with the thread that started it, so this must be the main thread.
         """
-        return self.start_command(name, [sys.executable, "-P", "-m", module, *arguments], reads=reads)
+        return self.start_command(name, [sys.executable, "-P", "-m", module, *arguments], reads=reads, asks=asks)
 
     def start_command(self, name: str, command: Sequence[str], *, reads: bool = False, asks: bool = False) -> Child:
         """Start any command that takes `--parent`, as `start` does; `asks`: its stdin is ours to write to."""

@@ -1,11 +1,12 @@
 """When a process of a service is started, and when one that ended or is stuck is started again: decisions over events and times.
 
 The first part is the root. It must know some of the others, the workers, whose work comes from it; when it is lost they stay, and come back to it by
-themselves. A part starts when those that it comes after have been ready, the root since it was started last. Until everything was ready once, the first
-loss ends the service - whoever started it is there to read why. From then on a part that ends is started again after a pause, which doubles from loss to
-loss and begins anew after a minute of health; what ends too often, or says that the user made a mistake, ends the service. A root that says nothing for
-long, and a part that the root has known and does not know any more, are stuck: they are replaced. A part that was let go because somebody else took its
-place is started again when nobody is in that place any more.
+themselves. A part starts when those that it comes after have been ready, the root since it was started last. Until everything was ready once, a user's
+mistake, or the loss of a part that serving needs, ends the service - whoever started it is there to read why. From then on a part that ends is started again
+after a pause, which doubles from loss to loss and begins anew after a minute of health. A part that serving needs ends the service if it ends too often; one
+that it can do without, such as a draft, or a target beside another one, is tried ever more rarely, and for ever. A root that says nothing for long, and a
+part that the root has known and does not know any more, are stuck: they are replaced. A part that was let go because somebody else took its place is started
+again when nobody is in that place any more.
 Knows no processes, clocks or signals: names, events and seconds are handed in, and actions are handed back.
 """
 
@@ -17,10 +18,13 @@ from dovetail.launch.terminal import counted
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
+LONGEST_SPARED_PAUSE_S = 300.0
+"""Of a part that serving does not need at present: loading it takes time and memory from those that serve."""
 HEALTHY_S = 60.0
 MOST_RESTARTS = 5
 """Of one part within `WITHIN_S`."""
 WITHIN_S = 300.0
+MOST_DOUBLINGS = 32
 STANDSTILL_S = 2.0
 """Between two looks; they are much closer together."""
 
@@ -33,6 +37,8 @@ class Part:
     after: tuple[str, ...] = ()
     known: bool = False
     """Whether it is ready when the root knows it, and only as long as it does."""
+    needed: bool = True
+    """Whether requests cannot be served without it, or somebody else in its place."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,19 @@ class Ending:
     """Whether it said that the user did something wrong, which no restart mends."""
     let_go: bool = False
     """Whether it ended because the root wants it no more."""
+    last_line: str = ""
+    """What it said last on stderr."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A part that was there, or was to be, and is not: why, since when, and when it is started again."""
+
+    part: str
+    why: str
+    since_s: float
+    retry_s: float | None
+    """None: it has been started, and is not ready yet."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +116,30 @@ class _State:
     """Since when it has been ready."""
     heard_s: float | None = None
     """When it was last known to be there: of the root, when it last answered. None: not since it was started, or it is being replaced."""
+    down_s: float | None = None
+    """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost either."""
+    why: str = ""
+    """It was lost, or is about to be ended since it is stuck."""
+    stuck: bool = False
+    """Whether it is about to be ended for that."""
     losses: int = 0
     """Since it was last healthy."""
     ends: deque[float] = field(default_factory=deque)
     """When it ended, within the last `WITHIN_S`."""
 
     def stop(self, due_s: float) -> None:
-        self.running, self.ready_s, self.heard_s, self.due_s = False, None, None, due_s
+        self.running, self.stuck, self.ready_s, self.heard_s, self.due_s = False, False, None, None, due_s
 
-    def pause_s(self, now_s: float) -> float:
-        """How long to wait after a loss now; counts it."""
+    def lost(self, why: str, now_s: float) -> None:
+        """Note why it is not there, and since when: it may have been lost before."""
+        self.why, self.down_s = why, now_s if self.down_s is None else self.down_s
+
+    def pause_s(self, now_s: float, longest_s: float) -> float:
+        """How long to wait after a loss now, at most `longest_s`; counts it."""
         if self.ready_s is not None and now_s - self.ready_s >= HEALTHY_S:
             self.losses = 0
         self.losses += 1
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self.losses - 1))
+        return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(self.losses - 1, MOST_DOUBLINGS))
 
     def ended_too_often(self, now_s: float) -> bool:
         """Whether a restart now would be one too many; counts the end."""
@@ -137,9 +166,11 @@ class Watch:
         self._root, self._stuck_s = parts[0].name, stuck_s
         self._states = {part.name: _State(part, now_s) for part in parts}
         self._away: dict[str, _Away] = {}
+        self._filled: Collection[str] = ()
+        """The parts in whose place somebody else serves, as far as the root has said."""
         self._looked_s = now_s
         self.serving = False
-        """Whether everything has been ready at one time."""
+        """Whether everything has been ready at one time, but for what was lost and is not needed."""
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -150,6 +181,17 @@ class Watch:
     def missing(self) -> tuple[str, ...]:
         """The parts that are not ready, whether they run or not."""
         return tuple(name for name, state in self._states.items() if state.ready_s is None)
+
+    @property
+    def outages(self) -> tuple[Outage, ...]:
+        """The parts that were lost and are not back yet, in their order."""
+        return tuple(
+            Outage(name, state.why, state.down_s, None if state.running else state.due_s) for name, state in self._states.items() if state.down_s is not None
+        )
+
+    def needs(self, name: str) -> bool:
+        """Whether requests cannot be served without this part."""
+        return self._states[name].part.needed and name not in self._filled
 
     def due(self, now_s: float) -> list[Action]:
         """Start what is to be started by now, and replace what is stuck. The time in which nobody asked, since this process stood still, was no silence."""
@@ -165,7 +207,8 @@ class Watch:
                 state.running = True
                 actions.append(Start(name))
             elif self.serving and self._is_stuck(state, now_s):
-                state.heard_s = None
+                state.heard_s, state.stuck = None, True
+                state.lost(f"nothing was heard of it for {self._stuck_s:g} s", now_s)
                 actions += [Tell(f"the {name} is alive, and nothing was heard of it for {self._stuck_s:g} s"), Replace(name)]
         return actions
 
@@ -174,18 +217,23 @@ class Watch:
         state = self._states[name]
         if not state.running or state.ready_s is not None:
             return []
-        state.ready_s, state.been_ready = now_s, True
+        state.ready_s, state.been_ready, state.down_s = now_s, True, None
         if name == self._root:
             state.heard_s = now_s
         if self.serving:
             return [Tell(f"the {name} is ready again")]
-        self.serving = not self.missing
+        self._begin_to_serve()
         return []
 
-    def answered(self, known: Collection[str], now_s: float, served: Collection[str] = ()) -> list[Action]:
-        """The root has said which of the others it knows, and in which of their places somebody works."""
+    def _begin_to_serve(self) -> None:
+        """Serve if everything is ready that is needed, or has not been lost."""
+        self.serving = not any(state.ready_s is None and (state.down_s is None or self.needs(name)) for name, state in self._states.items())
+
+    def answered(self, known: Collection[str], now_s: float, filled: Collection[str] = ()) -> list[Action]:
+        """The root has said which of the others it knows, and in which of their places somebody else serves."""
         actions: list[Action] = []
         self._states[self._root].heard_s = now_s
+        self._filled = filled
         for name, state in self._states.items():
             if not state.part.known or not state.running:
                 continue
@@ -194,14 +242,18 @@ class Watch:
                 actions += self.ready(name, now_s)
             elif state.ready_s is not None:
                 state.ready_s = None
+                state.lost(f"the {self._root} has lost it", now_s)
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
-        return [*actions, *self._fill(served, now_s)]
+        for name, state in self._states.items():
+            if not state.running and self.needs(name):  # it was not, perhaps, when its pause began
+                state.due_s = min(state.due_s, now_s + LONGEST_PAUSE_S)
+        return [*actions, *self._fill(filled, now_s)]
 
-    def _fill(self, served: Collection[str], now_s: float) -> list[Action]:
+    def _fill(self, filled: Collection[str], now_s: float) -> list[Action]:
         """Have those start again in whose place somebody was who has been gone for as long as a part may be silent."""
         root, actions = self._states[self._root], list[Action]()
         for name, away in [*self._away.items()]:
-            if name in served:
+            if name in filled:
                 actions += [Tell(f"another worker is in the place of the {name}")] if away.seen_s is None else []
                 away.seen_s = now_s
             elif away.seen_s is not None and root.ready_s is not None and now_s - max(away.seen_s, root.ready_s) >= self._stuck_s:
@@ -218,12 +270,16 @@ class Watch:
         if ending.let_go and self.serving:
             self._away[name] = _Away(self._states.pop(name).part)
             return [Tell(f"the {name} was let go")]
-        if ending.mistake or not self.serving:
+        needed = self.needs(name)
+        if not self.serving and (needed or ending.mistake):
             return [GiveUp(name)]
-        if state.ended_too_often(now_s):
-            return [GiveUp(name, f"it ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} minutes, and is not started again")]
-        pause_s = state.pause_s(now_s)
+        if needed and state.ended_too_often(now_s):
+            return [GiveUp(name, f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} minutes, and is not started again")]
+        pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if needed else LONGEST_SPARED_PAUSE_S)
+        state.lost(state.why if state.stuck else ": ".join(filter(None, (ending.words, ending.last_line))), now_s)
         state.stop(now_s + pause_s)
+        if not self.serving:
+            self._begin_to_serve()
         if name == self._root:
             state.been_ready = False
             self._expect_back()

@@ -158,6 +158,7 @@ def _serve(
         from dovetail.workers.progress import Watchdog
 
         worker = _opener(configuration, role)(name, threads)
+        load_s = time.monotonic() - began
         say(f"{role} worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
         if leaves_the_machine(connect):
             say(of_worker(worker.hello(0), connect))
@@ -165,7 +166,8 @@ def _serve(
         reconnecting = Reconnecting(again, reconnect_s, lambda news: say(f"{role} worker {name}: {news}"))
         watchdog = Watchdog(f"{role} worker {name}", settings.stuck_s)
         watchdog.start()
-        let_go = serve(link, worker, binding=binding, standby=standby, reconnecting=reconnecting if reconnect_s else None, watchdog=watchdog)
+        again_if = reconnecting if reconnect_s else None
+        let_go = serve(link, worker, binding=binding, standby=standby, load_s=load_s, reconnecting=again_if, watchdog=watchdog)
         end_undisturbed()
         say(f"{role} worker {name} ends: its coordinator {'let it go' if let_go else 'has gone'}")
         return let_go
@@ -202,7 +204,7 @@ def _serve_both(
         _check_text(target.model)
         with counting_bar(QUANTISED) as tell:
             opened = open_unified(target, draft, name=name, threads=threads, memory=settings.memory, profile=profile, cache=substitutes_path(), tell=tell)
-        workers = dict(zip(parts, opened, strict=True))
+        workers, load_s = dict(zip(parts, opened, strict=True)), time.monotonic() - began
         say(f"unified worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
         if leaves_the_machine(connect):
             say("\n".join(of_worker(worker.hello(0), connect) for worker in opened))
@@ -212,7 +214,16 @@ def _serve_both(
             reconnecting = Reconnecting(again, reconnect_s, lambda news: say(f"unified worker {name}, {part}: {news}"))
             watchdog = Watchdog(f"unified worker {name}, {part}", settings.coordinator.stuck_s)
             watchdog.start()
-            return serve(links[part], workers[part], binding=binding, standby=standby, reconnecting=reconnecting if reconnect_s else None, watchdog=watchdog)
+            again_if = reconnecting if reconnect_s else None
+            return serve(
+                links[part],
+                workers[part],
+                binding=binding,
+                standby=standby,
+                load_s=load_s,
+                reconnecting=again_if,
+                watchdog=watchdog,
+            )
 
         beside = Beside(partial(work, "draft"), over)
         beside.start()

@@ -17,7 +17,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 7)
+VERSION = (1, 8)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""
@@ -36,6 +36,7 @@ MAX_MOVES = 64
 MAX_CURVES = 16
 MAX_PASSES = 256
 MAX_PAIRS = 64
+MAX_FAULTS = 64
 MAX_DECISIONS = 64
 MAX_TEXT = 4 << 20
 MAX_TURNS = 1024
@@ -219,6 +220,8 @@ class Hello(Message):
     """Of a worker: it gets no sessions until it is put in place, by a Swap."""
     placement: Name = ""
     """Of a target that is spread over devices: which layers are where, in words."""
+    load_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of a worker: from the start of its process until its model was loaded; 0: not measured."""
 
 
 class Welcome(Message):
@@ -245,6 +248,8 @@ class Failed(Message):
         "capacity",
         "no_target",
         "worker_lost",
+        "coordinator_lost",
+        "ending",
         "memory",
         "internal",
         "protocol",
@@ -973,6 +978,33 @@ class Totals(Frozen):
     """Share of the sessions that the targets can hold which are open."""
 
 
+class Fault(Frozen):
+    """A part that does not do its work, though requests may be served without it."""
+
+    part: Name
+    """Such as "draft worker", for the worker of the name draft."""
+    why: Name
+    since_s: Annotated[float, Field(ge=0.0)]
+    """For so long."""
+    retry_s: Annotated[float, Field(ge=0.0)] | None = None
+    """It is started again in so long; None: that has been done, or nobody does it."""
+
+    @property
+    def words(self) -> str:
+        """The same in words."""
+        retry = "" if self.retry_s is None else f"; it is started again in {self.retry_s:.0f} s"
+        return f"the {self.part} has not worked for {self.since_s:.0f} s: {self.why}{retry}"
+
+
+class Supervised(Frozen):
+    """What a supervisor tells its coordinator, a line of JSON on its standard input, whenever it changes."""
+
+    faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
+    """Of the parts that it looks after."""
+    ending: Name = ""
+    """Why the service ends: a part that it needs is lost for good. Empty: it does not."""
+
+
 class Reported(Message):
     """The coordinator's state: the fields of `dovetail status --json`."""
 
@@ -993,6 +1025,9 @@ class Reported(Message):
     """Peers and messages that broke the protocol."""
     degraded: bool
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
+    """In words: what is degraded, and what else there is to say."""
+    faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
+    """Of the reasons, those that are about a part."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
     """The last changes of how is speculated, oldest first, each with its reason."""

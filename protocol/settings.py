@@ -366,7 +366,10 @@ class CoordinatorSettings(Frozen):
     listen: str = Field("ipc", description="ipc (a socket in a private folder), ipc://PATH or tcp://HOST:PORT (needs keys)")
     keys: str = Field("", description="folder of CURVE keys made by `dovetail keygen`")
     reuse: bool = Field(True, description="keep what was computed of ended conversations, so that their next turns read only what is new")
-    recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] = Field(30.0, description="how long a session whose target was lost waits for another one")
+    recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
+        "auto",
+        description="how long a session whose target was lost waits for another one; auto: 30 s and twice the time that the lost one took to load",
+    )
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(10.0, description="a worker without progress for so long is replaced")
     move: Literal["same", "any"] = Field(
         "same", description="to which target a session goes on whose own was lost: same (of equal fingerprint: the text is the same) or any of its vocabulary"

@@ -22,6 +22,7 @@ from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     MAX_DECISIONS,
+    MAX_FAULTS,
     MAX_PAIRS,
     MAX_STRIKES,
     Close,
@@ -29,6 +30,7 @@ from dovetail.protocol.messages import (
     Emitted,
     Event,
     Failed,
+    Fault,
     Finished,
     Hello,
     Message,
@@ -38,6 +40,7 @@ from dovetail.protocol.messages import (
     Recorded,
     Reported,
     Submit,
+    Supervised,
     Totals,
     Verified,
     Welcome,
@@ -99,13 +102,17 @@ class Coordinator:
         self._recorder = recorder
         self._placement = Placement(self.registry, self.epoch, reuse=settings.reuse, say=self.decide)
         self.ending = False
+        self.given_up = ""
+        """Why whoever started us ends the service: what is missing does not come back. Empty: it does not end it."""
         self._live: dict[int, Live] = {}
         self._strikes: dict[bytes, int] = {}
         self._began_ns = clock_ns()
         self._tally = Tally()
         self._dropped = Dropped()
         self._rounds = self._round_tokens = 0
-        self._lost_draft = False
+        self._lost_drafts: dict[str, tuple[str, int]] = {}
+        """By the names of those that were lost and that no other draft has replaced: what became of them, and when."""
+        self._supervised, self._supervised_ns = Supervised(), clock_ns()
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with what became of it."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
@@ -222,7 +229,8 @@ class Coordinator:
 
     def joined(self, worker: Worker) -> None:
         """A worker is there for sessions from now on."""
-        self._lost_draft &= not worker.plays("draft")
+        if worker.plays("draft"):
+            self._lost_drafts.clear()
         self._moving.resettle()
 
     def _refuse(self, peer: bytes, error: RequestError) -> None:
@@ -332,7 +340,8 @@ class Coordinator:
             return
         level = logging.INFO if self.ending else logging.WARNING
         log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
-        self._lost_draft |= worker.plays("draft") and worker.serves
+        if worker.plays("draft") and worker.serves:
+            self._lost_drafts[worker.name] = why, self.now_ns()
         self._placement.forget(worker)
         self._gone.append((worker, why))
 
@@ -473,12 +482,39 @@ class Coordinator:
     def idle(self) -> bool:
         return not self._live
 
+    def supervised(self, told: Supervised) -> None:
+        """Heed what whoever started us says of the other parts."""
+        self._supervised, self._supervised_ns = told, self.now_ns()
+        if told.ending:
+            self.given_up, self.ending = told.ending, True
+            self._moving.resettle()
+
+    def _faults(self, now_ns: int) -> tuple[Fault, ...]:
+        """The parts that do not do their work, as we know and as whoever started us says, who knows more."""
+        told_s = (now_ns - self._supervised_ns) / 1e9
+        told = [
+            fault.model_copy(
+                update={
+                    "since_s": fault.since_s + told_s,
+                    "retry_s": None if fault.retry_s is None else max(0.0, fault.retry_s - told_s),
+                }
+            )
+            for fault in self._supervised.faults
+        ]
+        lost = self._lost_drafts.items() if self.registry.pick("draft") is None else ()
+        ours = [Fault(part=f"{name} worker"[-MAX_WORDS:], why=why, since_s=(now_ns - at_ns) / 1e9) for name, (why, at_ns) in lost]
+        known = {fault.part for fault in told}
+        return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
+
     def report(self) -> Reported:
         """The answer to Status."""
         now_ns = self.now_ns()
-        reasons = [] if self.registry.pick("target") else ["no target worker is registered"]
-        if self._lost_draft and self.registry.pick("draft") is None:
+        faults = self._faults(now_ns)
+        reasons = [self.given_up] if self.given_up else []
+        reasons += [] if self.registry.pick("target") else ["no target worker is registered"]
+        if self._lost_drafts and self.registry.pick("draft") is None:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
+        reasons += [fault.words[:MAX_WORDS] for fault in faults]
         reasons += [words[:MAX_WORDS] for words in self._moving.words()]
         degraded = bool(reasons)
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
@@ -500,6 +536,7 @@ class Coordinator:
             refused=self._dropped.refused + self._hub.refused(),
             degraded=degraded,
             reasons=tuple(reasons[:MAX_REASONS]),
+            faults=faults,
             pairs=tuple(self._placement.states()[:MAX_PAIRS]),
             decisions=tuple(self._decisions),
             totals=self._totals(),

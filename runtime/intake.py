@@ -22,6 +22,7 @@ from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
 from dovetail.runtime.session import Request
 
+NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
 MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
@@ -31,6 +32,8 @@ class House(Protocol):
 
     epoch: int
     ending: bool
+    given_up: str
+    """Why it is ending, where that is for good; else empty."""
 
     @property
     def lives(self) -> Collection[Live]:
@@ -123,7 +126,7 @@ class Intake:
                 text = f"the key {key.name!r} is none of an operator's: only theirs change workers (`dovetail keygen --name NAME --role operator`)"
                 raise RequestError("role", text)
             if self._house.ending:
-                raise RequestError("swap", "the coordinator is ending")
+                raise self._ending()
             if isinstance(request, Swap):
                 self._changes.swap(client, request, now_ns)
             else:
@@ -135,9 +138,13 @@ class Intake:
         """The target that a request would be decoded with."""
         target = self._placement.reader()
         if self._house.ending or target is None:
-            text = "the coordinator is ending" if self._house.ending else "no target worker is registered: start one with `dovetail worker --role target`"
-            return RequestError("no_target", text)
+            return self._ending() if self._house.ending else RequestError("no_target", NO_TARGET)
         return target
+
+    def _ending(self) -> RequestError:
+        """Nothing begins any more."""
+        why = self._house.given_up
+        return RequestError("ending", f"the service is ending: {why}" if why else "the coordinator is ending")
 
     def _describe(self) -> Described | Failed:
         """The answer to Describe."""

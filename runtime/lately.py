@@ -173,6 +173,7 @@ class Lately:
             "speculation": _speculation(state),
             "degraded": state.degraded,
             "reasons": list(state.reasons),
+            "faults": [fault.model_dump() for fault in state.faults],
             "counts": _counts(state, self._missed),
             "figures": self._figures(),
             "history": self._history(),

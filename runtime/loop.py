@@ -5,11 +5,13 @@ Sends nothing itself; after everything that may have sent, `arrived` reads the h
 
 import asyncio
 import gc
+import os
 import signal
 from collections.abc import Callable
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.recording import Recorder
@@ -21,8 +23,16 @@ FAREWELL_S = 0.5
 DRAIN_EVERY_S = 0.02
 
 
-async def coordinate(hub: Hub, *, settings: CoordinatorSettings = DEFAULTS, recorder: Recorder | None = None, ready: Callable[[], None] | None = None) -> None:
-    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened. `recorder`: notes its sessions."""
+async def coordinate(
+    hub: Hub,
+    *,
+    settings: CoordinatorSettings = DEFAULTS,
+    recorder: Recorder | None = None,
+    ready: Callable[[], None] | None = None,
+    supervised: int | None = None,
+) -> None:
+    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened. `recorder`: notes its sessions; `supervised`:
+    the pipe from which a supervisor's words are read."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def elsewhere(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
@@ -54,10 +64,16 @@ async def coordinate(hub: Hub, *, settings: CoordinatorSettings = DEFAULTS, reco
         ended.set()
         hurried.set()
 
+    def heard(words: Supervised) -> None:
+        coordinator.supervised(words)
+        arrived()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
     loop.add_reader(hub.fileno(), arrived)
     loop.add_reader(hub.monitor_fileno(), left)
+    if supervised is not None:
+        _listen(loop, supervised, heard)
     gc.freeze()
     if ready is not None:
         ready()
@@ -73,9 +89,27 @@ async def coordinate(hub: Hub, *, settings: CoordinatorSettings = DEFAULTS, reco
     finally:
         loop.remove_reader(hub.fileno())
         loop.remove_reader(hub.monitor_fileno())
+        if supervised is not None:
+            loop.remove_reader(supervised)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         coordinator.end()
+
+
+def _listen(loop: asyncio.AbstractEventLoop, pipe: int, heard: Callable[[Supervised], None]) -> None:
+    """Hand on what a supervisor says on a pipe, a line each; until it closes it."""
+    begun = b""
+
+    def read() -> None:
+        nonlocal begun
+        said = os.read(pipe, 1 << 16)
+        if not said:
+            loop.remove_reader(pipe)
+        *lines, begun = (begun + said).split(b"\n")
+        for line in lines:
+            heard(Supervised.model_validate_json(line))
+
+    loop.add_reader(pipe, read)
 
 
 async def _finish_what_runs(coordinator: Coordinator, hurried: asyncio.Event) -> None:

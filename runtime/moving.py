@@ -29,6 +29,10 @@ class House(Protocol):
     def lives(self) -> Collection[Live]:
         """All sessions."""
 
+    @property
+    def given_up(self) -> str:
+        """Why nobody starts another target any more; empty: that is not so."""
+
     def now_ns(self) -> int:
         """The coordinator's clock."""
 
@@ -50,7 +54,7 @@ class Moving:
 
     def __init__(self, house: House, registry: Registry, placement: Placement, settings: CoordinatorSettings) -> None:
         self._house, self._registry, self._placement = house, registry, placement
-        self._recovery = Recovery(int(settings.recovery_s * 1e9), settings.move)
+        self._recovery = Recovery(settings.recovery_s, settings.move)
         self._stuck_ns = int(settings.stuck_s * 1e9)
 
     # -- drafts ---------------------------------------------------------------------------------------------------------------------------------
@@ -121,9 +125,16 @@ class Moving:
             target = self._placement.target(partial(self._recovery.suits, live), context=live.session.length)
             if target is not None and not live.doomed:
                 self._recover(live, target)
-            elif (error := self._recovery.end_of(live, self._registry.workers.values(), self._house.now_ns())) is not None:
+            elif (error := self._end_of(live)) is not None:
                 log.warning("session %d ends: %s", live.session.number, error)
                 self._house.fail(live, error)
+
+    def _end_of(self, live: Live) -> RequestError | None:
+        """Why a session that waits for a target is not to wait any longer, if that is so."""
+        assert live.loss is not None
+        if self._house.given_up:
+            return RequestError("ending", f"{live.loss.words}, and the service is ending: {self._house.given_up}")
+        return self._recovery.end_of(live, self._registry.workers.values(), self._house.now_ns())
 
     def refuge(self, live: Live) -> Worker | None:
         """Another target on which a session may go on."""

@@ -12,12 +12,16 @@ from dovetail.protocol.errors import RequestError
 from dovetail.runtime.live import Live, Loss
 from dovetail.runtime.registry import Worker
 
+MARGIN_S = 30.0
+LOADS = 2.0
+"""A target that is started again is waited for so long, and so many times as long as the lost one took to load: one try may fail."""
+
 
 @dataclass(frozen=True)
 class Recovery:
     """The settings coordinator.recovery_s and coordinator.move."""
 
-    recovery_ns: int = 30 * 10**9
+    recovery_s: float | Literal["auto"] = "auto"
     move: Literal["same", "any"] = "same"
 
     def suits(self, live: Live, target: Worker) -> bool:
@@ -25,6 +29,10 @@ class Recovery:
         if not target.reads_as(live.target) or live.session.request.capacity > target.limits.context:
             return False
         return self.move == "any" or live.session.unheard or target.hello.fingerprint == live.target.hello.fingerprint
+
+    def patience_s(self, live: Live) -> float:
+        """How long a session that lost its target waits for another one."""
+        return MARGIN_S + LOADS * live.target.hello.load_s if self.recovery_s == "auto" else self.recovery_s
 
     def lost(self, live: Live, why: str, now_ns: int) -> None:
         """Note that its target has gone; with it a target was lost under the session if it was at work on it."""
@@ -40,9 +48,9 @@ class Recovery:
         if live.doomed:
             text = f"{live.loss.words}, and {len(live.losses)} in a row were lost without a token in between: look at why targets end that read this request"
             return RequestError("worker_lost", text)
-        if now_ns - live.loss.since_ns < self.recovery_ns:
+        if now_ns - live.loss.since_ns < self.patience_s(live) * 1e9:
             return None
-        waited = f"{self.recovery_ns / 1e9:g} s"
+        waited = f"{self.patience_s(live):.3g} s"
         if self.move == "same" and any(other.plays("target") and other.reads_as(live.target) for other in others):
             text = f"and within {waited} none of its fingerprint was free: start one, or let requests go on on another with coordinator.move = 'any'"
         else:
@@ -52,5 +60,5 @@ class Recovery:
     def words(self, live: Live, now_ns: int) -> str:
         """Of a session that waits, for `status`."""
         assert live.loss is not None
-        left_s = max(0.0, (self.recovery_ns - (now_ns - live.loss.since_ns)) / 1e9)
+        left_s = max(0.0, self.patience_s(live) - (now_ns - live.loss.since_ns) / 1e9)
         return f"session {live.session.number} waits for a target, for {left_s:.0f} s at most: {live.loss.words}"

@@ -49,7 +49,7 @@ from dovetail.workers.progress import Abandoned, Watchdog, heard
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait half a minute for a target (coordinator.recovery_s)."""
+"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait half a minute or longer (coordinator.recovery_s)."""
 MAX_WAITING = 64
 """Messages that are taken in while something is computed; the others wait in the link."""
 LOOK_EVERY_S = 0.25
@@ -100,21 +100,30 @@ class _Standing:
 
     binding: str
     standby: bool
+    load_s: float
 
     def introduce(self, worker: Worker, epoch: int) -> Hello:
-        return worker.hello(epoch).model_copy(update={"binding": self.binding, "standby": self.standby})
+        return worker.hello(epoch).model_copy(update={"binding": self.binding, "standby": self.standby, "load_s": self.load_s})
 
 
 def serve(
-    link: Link, worker: Worker, *, binding: str = "", standby: bool = False, reconnecting: Reconnecting | None = None, watchdog: Watchdog | None = None
+    link: Link,
+    worker: Worker,
+    *,
+    binding: str = "",
+    standby: bool = False,
+    load_s: float = 0.0,
+    reconnecting: Reconnecting | None = None,
+    watchdog: Watchdog | None = None,
 ) -> bool:
     """Register with the coordinator and work until it lets this worker go (True), or has gone and is not found again; closes the links that it used.
 
     `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not to be looked for. `binding` says to which cores and
-    memory this process is bound; on `standby` it gets no sessions until the coordinator puts it in place. The worker knows neither.
+    memory this process is bound; on `standby` it gets no sessions until the coordinator puts it in place; `load_s` says how long its model took to load. The
+    worker knows none of these.
     """
     loop: _Loop | None
-    standing = _Standing(binding, standby)
+    standing = _Standing(binding, standby, load_s)
     try:
         loop = _register(link, worker, standing, watchdog)
     except LinkClosed as lost:

@@ -169,9 +169,10 @@ class Service:
     async def ready(self) -> tuple[bool, dict[str, Any]]:
         """Whether requests are served, and what is missing; a draft that is missing makes them slower, no worse."""
         if (state := await self.reported()) is None:
-            return False, {"ready": False, "degraded": True, "missing": [self.gateway.missing or "the coordinator does not answer"]}
+            return False, {"ready": False, "degraded": True, "missing": [self.gateway.missing or "the coordinator does not answer"], "faults": []}
         there = any("target" in worker.roles and not worker.standby for worker in state.workers)
-        return there, {"ready": there, "degraded": state.degraded, "missing": list(state.reasons)}
+        faults = [fault.model_dump() for fault in state.faults]
+        return there, {"ready": there, "degraded": state.degraded, "missing": list(state.reasons), "faults": faults}
 
     async def metrics(self) -> bytes:
         reported, name = await self.reported(), self.terms.model

@@ -124,10 +124,18 @@ class DetokenizeReply(BaseModel):
     prompt: str
 
 
+class PartFault(BaseModel):
+    part: str
+    why: str
+    since_s: float
+    retry_s: float | None
+
+
 class ReadyReply(BaseModel):
     ready: bool
     degraded: bool
     missing: list[str]
+    faults: list[PartFault]
 
 
 class VersionReply(BaseModel):

@@ -54,7 +54,7 @@ def of_failure(failed: Failed) -> ApiError:
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":
             return unavailable("the target worker was lost while it decoded this: ask again when another is there; /readyz tells", retry_after_s=RESTART_S)
-        case "memory" | "vocabulary":
+        case "memory" | "vocabulary" | "coordinator_lost" | "ending":
             return unavailable(failed.text)
         case _:
             return ApiError(500, failed.text, code=failed.code)

@@ -123,6 +123,10 @@ def _own(reported: Reported) -> Iterable[Metric]:
     totals = reported.totals
     yield _gauge("dovetail_uptime_seconds", "Time since the coordinator began.", reported.uptime_s)
     yield _gauge("dovetail_degraded", "Whether something that was there is missing.", float(reported.degraded))
+    faults = GaugeMetricFamily("dovetail_fault_seconds", "How long a part has not worked; a part that works has no sample.", labels=("part",))
+    for fault in reported.faults:
+        faults.add_metric((fault.part,), fault.since_s)
+    yield faults
     yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
     yield _gauge("dovetail_waiting_sessions", "Requests whose target was lost, and that wait for another.", totals.waiting)
     yield _gauge("dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept)

@@ -242,7 +242,7 @@ class Gateway:
             if not answer.done():
                 answer.set_exception(unavailable(why))
         for tell in told.values():
-            tell(Failed(epoch=self._epoch, code="worker_lost", text=why))
+            tell(Failed(epoch=self._epoch, code="coordinator_lost", text=f"the coordinator was lost while this ran ({why}): ask again"))
 
     def _send(self, message: Message) -> None:
         """Send now or, while the queue is full, soon; then look what has come, since sending may have swallowed the sign of it."""
@@ -313,7 +313,7 @@ class Gateway:
 
     def _failed(self, failed: Failed) -> None:
         """A request, a question or our registration came to nothing."""
-        if failed.code in ("worker_lost", "no_target", "vocabulary"):
+        if failed.code in ("worker_lost", "no_target", "vocabulary", "ending"):
             self._target = None
         if failed.session is not None:
             if (tell := self._told.pop(failed.session, None)) is not None:

@@ -11,6 +11,7 @@ from dovetail.launch.watch import (
     FIRST_PAUSE_S,
     HEALTHY_S,
     LONGEST_PAUSE_S,
+    LONGEST_SPARED_PAUSE_S,
     MOST_RESTARTS,
     STANDSTILL_S,
     WITHIN_S,
@@ -18,6 +19,7 @@ from dovetail.launch.watch import (
     Ending,
     GiveUp,
     Leave,
+    Outage,
     Part,
     Replace,
     Start,
@@ -25,7 +27,12 @@ from dovetail.launch.watch import (
     Watch,
 )
 
-PARTS = (Part("hub"), Part("web", ("hub",)), Part("target", ("hub", "web"), known=True), Part("draft", ("hub", "web"), known=True))
+PARTS = (
+    Part("hub"),
+    Part("web", ("hub",)),
+    Part("target", ("hub", "web"), known=True),
+    Part("draft", ("hub", "web"), known=True, needed=False),
+)
 WORKERS = ("target", "draft")
 KILLED = Ending(-9, "was killed by SIGKILL")
 STUCK_S = 10.0
@@ -47,11 +54,11 @@ def serving() -> Watch:
     return watch
 
 
-def look(watch: Watch, first_s: float, last_s: float, known: Collection[str] | None = WORKERS, served: Collection[str] = ()) -> list[tuple[float, Action]]:
+def look(watch: Watch, first_s: float, last_s: float, known: Collection[str] | None = WORKERS, filled: Collection[str] = ()) -> list[tuple[float, Action]]:
     """What is done, and when, as the watch looks once a second; the root answers each time that it knows these, None: it does not answer."""
     actions = []
     for second in range(math.ceil(first_s), math.floor(last_s) + 1):
-        answers = [] if known is None else watch.answered(known, second, served)
+        answers = [] if known is None else watch.answered(known, second, filled)
         actions += [(float(second), action) for action in [*answers, *watch.due(second)] if not isinstance(action, Tell)]
     return actions
 
@@ -62,7 +69,7 @@ def without_words(actions: list[Action]) -> list[Action]:
 
 def wait_s(watch: Watch, name: str, ended_s: float) -> float:
     """After how long the part is started again, to a tenth of a second."""
-    for tenths in range(math.ceil(LONGEST_PAUSE_S * 10) + 1):
+    for tenths in range(math.ceil(LONGEST_SPARED_PAUSE_S * 10) + 1):
         if Start(name) in watch.due(ended_s + tenths / 10):
             return tenths / 10
     raise AssertionError(f"{name} is not started again")
@@ -116,23 +123,115 @@ def test_the_pause_doubles_from_loss_to_loss_and_begins_anew_after_a_minute_of_h
     assert wait_s(watch, "draft", now_s) == 0.5
 
 
-def test_the_pause_is_never_longer_than_half_a_minute() -> None:
+@pytest.mark.parametrize(("name", "longest_s"), [("target", LONGEST_PAUSE_S), ("draft", LONGEST_SPARED_PAUSE_S)])
+def test_the_pause_is_never_longer_than_half_a_minute_or_five_of_what_is_not_needed(name: str, longest_s: float) -> None:
     watch = serving()
     now_s = 0.0
     for _ in range(12):  # a minute and more between them, but none of it in health
         now_s += HEALTHY_S + 1
-        watch.ended("draft", KILLED, now_s)
-        pause = wait_s(watch, "draft", now_s)
+        watch.ended(name, KILLED, now_s)
+        pause = wait_s(watch, name, now_s)
         now_s += pause
-    assert pause == LONGEST_PAUSE_S
+    assert pause == longest_s
 
 
-def test_the_sixth_loss_of_a_part_within_five_minutes_ends_the_service() -> None:
+def test_the_sixth_loss_of_a_needed_part_within_five_minutes_ends_the_service() -> None:
     watch = serving()
     for now_s in range(MOST_RESTARTS):
-        assert without_words(watch.ended("draft", KILLED, 50.0 * now_s)) == []
-        wait_s(watch, "draft", 50.0 * now_s)
-    assert watch.ended("draft", KILLED, 250.0) == [GiveUp("draft", "it ended 6 times within 5 minutes, and is not started again")]
+        assert without_words(watch.ended("target", KILLED, 50.0 * now_s)) == []
+        wait_s(watch, "target", 50.0 * now_s)
+    why = "ended 6 times within 5 minutes, and is not started again"
+    assert watch.ended("target", KILLED, 250.0) == [GiveUp("target", why)]
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_draft_that_ends_whenever_it_starts_is_tried_ever_more_rarely_and_for_ever(mistake: bool) -> None:
+    watch, now_s, pauses = serving(), 0.0, []
+    for _ in range(200):
+        assert without_words(watch.ended("draft", Ending(2, "ended with exit code 2", mistake=mistake), now_s)) == []
+        pauses.append(wait_s(watch, "draft", now_s))
+        now_s += pauses[-1]
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == LONGEST_SPARED_PAUSE_S
+
+
+def test_a_draft_that_ends_each_time_it_is_healthy_is_started_again_each_time() -> None:
+    watch, now_s = serving(), 0.0
+    for _ in range(20):
+        now_s += HEALTHY_S
+        assert without_words(watch.ended("draft", KILLED, now_s)) == []
+        assert wait_s(watch, "draft", now_s) == FIRST_PAUSE_S
+        now_s += FIRST_PAUSE_S
+        watch.answered(WORKERS, now_s)
+
+
+def test_what_is_lost_is_told_with_its_reason_its_beginning_and_its_next_try() -> None:
+    watch = serving()
+    assert watch.outages == ()
+    watch.ended("draft", Ending(1, "ended with exit code 1", last_line="no such device"), 10.0)
+    assert watch.outages == (Outage("draft", "ended with exit code 1: no such device", 10.0, 10.5),)
+    watch.due(10.5)
+    assert watch.outages == (Outage("draft", "ended with exit code 1: no such device", 10.0, None),)
+    watch.ended("draft", KILLED, 11.0)
+    assert watch.outages == (Outage("draft", "was killed by SIGKILL", 10.0, 12.0),)
+    watch.due(12.0)
+    watch.answered(WORKERS, 13.0)
+    assert watch.outages == ()
+
+
+def test_a_stuck_part_that_was_ended_is_told_to_have_been_stuck() -> None:
+    watch = serving()
+    look(watch, 1.0, 5.0)
+    assert look(watch, 6.0, 16.0, ["target"])[-1][1] == Replace("draft")
+    watch.ended("draft", KILLED, 16.0)
+    (outage,) = watch.outages
+    assert (outage.why, outage.since_s) == ("nothing was heard of it for 10 s", 6.0)
+
+
+def test_two_parts_that_are_lost_at_once_are_both_told() -> None:
+    watch = serving()
+    watch.ended("target", KILLED, 10.0)
+    watch.ended("draft", KILLED, 10.0)
+    assert [outage.part for outage in watch.outages] == ["target", "draft"]
+
+
+def test_a_target_beside_another_one_is_not_needed_until_that_has_gone() -> None:
+    watch, now_s = serving(), 0.0
+    for _ in range(12):
+        watch.answered(WORKERS, now_s, ["target"])
+        assert without_words(watch.ended("target", KILLED, now_s)) == []
+        (outage,) = watch.outages
+        assert outage.retry_s is not None
+        now_s = outage.retry_s
+        watch.answered(["draft"], now_s, ["target"])
+        watch.due(now_s)
+    watch.ended("target", KILLED, now_s)
+    assert watch.outages[0].retry_s == now_s + LONGEST_SPARED_PAUSE_S
+    watch.answered(["draft"], now_s + 1.0)  # the other one has gone
+    assert watch.outages[0].retry_s == now_s + 1.0 + LONGEST_PAUSE_S
+
+
+def test_a_draft_that_crashes_before_all_was_ready_holds_nobody_up() -> None:
+    watch = starting()
+    for part in ("hub", "web"):
+        watch.due(0.0)
+        watch.ready(part, 0.0)
+    watch.due(0.0)
+    assert without_words(watch.ended("draft", Ending(1, "ended with exit code 1"), 1.0)) == []
+    assert not watch.serving
+    watch.answered(["target"], 2.0)
+    assert watch.serving
+    assert [outage.part for outage in watch.outages] == ["draft"]
+
+
+def test_a_draft_that_the_user_got_wrong_ends_a_service_that_starts() -> None:
+    watch = starting()
+    for part in ("hub", "web"):
+        watch.due(0.0)
+        watch.ready(part, 0.0)
+    watch.due(0.0)
+    assert watch.ended("draft", Ending(2, "ended with exit code 2", mistake=True), 1.0) == [GiveUp("draft")]
 
 
 def test_losses_of_different_parts_are_not_added_up() -> None:
@@ -240,8 +339,11 @@ def test_whoever_is_in_the_place_of_a_worker_has_as_long_as_a_worker_to_come_bac
     assert look(watch, 40.0, 40.0, ["target"]) == [(40.0, Start("draft"))]
 
 
-def test_what_the_user_did_wrong_no_restart_mends() -> None:
-    assert serving().ended("web", Ending(2, "ended with exit code 2", mistake=True), 10.0) == [GiveUp("web")]
+def test_what_has_served_was_no_mistake_and_is_tried_again() -> None:
+    """A port may be free again in a moment, and memory too."""
+    watch = serving()
+    assert without_words(watch.ended("web", Ending(2, "ended with exit code 2", mistake=True), 10.0)) == []
+    assert wait_s(watch, "web", 10.0) == FIRST_PAUSE_S
 
 
 def test_a_root_that_was_told_to_stop_ends_the_service_and_other_parts_that_leave_are_started_again() -> None:

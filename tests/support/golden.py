@@ -100,6 +100,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             inflation="512MiB",
             standby=True,
             placement=PLACEMENT,
+            load_s=12.5,
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
         "welcome": m.Welcome(epoch=1),
@@ -370,6 +371,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
         refused=0,
         degraded=True,
         reasons=("there is no draft worker",),
+        faults=(m.Fault(part="draft worker", why="was killed by SIGKILL", since_s=3.5, retry_s=0.5),),
         pairs=(_pair_state(m, facts),),
         decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),
         totals=m.Totals(
