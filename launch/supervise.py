@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Literal, NoReturn
@@ -28,6 +28,7 @@ from dovetail.launch.terminal import QUANTISED
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
+from dovetail.protocol.memory import Kills, count_kills, why_killed
 from dovetail.protocol.messages import Reported, Role
 from dovetail.protocol.settings import MODELLESS_KINDS, Settings
 from dovetail.runtime.client import Client
@@ -41,6 +42,8 @@ Played = Literal["target", "draft", "unified"]
 ROLES: tuple[Played, ...] = ("target", "draft")
 SECTIONS: dict[str, tuple[str, ...]] = {"target": ("target", "memory"), "draft": ("draft",), "unified": ("target", "memory", "draft")}
 """Of the settings that a worker has."""
+SMALLER = "take smaller weights (target.weights, draft.weights), a smaller model or a shorter context, or give it more memory"
+WHO_KILLED = "the kernel's log (dmesg, journalctl -k) says so if memory ran out; if it does not, somebody sent the signal"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,6 +54,8 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: IO[bytes]
+    before: Kills = field(default_factory=count_kills)
+    """What the kernel had killed for want of memory when it was started."""
 
     @property
     def ended(self) -> bool:
@@ -83,14 +88,23 @@ class Child:
     def how_it_ended(self) -> str:
         """By a signal or with an exit code."""
         code = self.process.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        why = f" ({self._why_killed()})" if self._why_killed() else ""
+        return f"was killed by {signal.Signals(-code).name}{why}"
+
+    def _why_killed(self) -> str:
+        return why_killed(self.process.pid, self.before) if self.process.returncode == -signal.SIGKILL else ""
 
     def failure(self) -> DovetailError:
         """Why it ended, in its own words: a `UserError` if it said that it was the user's mistake."""
         words = self.last_words()
         if self.was_mistaken:
             return UserError(f"the {self.name}: {words[-1].removeprefix('dovetail: ')}")
-        return DovetailError("\n  ".join((f"the {self.name} {self.how_it_ended()}" + (":" if words else " and said nothing"), *words)))
+        advice = []
+        if self.process.returncode == -signal.SIGKILL:
+            advice = [SMALLER if self._why_killed() else WHO_KILLED]
+        return DovetailError("\n  ".join((f"the {self.name} {self.how_it_ended()}" + (":" if words else " and said nothing"), *words, *advice)))
 
 
 class Supervisor:

@@ -7,11 +7,12 @@ Read from /sys and /proc under a root that can be another one. Knows what there 
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path("/")
+from dovetail.protocol.groups import ROOT, GroupFolders, read_text
+
 MAX_NUMBER = 1 << 16
 """Of a core or a node, beyond what any kernel counts to."""
 
@@ -51,7 +52,7 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
     groups = ControlGroups(root)
     bound = frozenset(os.sched_getaffinity(0) if affinity is None else affinity)
     cpus = root / "sys/devices/system/cpu"
-    online = parse_numbers(_text(cpus / "online")) or bound
+    online = parse_numbers(read_text(cpus / "online")) or bound
     usable = bound & online & (groups.cores() or bound) or bound  # the affinity is the kernel's own word; a control group that knows none of it is another's
     memory = allowed_memory(root)
     folders = sorted((int(path.name[4:]), path) for path in (root / "sys/devices/system/node").glob("node*") if path.name[4:].isdigit())
@@ -60,7 +61,7 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
     nodes = [
         Node(
             number,
-            _cores(cpus, usable & parse_numbers(_text(folder / "cpulist"))),
+            _cores(cpus, usable & parse_numbers(read_text(folder / "cpulist"))),
             _total(folder / "meminfo") if memory is None or number in memory else 0,
         )
         for number, folder in folders
@@ -70,23 +71,13 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
 
 def allowed_memory(root: Path = ROOT) -> frozenset[int] | None:
     """The nodes whose memory this process may use, or None if nothing says so."""
-    said = re.search(r"^Mems_allowed_list:\s*(\S+)$", _text(root / "proc/self/status"), re.MULTILINE)
+    said = re.search(r"^Mems_allowed_list:\s*(\S+)$", read_text(root / "proc/self/status"), re.MULTILINE)
     limits = [limit for limit in (parse_numbers(said[1]) if said else None, ControlGroups(root).nodes()) if limit]
     return frozenset.intersection(*limits) if limits else None
 
 
-class ControlGroups:
-    """The limits of our control group and of those around it (cgroups(7)), of the second kind, of the first, or of both.
-
-    A container often sees its own group as the root, while /proc names the path on the host: what is not there is passed over.
-    """
-
-    def __init__(self, root: Path = ROOT) -> None:
-        self._mount = root / "sys/fs/cgroup"
-        self._paths: dict[str, str] = {}
-        for line in _text(root / "proc/self/cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            self._paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
+class ControlGroups(GroupFolders):
+    """The limits of our control group and of those around it."""
 
     def cores(self) -> frozenset[int]:
         """The cores that we are confined to; empty: nothing confines us."""
@@ -98,24 +89,16 @@ class ControlGroups:
 
     def quota(self) -> float | None:
         """CPUs' worth of time, the least of all levels."""
-        unified = (folder / "cpu.max" for folder in self._folders(""))
-        limits = [text.split() for path in unified if (text := _text(path))]
-        limits += [[_text(f / "cpu.cfs_quota_us").strip(), _text(f / "cpu.cfs_period_us").strip()] for f in self._folders("cpu")]
+        unified = (folder / "cpu.max" for folder in self.folders(""))
+        limits = [text.split() for path in unified if (text := read_text(path))]
+        limits += [[read_text(f / "cpu.cfs_quota_us").strip(), read_text(f / "cpu.cfs_period_us").strip()] for f in self.folders("cpu")]
         shares = [int(limit[0]) / int(limit[1]) for limit in limits if len(limit) == 2 and limit[0].isdigit() and limit[1].isdigit() and int(limit[1]) > 0]
         return min(shares, default=None)
 
     def _numbers(self, unified: str, first_kind: str) -> frozenset[int]:
         """The innermost group that says so; it is within all those around it."""
-        files = [*(f / unified for f in self._folders("")), *(f / first_kind for f in self._folders("cpuset"))]
-        return next((numbers for file in files if (numbers := parse_numbers(_text(file)))), frozenset())
-
-    def _folders(self, controller: str) -> Iterator[Path]:
-        """The folders of our group and of those around it, innermost first; the empty controller is the second kind."""
-        if controller not in self._paths:
-            return
-        for mount in [self._mount / controller] if controller else [self._mount, self._mount / "unified"]:
-            group = mount / self._paths[controller]
-            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount) and folder.is_dir())
+        files = [*(f / unified for f in self.folders("")), *(f / first_kind for f in self.folders("cpuset"))]
+        return next((numbers for file in files if (numbers := parse_numbers(read_text(file)))), frozenset())
 
 
 def parse_numbers(text: str) -> frozenset[int]:
@@ -150,7 +133,7 @@ def _cores(cpus: Path, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     groups = []
     while left:
         topology = cpus / f"cpu{left[0]}" / "topology"
-        siblings = parse_numbers(_text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list"))
+        siblings = parse_numbers(read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list"))
         core = tuple(thread for thread in left if thread == left[0] or thread in siblings)
         groups.append(core)
         left = [thread for thread in left if thread not in core]
@@ -159,13 +142,5 @@ def _cores(cpus: Path, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
 
 def _total(meminfo: Path) -> int:
     """Bytes of memory, of the machine or of a node, whose lines begin with its name."""
-    found = re.search(r"MemTotal:\s*(\d+) kB", _text(meminfo))
+    found = re.search(r"MemTotal:\s*(\d+) kB", read_text(meminfo))
     return int(found[1]) * 1024 if found else 0
-
-
-def _text(path: Path) -> str:
-    """A file of the kernel's; empty if it is not there or may not be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
