@@ -1,8 +1,8 @@
 """Processes of our own: started as commands, watched until they are ready, and ended in every case.
 
 A `Supervisor` owns what it starts: when its block is left - normally, by an exception, by Ctrl-C, SIGTERM or SIGHUP - every process has ended and what
-it left in the file system is gone; the kernel sees to it when the supervisor itself is killed (`child.py`). A `Stack` is a coordinator with the
-workers that the settings ask for. Knows commands and exit codes, nothing of tokens.
+it left in the file system is gone; when the supervisor itself is killed, the kernel (`child.py`) and a process beside it (`warden.py`) see to it. A `Stack`
+is a coordinator with the workers that the settings ask for. Knows commands and exit codes, nothing of tokens.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Literal, NoReturn
 
+from dovetail.launch import warden
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, lay_out_here
 from dovetail.launch.preflight import check_draft, check_target, draft_bytes, estimated_bytes
@@ -34,6 +35,9 @@ from dovetail.protocol.settings import MODELLESS_KINDS, Settings
 from dovetail.runtime.client import Client
 
 GRACE_S = 5.0
+ORPHANED_S = 8.0
+"""Children of a supervisor that was killed have so long to end: a coordinator lets running requests end for five seconds, and an HTTP server tells those who
+still wait for two more."""
 POLL_S = 0.05
 TAIL_BYTES = 4096
 TAIL_LINES = 6
@@ -114,6 +118,7 @@ class Supervisor:
         self.children: list[Child] = []
         self._sockets: list[tuple[Child, Path]] = []
         self._folders: list[Path] = []
+        self._warden: subprocess.Popen[bytes] | None = None
         self._before: dict[signal.Signals, object] = {}
         self._busy = False
         self._pending: signal.Signals | None = None
@@ -133,6 +138,7 @@ class Supervisor:
             self._clean(self.children)
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
+            self._dismiss_warden()
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
@@ -166,6 +172,7 @@ class Supervisor:
         )
         child = Child(name, process, log)
         self.children.append(child)
+        self._have_minded(warden.CHILD, str(process.pid))
         self._busy = False
         if self._pending is not None:
             _unwind(self._pending)
@@ -188,11 +195,14 @@ class Supervisor:
 
     def owns_socket(self, child: Child, address: str) -> None:
         """A process of ours listens at this ipc address, in a folder that it has made for it, and that goes with it."""
-        self._sockets.append((child, Path(address.removeprefix("ipc://"))))
+        path = Path(address.removeprefix("ipc://"))
+        self._sockets.append((child, path))
+        self._have_minded(warden.FOLDER, str(path.parent))
 
     def owns_folder(self, folder: Path) -> None:
         """Processes of ours, one after the other, have their sockets in this folder, which goes with the last of them."""
         self._folders.append(folder)
+        self._have_minded(warden.FOLDER, str(folder))
 
     def check(self) -> None:
         """Raise what the first process that has ended has to say."""
@@ -211,6 +221,26 @@ class Supervisor:
         for child in self.children:
             if not child.ended:
                 child.process.kill()
+
+    def _have_minded(self, kind: bytes, value: str) -> None:
+        """Have a process or a folder of ours go when we are killed."""
+        if self._warden is None:
+            command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S)]
+            self._warden = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        assert self._warden.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it: the kernel's own word has to do
+            os.write(self._warden.stdin.fileno(), b"%b %b\n" % (kind, os.fsencode(value)))
+
+    def _dismiss_warden(self) -> None:
+        """All is done that it is there for."""
+        if self._warden is not None:
+            assert self._warden.stdin is not None
+            self._warden.stdin.close()
+            try:
+                self._warden.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._warden.kill()
+                self._warden.wait()
 
     def _end(self, children: Sequence[Child], grace_s: float) -> None:
         for child in children:

@@ -32,6 +32,24 @@ with Supervisor() as supervisor:
     signal.pause()
 """,
 )
+ORPHANS = (
+    sys.executable,
+    "-P",
+    "-c",
+    """
+import os, signal, sys
+from dovetail.launch import supervise
+supervise.ORPHANED_S = 1.0
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+with supervise.Supervisor() as supervisor:
+    address = supervisor.start_coordinator((min(os.sched_getaffinity(0)),))
+    hung = supervisor.start_command("hung process", [sys.executable, "-c", deaf], reads=True)
+    hung.process.stdout.readline()
+    supervisor.start_command("process that starts", [sys.executable, "-c", "import time; time.sleep(600)"])
+    print(address, *(child.process.pid for child in supervisor.children), flush=True)
+    signal.pause()
+""",
+)
 CORES = (min(os.sched_getaffinity(0)),)
 GONE_S = 20.0
 
@@ -116,6 +134,22 @@ def test_no_child_outlives_a_supervisor_that_a_signal_ends(start: Start, tmp_pat
     assert parent.wait(GONE_S) in (code, 1) if number == signal.SIGINT else parent.wait(GONE_S) == code
     assert_gone(pids)
     assert [*(tmp_path / "tmp").iterdir()] == []
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(start: Start, stopped: bool) -> None:
+    """One that hears no signal, one that has not got to hear any; nor if whoever sees to it was stopped with all the others."""
+    parent = start(command=ORPHANS)
+    assert parent.stdout is not None
+    address, *pids = parent.stdout.readline().split()
+    children = psutil.Process(parent.pid).children()
+    assert {int(pid) for pid in pids} < {child.pid for child in children}
+    for child in children if stopped else ():
+        child.suspend()
+    parent.kill()
+    parent.wait()
+    assert_gone([child.pid for child in children])
+    assert not Path(address.removeprefix("ipc://")).parent.exists()
 
 
 def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
