@@ -5,13 +5,13 @@ what is in a file.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
 from dovetail.workers.models import placement
 from dovetail.workers.models.placement import Sizes, has_sizes, sizes_of, substitute_bytes
@@ -19,8 +19,6 @@ from dovetail.workers.models.placement import Sizes, has_sizes, sizes_of, substi
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
 MAX_CONFIG_BYTES = 16 << 20
 BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
-GROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
-"""Controller in /proc/self/cgroup -> (root, file with the limit) of the second and of the first kind of control groups (cgroups(7))."""
 
 
 def check_target(settings: Settings) -> None:
@@ -134,27 +132,13 @@ def _sizes(model: str) -> Sizes | None:
 
 def memory_bytes() -> int:
     """The memory of this machine, or what our control group may use of it, whichever is less."""
-    total: int = psutil.virtual_memory().total
-    return min([total, *_group_limits()])
+    return total_bytes() or psutil.virtual_memory().total
 
 
 def free_memory_bytes() -> int:
     """The memory that is free for a process of ours, by the machine and by our control group."""
-    free: int = psutil.virtual_memory().available
-    return min([free, *_group_limits()])
-
-
-def _group_limits() -> Iterator[int]:
-    """The limits of our control group and of those around it."""
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in GROUPS:
-            continue
-        root, name = GROUPS[controllers]
-        group = Path(root) / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(root) and (folder / name).is_file() and (limit := (folder / name).read_text(encoding="ascii").strip()).isdigit():
-                yield int(limit)
+    room = read_room()
+    return room.size if room is not None else psutil.virtual_memory().available
 
 
 def _stored_bytes(folder: Path) -> int:

@@ -24,6 +24,7 @@ from typing import IO, Literal, NoReturn
 from dovetail.launch import warden
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, lay_out_here
+from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.preflight import check_draft, check_target, draft_bytes, estimated_bytes
 from dovetail.launch.terminal import QUANTISED
 from dovetail.launch.topology import format_numbers
@@ -308,6 +309,7 @@ def check_stack(configuration: Configuration) -> None:
     check_target(configuration.settings)
     if configuration.settings.draft.kind != "none":
         check_draft(configuration.settings)
+    check_memory(configuration.settings, ("coordinator", *processes_of(configuration.settings)), node=only_node(layout_of(configuration.settings).target))
 
 
 def layout_of(settings: Settings) -> CoreLayout:

@@ -24,6 +24,7 @@ from dovetail.launch.configure import Configuration, SettingsCommand, settings_f
 from dovetail.launch.connection import describe, find_coordinator, shorten_model
 from dovetail.launch.directory import only_announcement, runtime_directory
 from dovetail.launch.drain import figures, named, told, wait_for
+from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.replaced import settings_of
 from dovetail.launch.supervise import GRACE_S, POLL_S, SECTIONS, Child, Played, layout_of, worker_arguments
@@ -86,6 +87,7 @@ def command(
         if not elsewhere:
             for check in (check_target, check_draft) if role == "unified" else (check_target if role == "target" else check_draft,):
                 check(configuration.settings)
+            check_memory(configuration.settings, (role,), node=only_node(layout_of(configuration.settings).target) if role == "target" else None)
         keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
         change = _Change(client, role, name, old, known)
         if elsewhere:

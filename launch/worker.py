@@ -22,6 +22,7 @@ from dovetail.launch.configure import Configuration, SettingsCommand, settings_f
 from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import only_announcement, substitutes_path, writable_profile_path
 from dovetail.launch.embedded import with_draft, with_target
+from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.logs import keep_stderr_short
 from dovetail.launch.preflight import check_draft, check_target, check_unified, estimated_bytes
 from dovetail.launch.terminal import QUANTISED, counted, counting_bar, note
@@ -91,6 +92,8 @@ def command(
     for check in {"target": [check_target], "draft": [check_draft], "unified": [check_target, check_unified]}[role]:
         check(configuration.settings)
     place = place_of(role, configuration.settings.target, cores, memory_nodes)
+    if parent is None:  # else it was looked at before any process was started
+        check_memory(configuration.settings, (role,), node=only_node(place))
     binding = bind(place) if place is not None else Binding("none", Place(()))
     threads = thread_count(role, configuration.settings.target, place)
     if own_log:

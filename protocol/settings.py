@@ -340,7 +340,7 @@ class MemorySettings(Frozen):
     """What a target may take of memory: for weights, buffers, the keys and values of one long conversation and a pass; a substitute that shares them too."""
 
     vram: str = Field("auto", description='of a device, such as "7GB" (10^9) or "7GiB" (2^30); auto: what is free there')
-    ram: str = Field("auto", description='of the host, such as "16GB"; auto: whatever there is')
+    ram: str = Field("auto", description='of the host, such as "16GB"; auto: what is free there')
 
     @field_validator("vram", "ram")
     @classmethod

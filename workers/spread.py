@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.memory import read_room
 from dovetail.protocol.profile import ProfileKey, Reading, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
@@ -65,6 +66,12 @@ class Spread:
         if demand is not None and self.beside and demand.device_bytes is not None:
             demand = replace(demand, device_bytes=demand.device_bytes - coded_bytes(sizes, weights, self.beside))
         self.placement = all_on_cpu(sizes, self.host_room) if demand is None else place_layers(sizes, demand)
+        room = read_room() if self.host_room is None else None
+        if room is not None and self.placement.host_bytes > room.size + room.swap:
+            raise SettingsError(
+                f"{self.placement} takes {self.placement.host_bytes / 1e9:.3g} GB of the host's memory, and there are {room.size / 1e9:.3g} GB {room.bound}: "
+                "keep more layers on a device (target.resident), take smaller weights (target.weights), or set memory.ram if you know better"
+            )
         if self.reader is not None and not self.placement.first:
             raise SettingsError(f"target.prefill = {self.reader.name!r} reads prompts for layers on the CPU, and there are none: leave it out")
         left = None if self.room is None else self.room - self.placement.device_bytes
@@ -120,7 +127,7 @@ def spread_of(
     own = open_device(split.device, threads) if split.device else device if (beside and _is_gpu(device)) or _has_layers(settings, memory, device) else None
     reader, reads_from = _reader(settings, threads, device, readings)
     if own is None and reader is None:
-        _refuse_unused(settings, memory)
+        _refuse_unused(memory)
         return None
     room = _room(memory, reader) if reader is not None and _is_gpu(reader) else memory.vram_bytes
     return Spread(None if own is None else _demand(settings, memory, own), own, reader, reads_from, room, host_room=memory.ram_bytes, beside=beside)
@@ -182,13 +189,12 @@ def _reader(settings: TargetSettings, threads: int, device: Device, readings: Se
     return open_device(name, threads), rows
 
 
-def _refuse_unused(settings: TargetSettings, memory: MemorySettings) -> None:
-    for name, value in (("vram", memory.vram), ("ram", memory.ram)):
-        if value != "auto":
-            raise SettingsError(
-                f"memory.{name} = {value!r} is for a target of which a GPU computes layers, or reads prompts (target.device, target.split, target.prefill), "
-                "and of this one none does: leave it out"
-            )
+def _refuse_unused(memory: MemorySettings) -> None:
+    if memory.vram != "auto":
+        raise SettingsError(
+            f"memory.vram = {memory.vram!r} is for a target of which a GPU computes layers, or reads prompts (target.device, target.split, target.prefill), "
+            "and of this one none does: leave it out"
+        )
 
 
 def _is_gpu(device: Device | None) -> bool:

@@ -40,9 +40,9 @@ def environment(tmp_path: Path, temporary: Path) -> dict[str, str]:
 def run(environment: dict[str, str]) -> Run:
     """Runs a command line to its end."""
 
-    def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, command_prefix: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:
         options = {"input": "", "env": environment, **options}
-        return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, **options)
+        return subprocess.run([*command_prefix, *COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, **options)
 
     return run
 

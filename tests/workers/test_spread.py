@@ -69,7 +69,7 @@ def test_a_limit_of_the_devices_memory_is_kept() -> None:
         (TargetSettings(split=SplitSettings(device="cuda:5")), UNLIMITED, ("there is no cuda:5",)),
         (TargetSettings(resident=0), MemorySettings(vram="10KB"), ("cpu would need", "memory.vram leaves 1e-05 GB")),
         (TargetSettings(resident=0), MemorySettings(ram="10KB"), ("8 layers, the embedding and a pass", "memory.ram is 1e-05 GB")),
-        (TargetSettings(), MemorySettings(ram="10KB"), ("memory.ram = '10KB'", "leave it out")),
+        (TargetSettings(), MemorySettings(vram="10KB"), ("memory.vram = '10KB'", "leave it out")),
         (TargetSettings(), MemorySettings(vram="8GB"), ("memory.vram = '8GB'", "leave it out")),
         (TargetSettings(prefill="cpu", resident=0), UNLIMITED, ("target.prefill = 'cpu'", "there are none")),
         (TargetSettings(prefill="cpu", split=SplitSettings(device="cpu", layers=2)), MemorySettings(vram="1257KB"), ("to read prompts", "memory.vram leaves")),

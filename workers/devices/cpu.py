@@ -7,6 +7,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from dovetail.protocol.memory import read_room
+
 
 def set_threads(threads: int) -> None:
     """Use `threads` threads for each operation and one operation at a time; a second thread between operations only disturbs the first."""
@@ -22,8 +24,8 @@ def library() -> str:
 
 def free_bytes() -> int:
     """Memory that is free for a process of ours."""
-    free: int = psutil.virtual_memory().available
-    return free
+    room = read_room()
+    return room.size if room is not None else psutil.virtual_memory().available
 
 
 class HostTransfer:

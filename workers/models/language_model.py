@@ -7,6 +7,7 @@ prompts, trees or sampling.
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -331,6 +332,8 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
     """As transformers has it, in one type."""
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         raise CheckpointError(f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back end {wanted.backend}; use weights fp32")
+    if device.type == "cuda" and (why := against_device(checkpoint, wanted.weights, device, torch.cuda.mem_get_info(device)[0])):
+        raise CheckpointError(f"{checkpoint.source}: {why}")
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
     real: Sequence[int] = range(len(decoder_layers(model)[1]))
     if wanted.inflate_bytes:
@@ -344,6 +347,18 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
     language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
     check_attention(language_model)
     return language_model
+
+
+def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:
+    """Return why all of a checkpoint in a type of GPU_TYPES does not fit into the `free` bytes of a device, and what would; empty if it does."""
+    numbers = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values())
+    size = numbers * GPU_TYPES[weights].itemsize
+    if size <= free:
+        return ""
+    kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
+    halved = weights == "fp32" and len(kinds) == 1 and kinds <= {"F16", "BF16"} and size <= 2 * free
+    remedy = "use weights half" if halved else "take a smaller model, or leave it on the CPU"
+    return f"its weights take {size / 1e9:.3g} GB of {device} as {weights}, of which {free / 1e9:.3g} GB are free: {remedy}"
 
 
 def context_of(config: Any) -> int:

@@ -21,6 +21,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json, reason
 from dovetail.workers.models.lean import AutoConfig, AutoModelForCausalLM, Conv1D, get_checkpoint_conversion_mapping, transformers
+from dovetail.workers.models.memory import refuse_beyond
 from dovetail.workers.progress import loading
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -129,6 +130,9 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The whole transformers model of a checkpoint on the CPU with our attention; refuses what is missing, reports what is superfluous."""
     config = _configured(checkpoint).config
+    held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    refuse_beyond(checkpoint.source, held, f"all of it as {name}")
     size = sum(stored.size_bytes for stored in checkpoint.tensors.values())
     with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False), loading("loading", size) as count:
         model, info = AutoModelForCausalLM.from_pretrained(
