@@ -117,7 +117,8 @@ def loading_bytes(tensors: Sequence[Tensor], weights: str, *, library: bool = Fa
     tables = sum(tensor.stored_bytes for tensor in tensors if tensor.is_table)
     # the last layer as it was stored, twice: it is proved before it is packed; embedding and head are read when all layers are packed
     at_layers = whole - of_heads - tables - packed + (1 if library else 2) * stored
-    at_head = whole + head_stored + (4 * max((tensor.numbers for tensor in heads), default=0) if library and head_stored < of_heads else 0)
+    widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
+    at_head = whole + head_stored + widened
     return PROCESS_BYTES + PIECE_BYTES + max(whole, at_layers, at_head)
 
 
