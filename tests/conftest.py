@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
 # no process of these tests writes to the caches of whoever runs them
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dovetail-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# A loaded machine fails no example and no strategy for taking long.
+hypothesis.settings.register_profile("dovetail", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("dovetail")
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,8 @@ def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str
     return busy(client.look())
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("library", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "library"])
 def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: str) -> None:
     with running({"draft.kind": "small", "draft.ahead": "true", "target.backend": backend, "target.inflate": "64MiB"}) as client:
         turns = PROMPTS[0][:1]

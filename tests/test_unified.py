@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 UNIFIED = {"draft.kind": "substitute", "draft.share": "true", "target.inflate": "32MiB", "coordinator.recovery_s": "60"}
 TREE = TreeSettings(policy="dynamic", gamma=8, depth=4, width=3)
 TOKENS = 120
-GONE_S = 30.0
+GONE_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -266,7 +266,7 @@ def test_without_workers_and_without_a_draft_it_says_so(page: Page) -> None:
 def test_without_scripts_it_says_what_to_do(page: Page, server: Api) -> None:
     page.call("Emulation.setScriptExecutionDisabled", value=True)
     page.call("Page.navigate", url=server.url)
-    deadline, found = time.monotonic() + 30.0, 0
+    deadline, found = time.monotonic() + 60.0, 0
     while not found:
         assert time.monotonic() < deadline, "where scripts run it is no element but text"
         with contextlib.suppress(AssertionError):  # the document may become another between the two questions

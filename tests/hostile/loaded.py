@@ -26,7 +26,7 @@ class Tried:
     got: str
     """In one line."""
     seconds: float
-    """Of processor time, that of the imports included, which a busy machine does not lengthen."""
+    """Of processor time, which a busy machine hardly lengthens; imports left out."""
     grown_mib: float
     passed: bool
 

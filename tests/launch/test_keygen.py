@@ -79,7 +79,7 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(run: Run
     with Client(open_link(address, keys=folder, role="client")) as client:
         until(lambda: bool(client.status().workers), worker.poll)
     assert run("keygen", "--out", str(folder), "--revoke", "draft").returncode == 0
-    assert worker.wait(30.0) == 1
+    assert worker.wait(60.0) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert "the coordinator does not allow the key of this worker any more; looking for it for up to 2 s" in said

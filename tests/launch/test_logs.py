@@ -46,7 +46,7 @@ def test_a_name_forges_no_line_in_the_log_and_clears_no_screen(start: Start, run
     address = process.stdout.readline().strip()
     with contextlib.closing(open_link(address, role="draft")) as link:
         link.send(encode(hello("draft", epoch=7, name=NAME, host=NAME, model=NAME, device=NAME, binding=NAME)))
-        assert link.receive(20.0) is not None
+        assert link.receive(60.0) is not None
         shown = run("status", "--connect", address)
     process.terminate()
     _, log = process.communicate()

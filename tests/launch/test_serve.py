@@ -27,7 +27,7 @@ from dovetail.runtime.client import Client
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
-GONE_S = 20.0
+GONE_S = 60.0
 BACK_S = 60.0
 PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
 QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}

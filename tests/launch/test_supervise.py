@@ -51,7 +51,7 @@ with supervise.Supervisor() as supervisor:
 """,
 )
 CORES = (min(os.sched_getaffinity(0)),)
-GONE_S = 20.0
+GONE_S = 60.0
 
 
 @pytest.fixture(autouse=True)

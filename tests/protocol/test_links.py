@@ -17,7 +17,7 @@ import zmq
 from dovetail.protocol import links
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
 from dovetail.protocol.links import MAX_IPC_PATH_BYTES, QUEUE_MESSAGES, WORKERS_SUFFIX, open_hub, open_link
-from support.wires import PATIENCE_S, Wire, readable, spawn, until
+from support.wires import PATIENCE_S, Wire, open_wire, readable, spawn, until
 
 LINK = """
 import ctypes, sys, time
@@ -294,15 +294,17 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
 # -- processes that die ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_process_is_noticed_at_once(socket_wire: Wire, stack: contextlib.ExitStack) -> None:
-    wire = socket_wire
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_killed_process_is_noticed_without_waiting_for_a_heartbeat(
+    kind: str, deployment: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_HEARTBEAT_MS", {})
+    wire = open_wire(kind, deployment if kind == "tcp" else None, stack)
     child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""))
     peer, frames = wire.arrived()
     assert frames == [b"hello"]
     os.kill(child.pid, signal.SIGKILL)
-    killed = time.monotonic()
     assert wire.departed() == 1
-    assert time.monotonic() - killed < 1.0
     with pytest.raises(PeerGone):
         wire.hub.send(peer, [b"x"])
 
@@ -314,9 +316,7 @@ def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(socket_wire: Wire
     child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""), "target", busy)
     peer, _ = wire.arrived()
     os.kill(child.pid, signal.SIGSTOP)
-    stopped = time.monotonic()
     assert wire.departed() == 1
-    assert time.monotonic() - stopped < 3.0
     with pytest.raises(PeerGone):
         wire.hub.send(peer, [b"x"])
 

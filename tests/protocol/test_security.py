@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,9 +175,7 @@ def test_a_worker_whose_key_is_revoked_in_the_middle_costs_its_session_no_token(
     house.workers.remove(workers[role])
     until(lambda: bool(house.coordinator.registry.workers[house.peer(role)].turns.owed), house.step)
     keys.revoke(house.wire.keys, role)
-    revoked = time.monotonic()
     until(lambda: all(worker.hello.roles != (role,) for worker in house.coordinator.registry.workers.values()), house.step)
-    assert time.monotonic() - revoked < 2.0
     if role == "target":
         (house.wire.keys / "other.key").rename(house.wire.keys / "target.key")
         content = json.loads((house.wire.keys / "target.key").read_text())

@@ -126,4 +126,4 @@ def test_what_is_ours_in_a_template_costs_microseconds() -> None:
     began = time.thread_time()
     for _ in range(100):
         template.render(**told)
-    assert time.thread_time() - began < 0.5
+    assert time.thread_time() - began < 1.0

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from support.few_colours import small_png
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 LOOK_S = 0.05
 FLAGS = (
     "--headless=new",

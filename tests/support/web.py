@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
+import psutil
 
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import VocabularyFacts
@@ -21,7 +22,7 @@ from dovetail.runtime.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.loop import PROBE_EVERY_S
 from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, tokenizer_bytes
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 """The messages of a chat, each after w1; w2 begins the reply."""
 CHAT = (1, 5, 6, 2)
@@ -152,6 +153,11 @@ class Api:
     def address(self) -> tuple[str, int]:
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return host, int(port)
+
+    def cpu_s(self) -> float:
+        """Return the processor time that the server has taken so far, which a busy machine does not lengthen."""
+        user, system, *_ = psutil.Process(self.process.pid).cpu_times()
+        return float(user + system)
 
     def chat(self, content: str = "w5 w6", **fields: Any) -> dict[str, Any]:
         """A whole chat completion of one message."""

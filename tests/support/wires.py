@@ -11,7 +11,7 @@ from pathlib import Path
 from dovetail.protocol import links
 from dovetail.protocol.links import Hub, Link
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a test waits for what should come at once."""
 
 

@@ -99,7 +99,7 @@ class Coordinator:
 
     def end(self) -> None:
         self.hub.close()
-        self.thread.join(30.0)
+        self.thread.join(60.0)
         assert not self.thread.is_alive()
 
 
@@ -376,7 +376,7 @@ def test_background_work_that_fails_does_not_end_a_worker(coordinator: Coordinat
 
     monkeypatch.setattr(coordinator.worker, "idle", fail)
     coordinator.ask(opening())
-    assert failing.wait(30.0)
+    assert failing.wait(60.0)
     assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
     assert "boom" in capfd.readouterr().err
 
@@ -384,7 +384,7 @@ def test_background_work_that_fails_does_not_end_a_worker(coordinator: Coordinat
 def test_drain_ends_it(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
     coordinator.send(Welcome(epoch=EPOCH), Drain(epoch=EPOCH))
-    coordinator.thread.join(30.0)
+    coordinator.thread.join(60.0)
     assert not coordinator.thread.is_alive()
     assert coordinator.error is None
 
@@ -392,7 +392,7 @@ def test_drain_ends_it(settings: TargetSettings) -> None:
 def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
     coordinator.send(Failed(epoch=EPOCH, code="vocabulary", text="id 3 is 'a' in the target and 'b' in the draft"))
-    coordinator.thread.join(30.0)
+    coordinator.thread.join(60.0)
     assert isinstance(coordinator.error, UserError)
     assert "id 3 is 'a'" in str(coordinator.error)
 
@@ -400,7 +400,7 @@ def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
 def test_a_coordinator_that_has_no_room_is_asked_again(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
     coordinator.send(Failed(epoch=EPOCH, code="capacity", text="64 workers are registered"))
-    coordinator.thread.join(30.0)
+    coordinator.thread.join(60.0)
     assert isinstance(coordinator.error, LinkClosed), "what is looked for again"
     assert "64 workers are registered" in str(coordinator.error)
 
@@ -408,7 +408,7 @@ def test_a_coordinator_that_has_no_room_is_asked_again(settings: TargetSettings)
 def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mistake(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
     coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="protocol", text="1 messages broke the protocol"))
-    coordinator.thread.join(30.0)
+    coordinator.thread.join(60.0)
     coordinator.end()
     assert isinstance(coordinator.error, DovetailError)
     assert not isinstance(coordinator.error, UserError), "serve would end, since no restart mends that"
@@ -417,14 +417,14 @@ def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mis
 def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
     coordinator.ask(opening())
     coordinator.hub.close()
-    coordinator.thread.join(30.0)
+    coordinator.thread.join(60.0)
     assert (coordinator.thread.is_alive(), coordinator.error) == (False, None)
 
 
 def test_a_worker_that_is_turned_away_later_ends_with_the_reason(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
     coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="vocabulary", text="id 3 differs"))
-    coordinator.thread.join(30.0)
+    coordinator.thread.join(60.0)
     coordinator.end()
     assert isinstance(coordinator.error, UserError)
     assert "id 3 differs" in str(coordinator.error)
@@ -497,7 +497,7 @@ class Coordinators:
 
     def end(self) -> object:
         """How the worker has ended."""
-        self._thread.join(30.0)
+        self._thread.join(60.0)
         assert not self._thread.is_alive()
         self.hub.close()
         (outcome,) = self.outcome
@@ -563,7 +563,7 @@ def test_a_worker_that_computes_for_a_coordinator_that_has_gone_gives_it_up_at_t
     with monkeypatch.context() as patch:
         patch.setattr(coordinators.worker._model, "forward_with_states", compute)
         coordinators.send(opening(1))
-        assert computing.wait(30.0)
+        assert computing.wait(60.0)
         coordinators.hub.close()
         coordinators.appears()
         coordinators.welcomes(EPOCH + 1)
@@ -583,7 +583,7 @@ def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(coordinator
 
     monkeypatch.setattr(coordinators.worker._model, "forward_with_states", compute)
     coordinators.send(opening(1))
-    assert computing.wait(30.0)
+    assert computing.wait(60.0)
     coordinators.send(Drain(epoch=EPOCH))
     coordinators.hub.close()
     assert (coordinators.end(), coordinators.news) == (True, [])
@@ -647,7 +647,7 @@ class Watched:
         self.done.append("pass")
         if self.done[-2:] == ["pass"] * 2:  # the second one lasts until it is told otherwise
             self.inside.set()
-            assert self.go_on.wait(30.0)
+            assert self.go_on.wait(60.0)
         return True
 
     def _drafted(self, *arguments: Any, **named: Any) -> Any:
@@ -675,7 +675,7 @@ def drafter(llama_folder: Path) -> Iterator[Coordinator]:
 def test_an_order_that_comes_during_a_pass_ahead_waits_for_no_other(drafter: Coordinator) -> None:
     watched = Watched(drafter.worker)
     assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
-    assert watched.inside.wait(30.0)
+    assert watched.inside.wait(60.0)
     drafter.send(drafting(2, 6, ahead=False))
     watched.go_on.set()
     drafted = drafter.next()
@@ -688,7 +688,7 @@ def test_a_worker_is_busy_while_it_grows_ahead(drafter: Coordinator) -> None:
     drafted = drafter.ask(drafting(1, 5))
     assert isinstance(drafted, Drafted)
     work_ns = sum(duration for name, _, duration in drafted.spans if name == "draft")
-    told, deadline = [drafter.probe()], time.monotonic() + 30.0
+    told, deadline = [drafter.probe()], time.monotonic() + 60.0
     while not any(name == "grow" for probed in told for *_, (name, _, _) in probed.beside):
         assert time.monotonic() < deadline
         told.append(drafter.probe())
@@ -709,7 +709,7 @@ def test_a_pass_ahead_that_fails_ends_neither_the_worker_nor_the_session(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_read_ahead", fail)
         assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
-        assert failed.wait(30.0)
+        assert failed.wait(60.0)
         assert isinstance(drafter.ask(drafting(2, 6)), Drafted)
     assert drafter.probe().sessions == 1
     assert "boom" in capfd.readouterr().err

@@ -18,7 +18,7 @@ from dovetail.workers.progress import DEAF, Abandoned, beat, heard
 from support.heads import write_head
 
 STUCK_S = 0.4
-END_S = 30.0
+END_S = 60.0
 SCRIPT = """
 import ctypes, sys, threading, time
 from dovetail.workers.progress import Watchdog

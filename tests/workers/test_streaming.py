@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.models.streaming import Ring
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def blobs(count: int, size: int = 1000) -> list[Tensor]:

@@ -72,7 +72,7 @@ class Dialogue:
         return EVENT.decode(frames)
 
     def ended(self) -> BaseException | bool:
-        self.thread.join(20.0)
+        self.thread.join(60.0)
         assert not self.thread.is_alive()
         return self.outcome[0]
 

@@ -39,7 +39,7 @@ class Answering:
         self._at_work.add(self._name)
         self.alone &= self._at_work == {self._name}
         self._started.set()
-        assert self._leave.wait(10.0)
+        assert self._leave.wait(60.0)
         self._at_work.discard(self._name)
 
     def idle(self) -> bool:
@@ -64,14 +64,14 @@ def test_the_roles_do_one_command_at_a_time() -> None:
     leave[1].set()
     ran = threading.Thread(target=lambda: list(target.handle(CLOSE)))
     ran.start()
-    assert started[0].wait(10.0)
+    assert started[0].wait(60.0)
     assert not draft.idle()  # it is the target's turn
     waits = threading.Thread(target=lambda: list(draft.handle(CLOSE)))
     waits.start()
     assert not started[1].wait(0.3)
     leave[0].set()
     for thread in (ran, waits):
-        thread.join(10.0)
+        thread.join(60.0)
         assert not thread.is_alive()
     assert all(worker.alone for worker in workers)
 

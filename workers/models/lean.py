@@ -1,12 +1,13 @@
 """transformers without the packages that it imports wherever they are installed and no worker needs.
 
 hqq brings torch's compiler along, and scipy its optimisers (for a loss of object detection): together a third of what it takes a worker to start. transformers
-is told that they are not installed, and remembers it; whoever needs one of them imports it as ever.
+is told that they are not installed, and remembers it; whoever needs one of them imports it as ever. Where transformers has been imported already it has seen
+what there is, and is left as it is.
 """
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 UNUSED = ("hqq", "scipy")
 
@@ -23,7 +24,7 @@ def hidden(*packages: str) -> Iterator[None]:
             del sys.modules[package]
 
 
-with hidden(*UNUSED):
+with hidden(*UNUSED) if "transformers" not in sys.modules else nullcontext():
     import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaConfig
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -55,7 +55,7 @@ def play(scene: Callable[[Gateway, Coordinator], Awaitable[None]]) -> None:
         with keeping(gateway):
             await coordinator.welcome()
             await until(lambda: not gateway.missing)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await scene(gateway, coordinator)
             coordinator.hub.close()
 
@@ -152,7 +152,7 @@ def test_a_coordinator_that_refuses_us_is_asked_again_later() -> None:
             await coordinator.hear()
             coordinator.say(Failed(epoch=9, code="version", text="run the same release of dovetail on both"))
             await until(lambda: "same release" in gateway.missing)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await coordinator.welcome()
                 await until(lambda: not gateway.missing)
         coordinator.hub.close()
