@@ -5,7 +5,7 @@ a window of the last positions. transformers builds no mask for an implementatio
 want: masks are ours. What is prepared for a pass takes work for its rows and their paths only, whatever the length of the cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat
 
 IMPLEMENTATION = "dovetail"
-UNSUPPORTED = ("s_aux", "position_bias")
-"""What some families add to their attention; a model that passes one of them is refused rather than computed wrongly."""
+HARMLESS = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
+)
+"""Keywords that change nothing of what attention computes. Any other that is given refuses the model rather than have it computed wrongly."""
 
 
 class Masks:
@@ -124,6 +126,11 @@ class Noted:
     scaling: float
     window: int | None
     softcap: float | None
+    value_dim: int
+
+
+Notes = Callable[[Noted, Tensor, Tensor], None]
+"""Hears what is asked of attention, with the queries and keys [1, heads or kv_heads, T, head_dim]."""
 
 
 def arrange(segments: Sequence[Segment], masks: Masks) -> tuple[Block, ...]:
@@ -146,21 +153,26 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    notes: list[Noted] | None = None,
-    **unused: Any,
+    notes: Notes | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim]; returns [1, T, heads, head_dim].
 
-    What was asked for is put down in `notes`, if there are any.
+    What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is asked for.
     """
-    for name in UNSUPPORTED:
-        if unused.get(name) is not None:
-            raise ValueError(f"attention with {name} is not supported")
+    if strange := sorted(name for name, value in others.items() if value is not None and name not in HARMLESS):
+        raise ValueError(f"attention with {strange[0]} is not supported")
+    if attention_mask is not None:
+        raise ValueError("attention with a mask of its own is not supported")
+    if dropout or is_causal is False:
+        raise ValueError(f"attention with {'dropout' if dropout else 'is_causal = false'} is not supported")
     beat()
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if notes is not None:
-        notes.append(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap))
+        notes(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap, value.shape[3]), query, key)
     with timing("attention"):
         return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).unsqueeze(0), None
 

@@ -89,6 +89,7 @@ class DeviceSubstitute(Kernels):
 
     backend = "library"
     kernels = "torch-int4"
+    _computes_here = False
 
     def __init__(self, model: Any, *, context: int, target: Staged, codes_of: CodesOf, capture: Capture | None) -> None:
         """`capture`: what makes a pass of fixed shapes faster; None: nothing does here, and all passes are computed as they come."""

@@ -1,8 +1,8 @@
 """The kernels back end: every decoder layer of a transformers model becomes one call of the C++ kernels, and so do its final norm and its head.
 
 A layer's structure is recognised by the names of its parts - Llama's, Phi-3's, GPT-2's and what is built like them - and what its attention is asked to
-compute is noted from a run. Each kind of layer is then compared with transformers' own on random rows before it is replaced; a model with a layer that
-differs, or that has a part without a kernel, is refused for this back end and computed by the library instead.
+compute is noted from a run. Every layer is then compared with transformers' own, at positions from all over the context, before it is replaced; a model with a
+layer that differs, or that has a part without a kernel, is refused for this back end and computed by the library instead.
 
 With these kernels a token's keys, values, hidden states and logits are the same bytes whatever rows are computed beside it. Knows layers and slots.
 """
@@ -10,11 +10,12 @@ With these kernels a token's keys, values, hidden states and logits are the same
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, silu
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
@@ -33,11 +34,12 @@ from dovetail.workers.kernels.layer import (
     rotary_table,
 )
 from dovetail.workers.kernels.layer import Paths as KernelPaths
-from dovetail.workers.models import attention
-from dovetail.workers.models.attention import Masks, Noted
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.library import transformers_pass
+from dovetail.workers.models.loader import decoder_layers
+from dovetail.workers.models.oracle import Oracle, UnsupportedError
+from dovetail.workers.models.proof import LAYER_TOLERANCE, LayerProof, Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment, check_truncation, has_to_move, slots_in_place
 from dovetail.workers.models.states import LAST, Kept, keeping
 from dovetail.workers.models.timing import asked, timing
@@ -45,9 +47,9 @@ from dovetail.workers.progress import beat
 
 VERSION = "dovetail-1"
 """Of the functions that the kernels compute, down to the last bit; part of the fingerprint."""
-PROOF_ROWS = 6
-PROOF_TOLERANCE = 1e-3
-"""Largest accepted difference of a layer in fp32 to transformers', relative to what the layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
+TABLE_ROWS = 512
+"""Positions, spread over the context, at which the table of angles is compared with the model's own."""
+TABLE_TOLERANCE = 1e-5
 DTYPES = {Kind.FP32: torch.float32, Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
 """What a matrix of each kind is packed from."""
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
@@ -56,10 +58,6 @@ MOST_ROOM = 1024
 """Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little beside a long context."""
 PIECE_WEIGHTS = 1 << 22
 """So many weights are converted at a time: 16 MiB of fp32."""
-
-
-class UnsupportedError(Exception):
-    """The kernels cannot compute a model: says which part of it."""
 
 
 def with_room(capacity: int) -> int:
@@ -174,22 +172,30 @@ class Kernels:
     prompt_rows: int = PROMPT_ROWS
     reads_apart: int = 0
 
+    _computes_here = True
+    """Whether the matrices that layers are packed into are on the CPU, and can prove them."""
+
     def __init__(self, model: Any, kind: Kind, *, context: int) -> None:
-        """`model`: the skeleton, for its configuration and its rotary frequencies."""
+        """`model`: the skeleton, where all that is not a layer has its numbers."""
         kernels.set_threads(torch.get_num_threads())
         self._model, self._kind = model, kind
+        self._oracle = Oracle(model, decoder_layers(model)[1], context)
+        if not self._oracle.isolated:
+            raise UnsupportedError("transformers computes something between its layers, or not each of them in turn")
         self._rotary = _rotary(model, context)
         self._layers: list[DecoderLayer] = []
         self._taken = 0
-        self._proved: dict[tuple[Any, ...], Noted] = {}
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """What stands in the layer's place until all are there; the layer has its numbers and is not needed afterwards."""
         parts = _Parts(layer)
-        kind = (type(layer), (getattr(self._model.config, "layer_types", None) or {index: ""})[index], parts.attention.scaling)
-        if kind not in self._proved:
-            self._proved[kind] = self._prove(layer, index)
-        self._take(self._plan(parts, index, self._proved[kind], self._kind, self._pack_layer))
+        proof = LayerProof(self._oracle, layer, index, parts.linears)
+        proving = None if self._computes_here else {name: _pack(_exact_kind(parts), linears) for name, linears in parts.linears.items()}
+        matrices = {name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()}
+        noted = proof.note(proving or matrices)
+        plan = self._plan(parts, index, noted, matrices)
+        proof.check(plan if proving is None else replace(plan, **proving))
+        self._take(plan)
         self._taken += 1
         return nn.Identity()
 
@@ -201,14 +207,31 @@ class Kernels:
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
                 setattr(base, name, nn.ModuleList([self._fused]))
         name, norm = _final_norm(base)
-        self._norm = self._final_norm(*read_norm(norm))
+        kind, numbers, epsilon = read_norm(norm)
+        states = self._finally(KernelNorm(kind, numbers, epsilon))
+        self._norm = self._final_norm(kind, numbers, epsilon)
         setattr(base, name, self._norm)
-        self._head = self._final_linear(_pack(self._kind, [model.get_output_embeddings()]))
+        head = model.get_output_embeddings()
+        product = Product("head", [head])
+        matrix = _pack(self._kind, [head])
+        product.use(matrix)
+        product(states)
+        self._head = self._final_linear(matrix)
         model.set_output_embeddings(self._head)
         if self._rotary is not None:
             base.rotary_emb = NoAngles()
         widen_embeddings(model)
         self._direct = self._nothing_else()
+
+    def _finally(self, norm: KernelNorm) -> Tensor:
+        """The final states [T, hidden] of the oracle, which this norm has to give too."""
+        expected = self._oracle.final
+        if expected is None:
+            raise UnsupportedError("transformers' own forward cannot be followed behind the last layer")
+        found = norm(self._oracle.last[0])
+        if worst := self._oracle.far(expected, found, expected.norm(dim=-1), LAYER_TOLERANCE):
+            raise UnsupportedError(f"the final norm differs from transformers' at position {worst[0]} by {worst[1]:.1e}")
+        return expected.contiguous()
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         """One matrix of a layer, from linears with the same inputs that are not needed afterwards."""
@@ -263,14 +286,13 @@ class Kernels:
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
         """Whether the direct way gives the bytes of transformers' own forward: it does not where logits are capped or positions have embeddings."""
-        tokens = torch.arange(PROOF_ROWS) % self._model.get_input_embeddings().weight.shape[0]
-        positions = torch.arange(PROOF_ROWS)
-        cache = self.new_cache(PROOF_ROWS)
-        seen = self._see(positions, [Segment(cache, 0, PROOF_ROWS)])
+        tokens, positions = self._oracle.tokens, self._oracle.positions
+        cache = self.new_cache(len(tokens))
+        seen = self._see(positions, [Segment(cache, 0, len(tokens))])
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 
-    def _plan(self, parts: "_Parts", index: int, noted: Noted, kind: Kind, pack: "Pack") -> LayerPlan:
+    def _plan(self, parts: "_Parts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]) -> LayerPlan:
         norms, kinds, epsilons = {}, set(), set()
         for name, module in parts.norms.items():
             norm_kind, norms[name], epsilon = read_norm(module)
@@ -283,10 +305,7 @@ class Kernels:
             heads=noted.heads,
             kv_heads=noted.kv_heads,
             head_dim=noted.head_dim,
-            qkv=pack(kind, parts.qkv),
-            output=pack(kind, [parts.output]),
-            gate_up=pack(kind, parts.gate_up),
-            down=pack(kind, [parts.down]),
+            **matrices,
             **norms,
             rotary=self._rotary,
             norm_kind=kinds.pop(),
@@ -297,49 +316,6 @@ class Kernels:
             window=noted.window or 0,
         )
 
-    @torch.inference_mode()
-    def _prove(self, layer: nn.Module, index: int) -> Noted:
-        """What the layer's attention is asked for, after transformers' layer and ours have given the same for random rows, with the weights as they are."""
-        parts = _Parts(layer)
-        types = {part.weight.dtype for part in (*parts.qkv, parts.output, *parts.gate_up, parts.down)}
-        exact = EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
-        states = torch.randn(1, PROOF_ROWS, self._model.config.hidden_size, generator=torch.Generator().manual_seed(index))
-        positions = torch.arange(PROOF_ROWS)
-        noted, expected = _run_transformers(self._model, _widened(layer), index, states, positions)
-        plan = self._plan(parts, 0, noted, exact, _pack)
-        cache = BlockedCache(layers=1, kv_heads=noted.kv_heads, head_dim=noted.head_dim, capacity=PROOF_ROWS)
-        found = states[0].clone()
-        DecoderLayer(plan).run(LayerPass(positions, [CacheRows(cache.keys, cache.values, 0, PROOF_ROWS)]), found)
-        added = expected - states[0]
-        difference = float((found - expected).norm() / added.norm().clamp(min=1e-20))
-        if not difference <= PROOF_TOLERANCE:
-            raise UnsupportedError(f"layer {index} ({type(layer).__name__}) differs from transformers' by {difference:.1e} of what it adds")
-        return noted
-
-
-def _run_transformers(model: Any, layer: nn.Module, index: int, states: Tensor, positions: Tensor) -> tuple[Noted, Tensor]:
-    """What transformers' layer [1, T, hidden] -> [T, hidden] gives over a cache of its own, and what its attention is asked for."""
-    config = model.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cpu = torch.device("cpu")
-    cache = KVCache(layers=index + 1, kv_heads=kv_heads, head_dim=head_dim, capacity=len(positions), dtype=torch.float32, device=cpu)
-    masks = Masks(groups=config.num_attention_heads // kv_heads, device=cpu, dtype=torch.float32)
-    notes: list[Noted] = []
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    angles = None if rotary is None else rotary(states, positions.unsqueeze(0))
-    output = layer(
-        states,
-        position_ids=positions.unsqueeze(0),
-        position_embeddings=angles,
-        attention_mask=None,
-        blocks=attention.arrange([Segment(cache, 0, len(positions))], masks),
-        notes=notes,
-    )
-    if len(notes) != 1 or not isinstance(output, Tensor):
-        raise UnsupportedError(f"layer {index} ({type(layer).__name__}) does not compute one attention and one result")
-    return notes[0], output[0]
-
 
 class _Parts:
     """The parts of a decoder layer, found by their names."""
@@ -347,10 +323,13 @@ class _Parts:
     def __init__(self, layer: nn.Module) -> None:
         self.attention: Any = _part(layer, "self_attn", "attn")
         mlp = _part(layer, "mlp")
-        self.qkv = _linears(self.attention, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",))
-        self.output = _linears(self.attention, ("o_proj",), ("c_proj",))[0]
-        self.gate_up = _linears(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",))
-        self.down = _linears(mlp, ("down_proj",), ("c_proj",))[0]
+        self.linears = {
+            "qkv": _linears(self.attention, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",)),
+            "output": _linears(self.attention, ("o_proj",), ("c_proj",)),
+            "gate_up": _linears(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",)),
+            "down": _linears(mlp, ("down_proj",), ("c_proj",)),
+        }
+        """Of each matrix of the kernels, those that it is packed of."""
         self.activation = read_activation(_part(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc"))
         self.norms = self._norms(layer)
 
@@ -398,7 +377,10 @@ def _pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
     return matrix
 
 
-Pack = Callable[[Kind, Sequence[nn.Linear]], PackedMatrix]
+def _exact_kind(parts: "_Parts") -> Kind:
+    """The kind that holds all weights of a layer as they are."""
+    types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
+    return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
 
 
 def _pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
@@ -407,27 +389,6 @@ def _pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
     for part in linears:
         part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     return matrix
-
-
-class _Widened(nn.Module):
-    """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer than that takes."""
-
-    def __init__(self, part: nn.Linear) -> None:
-        super().__init__()
-        self._weight, self._bias = part.weight, part.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return linear(x, self._weight.float(), None if self._bias is None else self._bias.float())
-
-
-def _widened(layer: nn.Module) -> nn.Module:
-    """A layer that computes in fp32 with the numbers of this one, which it shares."""
-    own = copy.deepcopy(layer, {id(parameter): parameter for parameter in layer.parameters()})
-    for name, part in list(own.named_modules()):
-        if type(part) is nn.Linear:
-            own.set_submodule(name, _Widened(part))
-    return own
 
 
 def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:
@@ -466,7 +427,25 @@ def _rotary(model: Any, context: int) -> Rotary | None:
     frequencies = getattr(embedding, "inv_freq", None)
     if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
         raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
-    return rotary_table(frequencies.float(), context, scaling=float(getattr(embedding, "attention_scaling", 1.0)))
+    table = rotary_table(frequencies.float(), context, scaling=float(getattr(embedding, "attention_scaling", 1.0)))
+    _check_table(table, copy.deepcopy(embedding), context)
+    return table
+
+
+def _check_table(table: Rotary, embedding: nn.Module, context: int) -> None:
+    """`UnsupportedError` where a table has other angles than the model's own rotary embedding gives."""
+    positions = torch.linspace(0, context - 1, min(context, TABLE_ROWS), dtype=torch.float64).long()
+    given = embedding(torch.zeros(1, 1), positions.unsqueeze(0))
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+    for own, other in zip((table.cosines, table.sines), given, strict=True):
+        expected = own[positions].repeat(1, 2)
+        if other.shape[1:] != expected.shape:
+            raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+        far = (other[0] - expected).abs().amax(-1) > TABLE_TOLERANCE
+        if bool(far.any()):
+            position = int(positions[far][0])
+            raise UnsupportedError(f"the angles of position {position} differ from those of {type(embedding).__name__}")
 
 
 def _final_norm(base: Any) -> tuple[str, nn.Module]:

@@ -5,10 +5,11 @@ the layers over as they are read: the C++ kernels where they can compute the mod
 prompts, trees or sampling.
 """
 
+import contextlib
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,12 +24,13 @@ from dovetail.workers.kernels import Kind
 from dovetail.workers.models import fused
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, read_json, reason
-from dovetail.workers.models.fused import Kernels, UnsupportedError
+from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
-from dovetail.workers.models.library import Library
+from dovetail.workers.models.library import Library, prove_layer, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against
 from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton
 from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.oracle import Oracle, UnprovableError, UnsupportedError
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
 from dovetail.workers.models.staged import Staged, Staging
@@ -42,6 +44,10 @@ KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.I
 """The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
 LINEAR_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32, "int8-per-tensor": torch.float32}
 
+WHOLE_TOLERANCE = {"fp32": 1e-3, "int8-per-tensor": 0.5}
+"""How far logits with attention of our own may lie from transformers' own, relative to their norm, in weights of a type: all else is the same."""
+ROUNDED_TOLERANCE = 0.1
+"""The same where states are rounded to 16 bits between the layers."""
 PER_TENSOR_SLACK = 0.5
 """How far a token's logits may move with its neighbours under torch's own int8; a mask that is ignored moves them by as much as they are."""
 
@@ -290,10 +296,11 @@ def assemble(
     if plan is not None:
         grow_skeleton(model, plan)
     types = Types(None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None)  # dead units get numbers of the type that is wanted
-    back_end = open_back_end(model, plan)
     name, layers = decoder_layers(model)
     prefixes = [f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))]
-    with loading("loading", _stored_bytes(checkpoint, prefixes)):
+    with loading("loading", _stored_bytes(checkpoint, prefixes)), _provable(checkpoint):
+        skeleton.fill(model, "", types, but=layers)  # transformers' own forward runs around the layers, and proves them
+        back_end = open_back_end(model, plan)
         for index, layer in enumerate(layers):
             skeleton.fill(layer, prefixes[index], types)
             if plan is not None:
@@ -301,13 +308,15 @@ def assemble(
             layers[index] = back_end.take_layer(layer, index)
             release_memory()
         del layer
-        skeleton.fill(model, "", types)
         back_end.finish(model)
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
     real = range(len(layers)) if plan is None else plan.real
     language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real)
     check_attention(language_model)
+    if isinstance(back_end, Library):
+        with _provable(checkpoint):
+            prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE))
     return language_model
 
 
@@ -318,6 +327,15 @@ def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
     return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
+@contextlib.contextmanager
+def _provable(checkpoint: Checkpoint) -> Iterator[None]:
+    """What no back end can be proved to compute is refused."""
+    try:
+        yield
+    except UnprovableError as error:
+        raise CheckpointError(f"{checkpoint.source}: {error}") from error
+
+
 def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: bool) -> BackEnd:
     if kernels and wanted.stage is not None:
         staging = wanted.stage(model.config.to_dict(), wanted.weights)
@@ -325,7 +343,11 @@ def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: b
     if kernels:
         return Kernels(model, KINDS[wanted.weights], context=context_of(model.config))
     selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
-    return Library(selection, device=torch.device("cpu"))
+    return Library(selection, device=torch.device("cpu"), oracle=_oracle_of(model))
+
+
+def _oracle_of(model: Any) -> Oracle:
+    return Oracle(model, decoder_layers(model)[1], context_of(model.config))
 
 
 def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.device) -> LanguageModel:
@@ -343,9 +365,14 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
         for index, layer in enumerate(decoder_layers(model)[1]):
             grow_layer(layer, index, plan)
     back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights])
-    back_end.finish(model)
-    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
-    check_attention(language_model)
+    with _provable(checkpoint):
+        oracle = _oracle_of(model)
+        for index, layer in enumerate(decoder_layers(model)[1]):
+            prove_layer(oracle, layer, index)
+        back_end.finish(model)
+        language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
+        check_attention(language_model)
+        prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE.get(wanted.weights, ROUNDED_TOLERANCE))
     return language_model
 
 

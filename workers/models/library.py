@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.models import attention
-from dovetail.workers.models.attention import Masks
+from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
 from dovetail.workers.models.linear import PackedLinear
 from dovetail.workers.models.loader import decoder_layers
+from dovetail.workers.models.oracle import EAGER, Oracle, UnprovableError, implementation, short_text, stand_in
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.selection import Selection
 from dovetail.workers.models.states import Kept, keeping
 from dovetail.workers.models.timing import Part, timing_modules
+
+LAYER_TOLERANCE = 2e-4
+"""Of what a layer adds, in fp32; rounding gives 1e-6."""
 
 
 def transformers_pass(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None, **given: Any) -> Tensor:
@@ -42,12 +46,18 @@ class Library:
     prompt_rows = PROMPT_ROWS
     reads_apart = 0
 
-    def __init__(self, selection: Selection | None, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, selection: Selection | None, *, device: torch.device, dtype: torch.dtype = torch.float32, oracle: Oracle | None = None
+    ) -> None:
+        """`oracle`: proves each layer as it is taken; None: who asks for these layers needs no proof of them."""
+        self._oracle = oracle
         self.kernels = "plain" if selection is None else selection.name
         self._selection, self._device, self._dtype = selection, device, dtype
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """The layer to compute with, of one that has its numbers: its linears are packed and the originals dropped."""
+        if self._oracle is not None:
+            prove_layer(self._oracle, layer, index)
         self._pack(layer)
         return layer.to(self._device)
 
@@ -81,6 +91,59 @@ class Library:
             if type(part) is nn.Linear:
                 module.set_submodule(name, self._selection.pack(part.weight, part.bias))
                 part.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # nobody holds the original on
+
+
+@torch.inference_mode()
+def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> None:
+    """`UnprovableError` where a layer with our attention differs from the same with transformers' own and its masks, at any position of the oracle."""
+    what = f"layer {index} ({type(layer).__name__})"
+    own, states = stand_in(layer, {}), oracle.states(index)
+    notes: list[Noted] = []
+    try:
+        found = oracle.run_ours(own, index, states, lambda noted, _query, _key: notes.append(noted))
+        expected = oracle.run_eager(own, index, states)
+    except UnprovableError:
+        raise
+    except Exception as error:  # a layer that nobody here has seen may stumble in any way
+        raise UnprovableError(f"{what} cannot be computed with attention of our own: {' '.join(str(error).split())[:200]}") from error
+    if len(notes) > 1:
+        raise UnprovableError(f"{what} computes {len(notes)} attentions")
+    for noted in notes:
+        oracle.check_window(index, noted.window)
+    if worst := oracle.difference(expected, found, states, LAYER_TOLERANCE):
+        raise UnprovableError(
+            f"{what} with attention of our own differs from transformers' at position {worst[0]} by {worst[1]:.1e} of what it adds"
+        )
+
+
+@torch.inference_mode()
+def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -> None:
+    """`UnprovableError` where a model with our attention and caches, in two passes beside another session, differs from transformers' own forward.
+
+    `tolerance`: of the logits, relative to their norm.
+    """
+    count = short_text(model.config.to_dict(), context)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(model.get_input_embeddings().weight.shape[0], (count,), generator=generator)
+    positions = torch.arange(count)
+    with implementation(model, EAGER):
+        expected = transformers_pass(model, tokens, positions, None).float().cpu()
+    cut, stranger = count // 2, min(3, count)
+    cache, other = back_end.new_cache(count), back_end.new_cache(stranger)
+    passes = [
+        (torch.cat([tokens[:stranger].flip(0), tokens[:cut]]), torch.cat([positions[:stranger], positions[:cut]]), [(other, 0, stranger), (cache, 0, cut)]),
+        (tokens[cut:], positions[cut:], [(cache, cut, count - cut)]),
+    ]
+    found = []
+    for rows, places, segments in passes:
+        parts = [Segment(*segment) for segment in segments if segment[2]]
+        found.append(back_end.compute(rows, places, parts, None, Kept()).float().cpu()[-segments[-1][2] or len(rows) :])
+        cache.keep(range(cache.length, cache.length + segments[-1][2]), segments[-1][2])
+    shares = (torch.cat(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    if wrong := (~(shares <= tolerance)).nonzero().flatten().tolist():
+        raise UnprovableError(
+            f"the model with attention of our own differs from transformers' at position {wrong[0]} by {float(shares[wrong[0]]):.1e} of its logits"
+        )
 
 
 def _parts(model: Any, layers: nn.ModuleList) -> Sequence[tuple[Part, nn.Module]]:

@@ -26,8 +26,6 @@ from dovetail.workers.progress import loading
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
-UNSUPPORTED_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the longest sequence of the pass; rows of different sessions would change each other."""
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +53,12 @@ class Skeleton:
     transposed: frozenset[str]
     """Weights that the checkpoint holds as [in, out]."""
 
-    def fill(self, module: nn.Module, prefix: str, types: Types) -> None:
-        """Give all of a module's parameters that have none their numbers, under the names that begin with `prefix`."""
+    def fill(self, module: nn.Module, prefix: str, types: Types, *, but: nn.Module | None = None) -> None:
+        """Give all of a module's parameters that have none their numbers, under the names that begin with `prefix`; those of `but` are left for later."""
+        later = set() if but is None else set(but.modules())
         for path, part in module.named_modules():
+            if part in later:
+                continue
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.is_meta:
                     full = ".".join(filter(None, (prefix, path, name)))
@@ -250,10 +251,6 @@ def refuse_unsupported(config: Any, file: Path) -> None:
             raise CheckpointError(f"{file}: a {kind} model has no {name}; only dense decoder models can be decoded here")
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES):
         raise CheckpointError(f"{file}: layers of type {strange[0]} ({kind}) are not supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(entry.get("rope_type")) for entry in (rope, *rope.values()) if isinstance(entry, dict)}
-    if refused := kinds.intersection(UNSUPPORTED_ROPE):
-        raise CheckpointError(f"{file}: rotary embeddings of type {min(refused)} ({kind}) are not supported: they depend on the longest sequence of a pass")
 
 
 def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
