@@ -69,32 +69,32 @@ def tiny_llama(
 ) -> Path:
     """A random Llama in `folder`, the same for the same arguments."""
     config = LlamaConfig(vocab_size=vocab, num_hidden_layers=layers, **{"tie_word_embeddings": False, **_shape(context), **shape})
-    return _save(folder, LlamaForCausalLM, config, seed, dtype)
+    return save_random(folder, LlamaForCausalLM, config, seed, dtype)
 
 
 def tiny_qwen2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
     """A random Qwen2: biases in the projections, tied embeddings."""
-    return _save(folder, Qwen2ForCausalLM, Qwen2Config(vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **_shape(context)), seed, dtype)
+    return save_random(folder, Qwen2ForCausalLM, Qwen2Config(vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **_shape(context)), seed, dtype)
 
 
 def tiny_qwen3(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
     """A random Qwen3: norms on the heads of queries and keys, heads wider than hidden / heads."""
     config = Qwen3Config(vocab_size=vocab, num_hidden_layers=2, head_dim=24, tie_word_embeddings=False, **_shape(context))
-    return _save(folder, Qwen3ForCausalLM, config, seed, dtype)
+    return save_random(folder, Qwen3ForCausalLM, config, seed, dtype)
 
 
 def tiny_mistral(
     folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, window: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Path:
     """A random Mistral whose layers attend to the last `window` tokens, None: to all."""
-    return _save(folder, MistralForCausalLM, MistralConfig(vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **_shape(context)), seed, dtype)
+    return save_random(folder, MistralForCausalLM, MistralConfig(vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **_shape(context)), seed, dtype)
 
 
 def tiny_phi3(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
     """A random Phi-3: fused projections, and only half of each head is rotated."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     config = Phi3Config(vocab_size=vocab, num_hidden_layers=2, rope_parameters=rope, original_max_position_embeddings=context, **_shape(context))
-    return _save(folder, Phi3ForCausalLM, config, seed, dtype)
+    return save_random(folder, Phi3ForCausalLM, config, seed, dtype)
 
 
 def tiny_gemma2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, window: int = 6, dtype: torch.dtype = torch.float32) -> Path:
@@ -102,14 +102,14 @@ def tiny_gemma2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context
     config = Gemma2Config(
         vocab_size=vocab, num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=window, attn_logit_softcapping=5.0, **_shape(context)
     )
-    return _save(folder, Gemma2ForCausalLM, config, seed, dtype)
+    return save_random(folder, Gemma2ForCausalLM, config, seed, dtype)
 
 
 def tiny_gpt2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
     """A random GPT-2: learned positions, layer norms with biases, weights [in, out]."""
     names = {name: value for name, value in _shape(context).items() if name.endswith(("_id", "range"))}
     config = GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=context, n_inner=96, **names)
-    return _save(folder, GPT2LMHeadModel, config, seed, dtype)
+    return save_random(folder, GPT2LMHeadModel, config, seed, dtype)
 
 
 def tiny_sliding(folder: Path, *, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
@@ -129,7 +129,8 @@ FAMILIES = {
 }
 
 
-def _save(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int, dtype: torch.dtype) -> Path:
+def save_random(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int, dtype: torch.dtype) -> Path:
+    """A random model of a class in `folder`, with a tokenizer; the same for the same arguments."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind(config)

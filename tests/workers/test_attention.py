@@ -103,7 +103,15 @@ def test_sessions_in_one_pass_see_only_themselves() -> None:
 
 def test_what_is_asked_for_is_noted() -> None:
     notes: list[Noted] = []
-    attend(Layer(), *random_rows(1, 2), None, blocks=arrange([Segment(cache_with(0, 1), 0, 1)], new_masks()), softcap=30.0, sliding_window=4, notes=lambda noted, _query, _key: notes.append(noted))
+    attend(
+        Layer(),
+        *random_rows(1, 2),
+        None,
+        blocks=arrange([Segment(cache_with(0, 1), 0, 1)], new_masks()),
+        softcap=30.0,
+        sliding_window=4,
+        notes=lambda noted, _query, _key: notes.append(noted),
+    )
     assert notes == [Noted(HEADS, KV_HEADS, SIZE, SIZE**-0.5, 4, 30.0, SIZE)]
 
 

@@ -20,9 +20,7 @@ from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat
 
 IMPLEMENTATION = "dovetail"
-HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
-)
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
 """Keywords that change nothing of what attention computes. Any other that is given refuses the model rather than have it computed wrongly."""
 
 
@@ -128,6 +126,11 @@ class Noted:
     softcap: float | None
     value_dim: int
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, key heads and the width of each."""
+        return self.heads, self.kv_heads, self.head_dim
+
 
 Notes = Callable[[Noted, Tensor, Tensor], None]
 """Hears what is asked of attention, with the queries and keys [1, heads or kv_heads, T, head_dim]."""
@@ -149,7 +152,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    blocks: tuple[Block, ...],
+    blocks: tuple[Block, ...] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -162,6 +165,8 @@ def attend(
 
     What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is asked for.
     """
+    if blocks is None:
+        raise ValueError("what the model is given does not reach its attention")
     if strange := sorted(name for name, value in others.items() if value is not None and name not in HARMLESS):
         raise ValueError(f"attention with {strange[0]} is not supported")
     if attention_mask is not None:

@@ -10,7 +10,6 @@ With these kernels a token's keys, values, hidden states and logits are the same
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -194,7 +193,7 @@ class Kernels:
         matrices = {name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()}
         noted = proof.note(proving or matrices)
         plan = self._plan(parts, index, noted, matrices)
-        proof.check(plan if proving is None else replace(plan, **proving))
+        proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
         self._take(plan)
         self._taken += 1
         return nn.Identity()
@@ -305,7 +304,10 @@ class Kernels:
             heads=noted.heads,
             kv_heads=noted.kv_heads,
             head_dim=noted.head_dim,
-            **matrices,
+            qkv=matrices["qkv"],
+            output=matrices["output"],
+            gate_up=matrices["gate_up"],
+            down=matrices["down"],
             **norms,
             rotary=self._rotary,
             norm_kind=kinds.pop(),

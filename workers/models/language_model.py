@@ -26,7 +26,7 @@ from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, read_json, reason
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
-from dovetail.workers.models.library import Library, prove_layer, prove_whole
+from dovetail.workers.models.library import Library, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against
 from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton
 from dovetail.workers.models.memory import release_memory
@@ -258,7 +258,7 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
     if wanted.weights == "bf16" and wanted.asked == "half":
         raise CheckpointError(f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; or use weights fp32 or bf16")
     if wanted.backend == "auto":
-        log.info("%s: the library computes it, since %s", checkpoint.source, why_not)
+        log.warning("%s: the library computes it, since %s", checkpoint.source, why_not)
     return _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
 
 
@@ -364,11 +364,10 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
         grow_skeleton(model, plan)
         for index, layer in enumerate(decoder_layers(model)[1]):
             grow_layer(layer, index, plan)
-    back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights])
     with _provable(checkpoint):
-        oracle = _oracle_of(model)
+        back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights], oracle=_oracle_of(model))
         for index, layer in enumerate(decoder_layers(model)[1]):
-            prove_layer(oracle, layer, index)
+            back_end.prove(layer, index)
         back_end.finish(model)
         language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
         check_attention(language_model)

@@ -46,20 +46,30 @@ class Library:
     prompt_rows = PROMPT_ROWS
     reads_apart = 0
 
-    def __init__(
-        self, selection: Selection | None, *, device: torch.device, dtype: torch.dtype = torch.float32, oracle: Oracle | None = None
-    ) -> None:
+    def __init__(self, selection: Selection | None, *, device: torch.device, dtype: torch.dtype = torch.float32, oracle: Oracle | None = None) -> None:
         """`oracle`: proves each layer as it is taken; None: who asks for these layers needs no proof of them."""
         self._oracle = oracle
+        self._noted: list[Noted] = []
+        """What the attention of each layer that was proved is asked for."""
         self.kernels = "plain" if selection is None else selection.name
         self._selection, self._device, self._dtype = selection, device, dtype
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """The layer to compute with, of one that has its numbers: its linears are packed and the originals dropped."""
-        if self._oracle is not None:
-            prove_layer(self._oracle, layer, index)
+        self.prove(layer, index)
         self._pack(layer)
         return layer.to(self._device)
+
+    def prove(self, layer: nn.Module, index: int) -> None:
+        """`UnprovableError` where our attention makes another layer of it; the layer has the checkpoint's numbers, on the CPU."""
+        if self._oracle is None:
+            return
+        what, noted = f"layer {index} ({type(layer).__name__})", prove_layer(self._oracle, layer, index)
+        self._noted.append(noted)
+        if noted.shape != self._noted[0].shape:
+            raise UnprovableError(f"{what} has other heads than the layers before it, which is not supported")
+        if noted.value_dim != noted.head_dim:
+            raise UnprovableError(f"{what} has values of another width than keys, which is not supported")
 
     def finish(self, model: Any) -> None:
         """What is not a layer has its numbers too."""
@@ -67,11 +77,9 @@ class Library:
         if self._device.type == "cpu":
             widen_embeddings(model)
         self._model = model.to(self._device)
-        config = model.config
-        heads, self._layers = config.num_attention_heads, config.num_hidden_layers
-        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._decoder_layers = decoder_layers(self._model)[1]
+        self._layers = len(self._decoder_layers)
+        heads, self._kv_heads, self._head_dim = self._noted[0].shape if self._noted else _configured_heads(model.config)
         self._timed = _parts(self._model, self._decoder_layers) if self._device.type == "cpu" else ()
         self._masks = Masks(groups=heads // self._kv_heads, device=self._device, dtype=self._dtype)
 
@@ -93,9 +101,18 @@ class Library:
                 part.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # nobody holds the original on
 
 
+def _configured_heads(config: Any) -> tuple[int, int, int]:
+    """Heads, key heads and the width of each, by the names of a configuration."""
+    heads: int = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 @torch.inference_mode()
-def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> None:
-    """`UnprovableError` where a layer with our attention differs from the same with transformers' own and its masks, at any position of the oracle."""
+def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> Noted:
+    """What a layer asks of its attention; `UnprovableError` where the layer with ours differs from the same with transformers' own.
+
+    Both are run in fp32, at every position of the oracle.
+    """
     what = f"layer {index} ({type(layer).__name__})"
     own, states = stand_in(layer, {}), oracle.states(index)
     notes: list[Noted] = []
@@ -106,14 +123,12 @@ def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> None:
         raise
     except Exception as error:  # a layer that nobody here has seen may stumble in any way
         raise UnprovableError(f"{what} cannot be computed with attention of our own: {' '.join(str(error).split())[:200]}") from error
-    if len(notes) > 1:
-        raise UnprovableError(f"{what} computes {len(notes)} attentions")
-    for noted in notes:
-        oracle.check_window(index, noted.window)
+    if len(notes) != 1:
+        raise UnprovableError(f"{what} computes {len(notes)} attentions, where one is supported")
+    oracle.check_window(index, notes[0].window)
     if worst := oracle.difference(expected, found, states, LAYER_TOLERANCE):
-        raise UnprovableError(
-            f"{what} with attention of our own differs from transformers' at position {worst[0]} by {worst[1]:.1e} of what it adds"
-        )
+        raise UnprovableError(f"{what} with attention of our own differs from transformers' at position {worst[0]} by {worst[1]:.1e} of what it adds")
+    return notes[0]
 
 
 @torch.inference_mode()
@@ -139,7 +154,8 @@ def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -
         parts = [Segment(*segment) for segment in segments if segment[2]]
         found.append(back_end.compute(rows, places, parts, None, Kept()).float().cpu()[-segments[-1][2] or len(rows) :])
         cache.keep(range(cache.length, cache.length + segments[-1][2]), segments[-1][2])
-    shares = (torch.cat(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    norms = expected.norm(dim=-1)
+    shares = (torch.cat(found) - expected).norm(dim=-1) / norms.clamp(min=1e-3 * float(norms.max()))  # a token of padding may have none
     if wrong := (~(shares <= tolerance)).nonzero().flatten().tolist():
         raise UnprovableError(
             f"the model with attention of our own differs from transformers' at position {wrong[0]} by {float(shares[wrong[0]]):.1e} of its logits"

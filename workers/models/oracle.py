@@ -9,7 +9,7 @@ dozen rows. The layers themselves need no numbers until they are run. Knows noth
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -68,7 +68,7 @@ class Run:
 
 def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
     """The positions of a proof: the beginning, either side of every landmark of a configuration, and the end of the context."""
-    marks = sorted({mark for mark in _landmarks(config) if DENSE < mark < context})[:MOST_LANDMARKS]
+    marks = sorted({mark for mark in _landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
     wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
     wanted |= {place for mark in marks for place in (mark - 1, mark)} | {place for place in SPREAD if place < context}
     runs: list[Run] = []
@@ -145,7 +145,7 @@ def _swapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class ClaimedCache(DynamicCache):
+class ClaimedCache(DynamicCache):  # type: ignore[misc]
     """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a cache says."""
 
     def __init__(self, length: int) -> None:
@@ -189,7 +189,7 @@ class ProofCache(KVCache):
 @contextmanager
 def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[None]:
     """A model, and other modules of it, with another implementation of attention for a while."""
-    found = (getattr(module, "config", None) for part in (model, *others) for module in part.modules())
+    found: Iterator[Any] = (getattr(module, "config", None) for part in (model, *others) for module in part.modules())
     configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
@@ -214,7 +214,7 @@ class _Recorder:
 
     def __enter__(self) -> "_Recorder":
         for index, layer in enumerate(self._layers):
-            layer.forward = self._stand_in(index)  # type: ignore[method-assign]
+            layer.forward = self._stand_in(index)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -225,6 +225,8 @@ class _Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = Call(args, kwargs)
             before = self.results[-1] if self.results else None
+            if index and call.states.shape != self.results[0].shape:
+                raise TypeError("a layer is given states of another shape than the first")
             in_order = index == len(self.results)
             self.isolated &= in_order and (before is None or call.states is before or torch.equal(call.states, before))
             self.calls[index] = call
@@ -239,7 +241,7 @@ class _Recorder:
 class Oracle:
     """The layers of one model at the positions of a proof."""
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module], context: int) -> None:
+    def __init__(self, model: Any, layers: Iterable[nn.Module], context: int) -> None:
         """`model`: with the numbers of all that is not a layer; `layers`: as the model has them, with or without numbers.
 
         `UnprovableError` where what a layer is given at a position hangs on the other rows of a pass.
@@ -255,7 +257,12 @@ class Oracle:
         self._checked: set[tuple[tuple[int, ...], int | None]] = set()
         self._same: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Pairs that have been compared, by their addresses, and held on to for as long as these are looked up."""
-        self._record()
+        try:
+            self._record()
+        except UnprovableError:
+            raise
+        except Exception as error:  # it is transformers' code for a model that nobody here has seen
+            raise UnprovableError(f"transformers' own forward cannot be followed ({type(error).__name__}: {_line(error)})") from error
 
     @property
     def pass_positions(self) -> Tensor:
@@ -282,7 +289,7 @@ class Oracle:
                 self._of_runs = [self._called(part, ClaimedCache(run.first)) for run, part in zip(self.runs, parts, strict=True)]
             self._whole = self._called(slice(0, self.count), ClaimedCache(0))
         self.isolated, self.last, self.final = self._whole.isolated, self._whole.results[-1], self._final
-        ours = {"blocks": (), "notes": None}
+        ours: dict[str, Any] = {"blocks": (), "notes": None}
         rows = (self.pass_tokens, self.pass_positions)
         with implementation(self._model, attention.IMPLEMENTATION, *self._layers):
             self._ours = self._called_with(*rows, None, **ours)
@@ -382,9 +389,10 @@ class Oracle:
             expected = (slot <= row) & (slot > row - (run.stop if window is None else window))
             if not torch.equal(seen, expected.expand(seen.shape)):
                 wrong = run.first + int((seen != expected).flatten(0, -3).any(0).any(-1).nonzero()[0])
-                what = "all before it" if window is None else f"the last {window}"
+                told = "all before it" if window is None else f"the last {window}"
                 raise UnprovableError(
-                    f"layer {index} ({type(self._layers[index]).__name__}): the token at position {wrong} does not see {what}, as its attention is told, but others"
+                    f"layer {index} ({type(self._layers[index]).__name__}): the token at position {wrong} sees others than {told}, "
+                    "which is what its attention is told, and that is not supported"
                 )
         self._checked.add(key)
 

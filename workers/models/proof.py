@@ -97,7 +97,9 @@ class LayerProof:
         """`linears`: those of each matrix of the layer. To be made before their weights are dropped."""
         self._oracle, self._index, self._what = oracle, index, f"layer {index} ({type(layer).__name__})"
         self._products = {name: Product(name, parts) for name, parts in linears.items()}
-        others = {part: own for name, parts in linears.items() for part, own in zip(parts, self._products[name].stand_ins, strict=True)}
+        others: dict[nn.Module, nn.Module] = {
+            part: own for name, parts in linears.items() for part, own in zip(parts, self._products[name].stand_ins, strict=True)
+        }
         self._layer = stand_in(layer, others)
         self._states = oracle.states(index)
         self._rotated: list[Tensor] = []
@@ -144,8 +146,8 @@ class LayerProof:
         rows = self._rows(plan)
         qkv = torch.cat([self._products["qkv"].result[: oracle.dense], self._products["qkv"].result])
         layer.place(rows, qkv)
-        sizes = [plan.heads * plan.head_dim, plan.kv_heads * plan.head_dim]
-        for what, found, wanted in zip(("queries", "keys"), qkv.split([*sizes, sizes[1]], dim=-1), self._rotated, strict=False):
+        width, stop = plan.heads * plan.head_dim, (plan.heads + plan.kv_heads) * plan.head_dim
+        for what, found, wanted in zip(("queries", "keys"), (qkv[:, :width], qkv[:, width:stop]), self._rotated, strict=True):
             self._compare(f"{what} of", wanted[oracle.dense :], found, ATTENTION_TOLERANCE)
         self._compare("attention of", self._products["output"].given, layer.attend(rows, qkv), ATTENTION_TOLERANCE)
         found = torch.cat([states[: oracle.dense], states])
