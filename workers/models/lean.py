@@ -26,7 +26,7 @@ def hidden(*packages: str) -> Iterator[None]:
 
 with hidden(*UNUSED) if "transformers" not in sys.modules else nullcontext():
     import transformers
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.pytorch_utils import Conv1D
@@ -37,6 +37,7 @@ __all__ = [
     "AutoConfig",
     "AutoModelForCausalLM",
     "Conv1D",
+    "DynamicCache",
     "LlamaConfig",
     "get_checkpoint_conversion_mapping",
     "transformers",

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import DynamicCache
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.lean import DynamicCache
 from dovetail.workers.models.segment import Paths, Segment
 
 EAGER = "eager"
