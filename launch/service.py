@@ -33,6 +33,7 @@ from dovetail.launch.supervise import (
     with_room_for_draft,
     worker_arguments,
 )
+from dovetail.launch.terminal import Intervals, loading_text
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Tell, Watch
 from dovetail.protocol.errors import DovetailError, printable
@@ -75,6 +76,7 @@ class Service:
         self._told: object = None
         """What the coordinator was told last of the other parts, and which process of it that was."""
         self.address = self.url = ""
+        self._intervals = Intervals(lambda words: log.info("%s", words))
         self.state: Reported | None = None
         """What the coordinator said last."""
 
@@ -98,7 +100,7 @@ class Service:
         told = sys.stderr.isatty()  # then `say` shows it; a log gets a line once only models are waited for
         while not self._watch.serving:
             self._step()
-            say(f"starting {' and '.join(self._watch.missing)}")
+            say(f"starting {' and '.join(self._watch.missing)}" + (loading_text(self.state.loading) if self.state is not None else ""))
             if not told and (told := set(self._watch.missing) <= self._workers.keys()):
                 log.info("listening at %s; loading models: %s", self.url, " and ".join(self._watch.missing))
             time.sleep(POLL_S)
@@ -268,6 +270,8 @@ class Service:
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
+            if self._watch.serving or not sys.stderr.isatty():
+                self._intervals.tell(state.loading)
             workers = {name: pid for name, pid in self.pids.items() if name in self._workers}
             host = socket.gethostname()
             others = [w for w in state.workers if not (w.standby or w.leaving or (w.host == host and w.pid in workers.values()))]

@@ -26,7 +26,7 @@ from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, lay_out_here
 from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.preflight import check_draft, check_target, draft_bytes, estimated_bytes
-from dovetail.launch.terminal import QUANTISED
+from dovetail.launch.terminal import QUANTISED, Intervals, loading_text
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
@@ -321,6 +321,7 @@ def layout_of(settings: Settings) -> CoreLayout:
 def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None) -> Reported:
     """Wait until all workers of a stack are registered; what a process that ends before has to say is raised. `note` hears what is waited for."""
     wanted = ["target", *(["draft"] if stack.configuration.settings.draft.kind != "none" else [])]
+    intervals = Intervals()
     with stack.connect() as client:
         while True:
             state = client.status()
@@ -328,7 +329,9 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
             if not missing:
                 return state
             words = [line for child in stack.workers for line in child.last_words()[-1:] if line.endswith(QUANTISED)]
-            note(f"loading {' and '.join(missing)}" + "".join(f" ({line})" for line in words))
+            note(f"loading {' and '.join(missing)}" + "".join(f" ({line})" for line in words) + loading_text(state.loading))
+            if not sys.stderr.isatty():
+                intervals.tell(state.loading)
             supervisor.check()
             time.sleep(POLL_S)
 

@@ -28,7 +28,7 @@ from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.replaced import settings_of
 from dovetail.launch.supervise import GRACE_S, POLL_S, SECTIONS, Child, Played, layout_of, worker_arguments
-from dovetail.launch.terminal import note, spinner
+from dovetail.launch.terminal import Intervals, loading_text, note, spinner
 from dovetail.launch.travels import leaves_the_machine
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
@@ -253,11 +253,16 @@ def _was_typed(configuration: Configuration, flag: str) -> bool:
 
 def _wait_until_here(client: Client, name: str, child: Child | None, old: WorkerState | None) -> WorkerState:
     """The worker on standby, once it is registered; what its process has to say if that ends before is raised."""
+    intervals = Intervals()
     with spinner() as say:
-        say(f"loading {name}")
         while True:
             pid, host = (child.process.pid, socket.gethostname()) if child is not None else (None, None)
-            for worker in client.status().workers:
+            state = client.status()
+            loading = [told for told in state.loading if told.name == name]
+            say(f"loading {name}" + loading_text(loading))
+            if not sys.stderr.isatty():
+                intervals.tell(loading)
+            for worker in state.workers:
                 if worker.standby and worker.name == name and (pid is None or (worker.pid, worker.host) == (pid, host)):
                     return worker
             if child is not None and child.ended:

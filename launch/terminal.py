@@ -13,8 +13,10 @@ from typing import Any
 import click
 
 from dovetail.protocol.errors import printable
+from dovetail.protocol.messages import LoadingState
 
 SAY_EVERY_S = 10.0
+BAR_CELLS = 24
 QUANTISED = "layers quantised"
 """How a line of a worker ends that says how far it has got."""
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
@@ -29,6 +31,34 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
+class Intervals:
+    """Lines for who has no terminal and waits for models: one in `SAY_EVERY_S`, the first when that has passed since something was loaded first."""
+
+    def __init__(self, say: Callable[[str], None] = note, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock_s = say, clock_s
+        self._said_s: float | None = None
+
+    def tell(self, loading: Sequence[LoadingState]) -> None:
+        """Say how far each of these has got, if it is time."""
+        now_s = self._clock_s()
+        if not loading or self._said_s is None:
+            self._said_s = now_s if loading else None
+        elif now_s - self._said_s >= SAY_EVERY_S:
+            self._said_s = now_s
+            for state in loading:
+                self._say(printable(state.words))
+
+
+def loading_text(loading: Sequence[LoadingState]) -> str:
+    """How far models are loaded, for a terminal: a bar, bytes, rate and time left of each; empty where none is."""
+    return "".join(f"\n  {_bar(state.done / max(1, state.total))} {printable(state.words)}" for state in loading)
+
+
+def _bar(share: float) -> str:
+    full = int(BAR_CELLS * min(1.0, share))
+    return "━" * full + "╌" * (BAR_CELLS - full)
+
+
 @contextmanager
 def spinner() -> Iterator[Callable[[str], None]]:
     """Shows that something is under way; what it yields says what."""
@@ -36,9 +66,10 @@ def spinner() -> Iterator[Callable[[str], None]]:
         yield lambda _: None
         return
     from rich.console import Console
+    from rich.markup import escape
 
     with Console(stderr=True).status("") as status:
-        yield lambda text: status.update(text)
+        yield lambda text: status.update(escape(text))
 
 
 @contextmanager

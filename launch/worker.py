@@ -158,9 +158,11 @@ def _serve(
     answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
     try:
         from dovetail.workers.loop import Reconnecting, serve  # torch comes in here, after the binding
-        from dovetail.workers.progress import Watchdog
+        from dovetail.workers.progress import Watchdog, hearing_loads
+        from dovetail.workers.telling import Telling
 
-        worker = _opener(configuration, role)(name, threads)
+        with hearing_loads(Telling(link, name, ("target" if role == "target" else "draft",), model_of(configuration, role))):
+            worker = _opener(configuration, role)(name, threads)
         load_s = time.monotonic() - began
         say(f"{role} worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
         if leaves_the_machine(connect):
@@ -200,12 +202,13 @@ def _serve_both(
     over = threading.Event()
     try:
         from dovetail.workers.loop import Reconnecting, serve  # torch comes in here, after the binding
-        from dovetail.workers.progress import Watchdog
+        from dovetail.workers.progress import Watchdog, hearing_loads
+        from dovetail.workers.telling import Telling
         from dovetail.workers.unified import open_unified
 
         target, draft, profile = with_target(settings.target), settings.draft, writable_profile_path()
         _check_text(target.model)
-        with counting_bar(QUANTISED) as tell:
+        with counting_bar(QUANTISED) as tell, hearing_loads(Telling(links["target"], f"{name}-target", ("target",), target.model)):
             opened = open_unified(target, draft, name=name, threads=threads, memory=settings.memory, profile=profile, cache=substitutes_path(), tell=tell)
         workers, load_s = dict(zip(parts, opened, strict=True)), time.monotonic() - began
         say(f"unified worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; it serves {connect}")
@@ -283,6 +286,14 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
             )
 
     return opened
+
+
+def model_of(configuration: Configuration, role: Role) -> str:
+    """The model that a worker of this role loads, as the settings name it."""
+    settings = configuration.settings
+    if role == "draft" and settings.draft.kind != "substitute":
+        return with_draft(settings.draft).model
+    return with_target(settings.target).model
 
 
 def _check_text(source: str) -> None:

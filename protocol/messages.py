@@ -224,6 +224,44 @@ class Hello(Message):
     """Of a worker: from the start of its process until its model was loaded; 0: not measured."""
 
 
+class LoadingState(Frozen):
+    """How far a worker has got with the weights of its model, before it introduces itself."""
+
+    name: Name
+    roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
+    host: Name
+    pid: Count
+    model: Name
+    doing: Literal["checking", "loading"]
+    """checking: files that are not known yet are read to the end, for their digest and for what is no number."""
+    done: Count
+    """In bytes."""
+    total: Count
+    bytes_per_s: Annotated[float, Field(ge=0.0)]
+    """The mean since this was begun."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until this is done, at the rate so far; None: not known yet."""
+        return (self.total - self.done) / self.bytes_per_s if self.bytes_per_s > 0.0 else None
+
+    @property
+    def words(self) -> str:
+        """Bytes, rate and time left in words."""
+        rate = f", {self.bytes_per_s / 1e6:.0f} MB/s" if self.bytes_per_s else ""
+        left = "" if self.left_s is None else f", {round(self.left_s) // 60}:{round(self.left_s) % 60:02} left"
+        role = "+".join(self.roles)
+        called = role if self.name == role else f"{role} {self.name}"
+        return f"the {called} is {self.doing} its weights: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB{rate}{left}"
+
+
+class Loading(Message):
+    """A worker that is not registered yet tells its coordinator now and then how far it has got; there is no answer."""
+
+    type: Literal["loading"] = "loading"
+    state: LoadingState
+
+
 class Welcome(Message):
     """The peer is registered under the coordinator's `epoch`, which its commands carry from now on."""
 
@@ -1028,6 +1066,8 @@ class Reported(Message):
     """In words: what is degraded, and what else there is to say."""
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
     """Of the reasons, those that are about a part."""
+    loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
+    """Workers that are not registered yet."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
     """The last changes of how is speculated, oldest first, each with its reason."""
@@ -1035,6 +1075,6 @@ class Reported(Message):
 
 
 Command = Welcome | Open | Feed | Refeed | Draft | Verify | Close | Probe | Observe | Engage | Drain | Failed
-Event = Hello | Prefilled | Refed | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
+Event = Hello | Loading | Prefilled | Refed | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
 Request = Hello | Submit | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
 Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Seen | Progressed | Swapped | Dismissed | Failed

@@ -33,6 +33,7 @@ from dovetail.protocol.messages import (
     Fault,
     Finished,
     Hello,
+    Loading,
     Message,
     Observe,
     Probe,
@@ -147,7 +148,10 @@ class Coordinator:
         if self._recorder is not None and (known := worker or client) is not None:
             self._recorder.received(known, message, frames)
         try:
-            if worker is not None:
+            if isinstance(message, Loading):
+                if worker is None:
+                    self.registry.hear_loading(peer, message.state, self._hub.user(peer), now_ns)
+            elif worker is not None:
                 self._answers.take(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
             elif client is not None:
                 self._intake.take(client, message, now_ns)  # type: ignore[arg-type]
@@ -514,9 +518,11 @@ class Coordinator:
         reasons += [] if self.registry.pick("target") else ["no target worker is registered"]
         if self._lost_drafts and self.registry.pick("draft") is None:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
+        loading = self.registry.loading(now_ns)
         reasons += [fault.words[:MAX_WORDS] for fault in faults]
         reasons += [words[:MAX_WORDS] for words in self._moving.words()]
         degraded = bool(reasons)
+        reasons += [state.words[:MAX_WORDS] for state in loading]
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [medley[:MAX_WORDS]] if (medley := self.registry.medley()) else []
         reasons += [off[:MAX_WORDS] for live in self._live.values() if (off := live.pilot.off)]
@@ -537,6 +543,7 @@ class Coordinator:
             degraded=degraded,
             reasons=tuple(reasons[:MAX_REASONS]),
             faults=faults,
+            loading=loading,
             pairs=tuple(self._placement.states()[:MAX_PAIRS]),
             decisions=tuple(self._decisions),
             totals=self._totals(),

@@ -174,6 +174,7 @@ class Lately:
             "degraded": state.degraded,
             "reasons": list(state.reasons),
             "faults": [fault.model_dump() for fault in state.faults],
+            "loading": [{**told.model_dump(), "words": told.words} for told in state.loading],
             "counts": _counts(state, self._missed),
             "figures": self._figures(),
             "history": self._history(),

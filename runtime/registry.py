@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import VERSION, Hello, Limits, Message, Probed, Role, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import VERSION, Hello, Limits, LoadingState, Message, Probed, Role, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
 from dovetail.runtime.costs import Average, RowCosts
@@ -22,6 +22,8 @@ from dovetail.runtime.text import TextCodec
 MAX_WORKERS = 64
 LATE_TRIPS = 16
 """Probes that a worker's round trip is the least of."""
+LOADING_NS = 60 * 10**9
+"""Who says for so long no more how far its model is loaded has gone, or is not heard of before it introduces itself."""
 MAX_CLIENTS = 960
 """However many there are, a worker that was lost finds its place free."""
 
@@ -193,6 +195,22 @@ class Registry:
         self._epoch = epoch
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
+        self._loading: dict[bytes, tuple[LoadingState, int]] = {}
+        """By peer: what a worker that is not registered yet has said, and when."""
+
+    def hear_loading(self, peer: bytes, state: LoadingState, key: PeerKey | None, now_ns: int) -> None:
+        """Note how far a worker has got that loads its model; one that may not play its role, or is one too many, is not noted."""
+        if "client" in state.roles or (key is not None and not key.may_be(state.roles)):
+            return
+        self._loading = {other: told for other, told in self._loading.items() if (told[0].host, told[0].name) != (state.host, state.name)}
+        if len(self._loading) < MAX_WORKERS:
+            self._loading[peer] = (state, now_ns)
+
+    def loading(self, now_ns: int) -> tuple[LoadingState, ...]:
+        """Return how far those have got that load their models, but for those that have said nothing for long, or are registered by now."""
+        here = {worker.process for worker in self.workers.values()}
+        told = [state for state, at_ns in self._loading.values() if now_ns - at_ns < LOADING_NS]
+        return tuple(state for state in told if (state.host, state.pid) not in here)
 
     def admit(self, peer: bytes, hello: Hello, key: PeerKey | None, now_ns: int) -> Worker | ClientPeer:
         """Register a newcomer; `RequestError` says why not."""
@@ -215,6 +233,7 @@ class Registry:
         if worker.standby or (worker.plays("target") and any(other.plays("target") and other.serves for other in self.workers.values())):
             self.check_place(worker)  # the drafts that are there have their target
         self.workers[peer] = worker
+        self._loading.pop(peer, None)
         return worker
 
     def of_epoch(self, epoch: int) -> Worker | None:

@@ -169,10 +169,20 @@ class Service:
     async def ready(self) -> tuple[bool, dict[str, Any]]:
         """Whether requests are served, and what is missing; a draft that is missing makes them slower, no worse."""
         if (state := await self.reported()) is None:
-            return False, {"ready": False, "degraded": True, "missing": [self.gateway.missing or "the coordinator does not answer"], "faults": []}
+            missing = [self.gateway.missing or "the coordinator does not answer"]
+            return False, {"ready": False, "status": "waiting", "degraded": True, "missing": missing, "faults": [], "loading": []}
         there = any("target" in worker.roles and not worker.standby for worker in state.workers)
         faults = [fault.model_dump() for fault in state.faults]
-        return there, {"ready": there, "degraded": state.degraded, "missing": list(state.reasons), "faults": faults}
+        loading = [{**told.model_dump(), "left_s": told.left_s} for told in state.loading]
+        status = "ready" if there else "loading" if any("target" in told.roles for told in state.loading) else "waiting"
+        return there, {
+            "ready": there,
+            "status": status,
+            "degraded": state.degraded,
+            "missing": list(state.reasons),
+            "faults": faults,
+            "loading": loading,
+        }
 
     async def metrics(self) -> bytes:
         reported, name = await self.reported(), self.terms.model

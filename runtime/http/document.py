@@ -1,7 +1,7 @@
 """What /openapi.json says of the answers; of the bodies, their models say it. Nothing here decides anything: a fuzzer holds the API to it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
@@ -131,11 +131,26 @@ class PartFault(BaseModel):
     retry_s: float | None
 
 
+class LoadingReply(BaseModel):
+    name: str
+    roles: list[str]
+    host: str
+    pid: int
+    model: str
+    doing: Literal["checking", "loading"]
+    done: int
+    total: int
+    bytes_per_s: float
+    left_s: float | None
+
+
 class ReadyReply(BaseModel):
     ready: bool
+    status: Literal["ready", "loading", "waiting"]
     degraded: bool
     missing: list[str]
     faults: list[PartFault]
+    loading: list[LoadingReply]
 
 
 class VersionReply(BaseModel):

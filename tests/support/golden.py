@@ -103,6 +103,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             load_s=12.5,
         ),
         "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
+        "loading": m.Loading(epoch=0, state=_loading(m)),
         "welcome": m.Welcome(epoch=1),
         "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
         "probe": m.Probe(epoch=1, sent_ns=123_456_789),
@@ -111,6 +112,20 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "engage": m.Engage(epoch=1),
         "drain": m.Drain(epoch=1),
     }
+
+
+def _loading(m: Any) -> Any:
+    return m.LoadingState(
+        name="target-1",
+        roles=("target",),
+        host="localhost",
+        pid=4242,
+        model="demo/target",
+        doing="checking",
+        done=1 << 20,
+        total=1 << 30,
+        bytes_per_s=2.5e9,
+    )
 
 
 def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
@@ -372,6 +387,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
         degraded=True,
         reasons=("there is no draft worker",),
         faults=(m.Fault(part="draft worker", why="was killed by SIGKILL", since_s=3.5, retry_s=0.5),),
+        loading=(_loading(m),),
         pairs=(_pair_state(m, facts),),
         decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),
         totals=m.Totals(

@@ -36,10 +36,12 @@ export function showTree({ tree, sessions }) {
   find("session").value = chosen;
 }
 
-function showSpeculation({ speculation, reasons, degraded }) {
+function showSpeculation({ speculation, reasons, loading, degraded }) {
   find("speculation").dataset.state = speculation.state;
   show("speculation-words", speculation, ({ state, why }) => [SPECULATION[state], why].join(" "));
-  const others = reasons.filter((reason) => reason !== speculation.why);
+  const others = reasons.filter((reason) => reason !== speculation.why && !loading.some(({ words }) => words === reason));
+  find("loading").hidden = loading.length === 0;
+  show("loading", loading, () => loading.map(({ words, done, total }) => element("li", {}, element("label", {}, words, element("progress", { max: total, value: done })))));
   find("reasons").hidden = others.length === 0;
   show("reasons", { others, degraded }, () => others.map((reason) => element("li", {}, reason)));
 }

@@ -348,7 +348,8 @@ def test_texts_are_tokenized_and_back(server: Api) -> None:
 
 def test_the_server_says_how_it_is(server: Api) -> None:
     assert server.client.get("/health").content == b""
-    assert server.client.get("/readyz").json() == {"ready": True, "degraded": False, "missing": [], "faults": []}
+    expected = {"ready": True, "status": "ready", "degraded": False, "missing": [], "faults": [], "loading": []}
+    assert server.client.get("/readyz").json() == expected
     assert server.client.get("/load").json() == {"server_load": 0}
     assert "version" in server.client.get("/version").json()
     assert server.client.get("/nowhere").json()["error"]["type"] == "not_found_error"
