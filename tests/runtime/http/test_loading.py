@@ -108,9 +108,9 @@ def test_no_more_are_noted_than_may_work_here_and_nobody_whose_key_says_otherwis
         registry.hear_loading(bytes([number]), state(f"target-{number}"), None, 0)
     assert len(registry.loading(0)) == MAX_WORKERS
     registry = Registry(1)
-    registry.hear_loading(b"a", state(), PeerKey("draft", ("draft",), b""), 0)
+    registry.hear_loading(b"a", state(), PeerKey("draft", ("draft",), ""), 0)
     assert registry.loading(0) == ()
-    registry.hear_loading(b"a", state(), PeerKey("target", ("target",), b""), 0)
+    registry.hear_loading(b"a", state(), PeerKey("target", ("target",), ""), 0)
     assert len(registry.loading(0)) == 1
 
 
