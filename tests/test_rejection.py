@@ -40,7 +40,7 @@ def alone(client: Client) -> dict[tuple[float, int], tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def inflated() -> Iterator[Client]:
-    with started({"draft.device": "cpu", "target.inflate": "256MiB"}) as (_, client):
+    with started({"draft.device": "cpu", "target.inflate": "96MiB"}) as (_, client):
         yield client
 
 

@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -38,6 +39,7 @@ link.receive(None)
 """
 HUB = """
 import sys
+import tempfile
 from dovetail.protocol.links import open_hub
 hub = open_hub(sys.argv[1])
 print("ready", flush=True)
@@ -452,16 +454,18 @@ def test_a_folder_that_was_there_or_holds_something_else_stays(tmp_path: Path) -
     assert list(tmp_path.rglob("*")) == [tmp_path / "outer", tmp_path / "outer" / "note"]
 
 
-def test_a_hub_that_is_interrupted_while_it_opens_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_interrupted_while_it_opens_leaves_nothing_behind(stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dt-"))  # pytest's own paths may be too long for a socket
+
     def interrupt(folder: Path) -> None:
         assert folder.is_dir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", folder)
     monkeypatch.setattr(links, "_check_private", interrupt)
     with pytest.raises(KeyboardInterrupt):
         open_hub("ipc")
-    assert list(tmp_path.iterdir()) == []
+    assert list(Path(folder).iterdir()) == []
 
 
 def test_a_second_coordinator_on_a_path_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.faulty import CarefulTarget
 from support.schedules import CAREFUL, Fault, Schedule, Wish, World, play, schedules
 from support.scripted import VOCABULARY, continuation
 
-EVERYDAY = 300
+EVERYDAY = 200
 MANY, SEED = int(os.environ.get("FAULT_SCHEDULES", "10000")), int(os.environ.get("FAULT_SEED", "0"))
 PHASES = (Phase.generate, Phase.shrink)
 LONG = Wish(tokens=40)

@@ -79,13 +79,16 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("warm", [True, False], ids=["spare", "restarted"])
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
 @pytest.mark.parametrize("asked", ASKED, ids=["plain", "logprobs", "scored", "goodput", "stop", "without-draft"])
-def test_a_target_that_is_lost_at_any_moment_is_followed_by_another_and_nobody_notices(asked: dict[str, Any], reads: Reads | None, warm: bool) -> None:
+def test_a_target_that_is_lost_at_any_moment_is_followed_by_another_and_nobody_notices(
+    asked: dict[str, Any], reads: Reads | None, warm: bool, every: int
+) -> None:
     whole = House(reads=reads)
     undisturbed = told(whole, whole.submit(**asked))
-    for steps in range(1, 60):
+    for steps in range(1, 60, every):
         house = House(reads=reads)
         assert house.target is not None
         if warm:
@@ -379,14 +382,17 @@ def test_a_session_that_draws_at_random_goes_on_with_its_draft_too() -> None:
 # -- the draft ----------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("every", [12, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asked", [{}, {"tree": TreeSettings()}, {"logprobs": 1, "record": True}], ids=["plain", "goodput", "logprobs"])
 @pytest.mark.parametrize("later", [None, READS], ids=["then-alone", "then-reads"])
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
-def test_a_draft_that_is_lost_is_followed_by_another_in_the_midst_of_the_session(reads: Reads | None, later: Reads | None, asked: dict[str, Any]) -> None:
+def test_a_draft_that_is_lost_is_followed_by_another_in_the_midst_of_the_session(
+    reads: Reads | None, later: Reads | None, asked: dict[str, Any], every: int
+) -> None:
     asked = {"prompt": ENDLESS, "max_tokens": LONG, **asked}
     whole = House(reads=reads)
     undisturbed = told(whole, whole.submit(**asked))
-    for steps in range(1, 60, 3):
+    for steps in range(1, 60, every):
         house = House(reads=reads)
         assert house.draft is not None
         request = house.submit(**asked)

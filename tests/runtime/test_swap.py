@@ -139,9 +139,10 @@ def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(reads: Read
     assert all(reply.result.accepted_tokens > 20 for reply in replies)
 
 
+@pytest.mark.parametrize("every", [12, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_change_may_come_at_any_moment(role: str) -> None:
-    for steps in range(0, 60, 4):
+def test_a_change_may_come_at_any_moment(role: str, every: int) -> None:
+    for steps in range(0, 60, every):
         scene = Scene(reads=READS)
         old = scene.house.draft if role == "draft" else scene.house.target
         newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
@@ -381,10 +382,11 @@ def test_a_trial_waits_for_as_long_as_it_gets_on() -> None:
     assert isinstance(scene.end(request), Swapped)
 
 
+@pytest.mark.parametrize("every", [92, pytest.param(23, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str) -> None:
+def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str, every: int) -> None:
     seen = set()
-    for steps in range(1, 700, 23):
+    for steps in range(1, 700, every):
         scene = Scene(reads=READS)
         old = scene.house.draft if role == "draft" else scene.house.target
         newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
@@ -457,9 +459,10 @@ def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
     assert sorted(scene.names) == ["draft", "target"]
 
 
+@pytest.mark.parametrize("every", [138, pytest.param(46, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(role: str) -> None:
-    for steps in range(1, 700, 46):
+def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(role: str, every: int) -> None:
+    for steps in range(1, 700, every):
         scene = Scene(reads=READS)
         old = scene.house.draft if role == "draft" else scene.house.target
         assert old is not None

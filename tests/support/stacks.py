@@ -23,9 +23,12 @@ Another = Callable[[Role | Played], Child]
 
 @contextmanager
 def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
-    """Processes with these settings that are ready, a client of them, and how to start more."""
+    """Processes with these settings that are ready, a client of them, and how to start more.
+
+    Unless the settings say otherwise a reply outlives a worker that misses its heartbeats, as one may on a machine that is loaded: it comes back by itself.
+    """
     with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(flags=flags, environment={}))
+        stack = start_stack(supervisor, configure(flags={"coordinator.recovery_s": "60", **flags}, environment={}))
         wait_until_ready(supervisor, stack)
         layout = layout_of(stack.configuration.settings)
 

@@ -24,12 +24,6 @@ def test_what_is_installed_for_something_else_is_not_loaded_by_a_worker() -> Non
     assert loaded.isdisjoint({*UNUSED, "sklearn", "hypothesis", "pytest", "openai", "fastapi"})
 
 
-def test_whoever_has_imported_transformers_before_keeps_all_of_it() -> None:
-    before = "from transformers import GenerationConfig; GenerationConfig(); from transformers.utils import is_hqq_available; assert is_hqq_available()"
-    code = f"{before}; import dovetail.workers.models.lean, sys; assert 'hqq.core.quantize' in sys.modules"
-    subprocess.run([sys.executable, "-W", "ignore", "-P", "-c", code], check=True)
-
-
 def test_what_is_hidden_is_there_again_afterwards_and_what_was_imported_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
     with hidden("this", "json"):

@@ -1,0 +1,71 @@
+"""No everyday test fails because the machine is busy.
+
+None holds a difference of wall-clock times under a limit, and no example of hypothesis has a
+deadline.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+WALL_CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
+"""Functions of `time`. A limit may be put on processor time (`process_time`, `thread_time`); a guard
+against hanging compares a moment with a deadline."""
+
+
+def reads_a_wall_clock(node: ast.AST) -> bool:
+    calls = (ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(call.removeprefix("time.") in WALL_CLOCKS for call in calls if "." in call)
+
+
+def is_a_limit(node: ast.AST) -> bool:
+    """Return whether an expression compares a duration by the wall clock with what it has to stay below."""
+    if not isinstance(node, ast.Compare):
+        return False
+    below, left = [], node.left
+    for operator, right in zip(node.ops, node.comparators, strict=True):
+        if isinstance(operator, ast.Lt | ast.LtE):
+            below.append(left)
+        if isinstance(operator, ast.Gt | ast.GtE):
+            below.append(right)
+        left = right
+    parts = [part for side in below for part in ast.walk(side) if isinstance(part, ast.BinOp)]
+    return any(isinstance(part.op, ast.Sub) and reads_a_wall_clock(part) for part in parts)
+
+
+def limits(source: str) -> Iterator[int]:
+    """The lines of a test file on which an everyday test puts a limit on wall time."""
+    tree = ast.parse(source)
+    marked = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    if any("pytestmark" in line and "slow" in line for line in marked):
+        return
+    for function in tree.body:
+        marks = [ast.unparse(mark) for mark in getattr(function, "decorator_list", [])]
+        if "pytest.mark.slow" not in marks:
+            yield from (node.lineno for node in ast.walk(function) if is_a_limit(node))
+
+
+FILES = sorted(path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_everyday_test_puts_a_limit_on_wall_time(path: str) -> None:
+    assert list(limits((TESTS / path).read_text(encoding="utf-8"))) == []
+
+
+def test_a_limit_is_found_and_a_guard_a_lower_bound_and_processor_time_are_left() -> None:
+    limit = "assert 0 <= time.monotonic() - began < 3\n    assert 5 > (time.time_ns() - began) / 2\n"
+    limit = f"def test_it():\n    {limit}"
+    assert list(limits(limit)) == [2, 3]
+    assert list(limits("@pytest.mark.slow\n" + limit)) == []
+    lower = ("time.monotonic() - began >= 3", "0.1 < time.monotonic() - began")
+    for other in (*lower, "time.monotonic() < deadline", "time.process_time() - began < 3"):
+        assert list(limits(f"def test_it():\n    assert {other}\n")) == []
+
+
+def test_no_example_has_a_deadline() -> None:
+    assert hypothesis.settings().deadline is None
