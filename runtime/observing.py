@@ -244,6 +244,13 @@ class Timed:
         self._observing.finely("detokenise", began_ns, self._session)
         return text
 
+    @property
+    def fresh(self) -> str:
+        return self._detokenizer.fresh
+
+    def peek(self) -> str:
+        return self._detokenizer.peek()
+
     def flush(self) -> str:
         return self._detokenizer.flush()
 

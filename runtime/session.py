@@ -163,7 +163,6 @@ class Session:
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens, where they were asked for."""
-    text: str = ""
     moves: int = 0
     """Times that it went on on another target."""
     proposal: Drafted | None = None
@@ -194,11 +193,18 @@ class Session:
     """Whether the target computes features anew."""
     _moved: bool = False
     """Whether another target reads the log."""
+    _shown: list[str] = field(default_factory=list)
+    """The text that the client has been told, in pieces."""
     _served: list[str] = field(default_factory=list)
     """Fingerprints of the targets that have served it, each that differs from the one before it."""
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
+
+    @property
+    def text(self) -> str:
+        """That the client has been told."""
+        return "".join(self._shown)
 
     @property
     def speculating(self) -> bool:
@@ -549,7 +555,7 @@ class Session:
         self.accounts.committed(len(self.tokens) - begin)
         if reason:
             return self._finish(reason, begin, drafted, shown)
-        self.text += shown
+        self._shown.append(shown)
         return [Emit(tuple(self.tokens[begin:]), drafted, shown, tuple(self.logprobs[begin:])), *self._next_round()]
 
     def _read(self, token: int) -> tuple[str, FinishReason | None]:
@@ -557,6 +563,9 @@ class Session:
         if token in self.request.end:
             return "", "stop"
         text, stopped = self._stops.push(self.detokenizer.push(token))
+        if not stopped and self._stops.foresees(self.detokenizer.fresh):
+            more, stopped = self._stops.peek(self.detokenizer.peek())
+            text += more if stopped else ""
         if stopped:
             return text, "stop"
         return text, "length" if len(self.tokens) >= self.request.max_tokens else None
@@ -629,7 +638,7 @@ class Session:
         if not by_stop_string:
             last, _ = self._stops.push(self.detokenizer.flush())
             shown += last + self._stops.flush()
-        self.text += shown
+        self._shown.append(shown)
         new = tuple(self.tokens[begin:])
         emitted = [Emit(new, min(drafted, len(new)), shown, tuple(self.logprobs[begin:]))] if new or shown else []
         return [*emitted, Finish(reason), *self._close(keep=self._prompt_read and not self._moved and self.state is not State.WAITING)]

@@ -1,25 +1,29 @@
-"""Text to token ids and back: the target's tokenizer, its chat template, and a detokenizer that never shows half a character.
+"""Text to token ids and back: the target's tokenizer, its chat template, and a detokenizer that never shows half a character and never raises.
 
 The only door to the `tokenizers` library. Everything comes from the bytes that the target sent with its Hello: the coordinator's machine needs no model
 files. Knows nothing of sessions. Special tokens written out in a prompt are read as special tokens, as transformers does.
 """
 
+import copy
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer, decoders
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.runtime.decoders import flushed, open_stages, through
+from dovetail.runtime.stops import advance
 from dovetail.runtime.templates import ChatTemplate
 
 MAX_GROWTH = 64
 """Letters that tokenizing and its inverse may make of one; those of today's models make one or two."""
+LARGEST_ID = (1 << 32) - 1
+"""That the tokenizers library takes for one."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -101,37 +105,76 @@ class TextCodec:
         return tuple(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self._tokenizer)
+        return Detokenizer(self._tokenizer, self._special)
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        return special_tokens(self._tokenizer)
 
 
 class Writer(Protocol):
     """What makes text of tokens as they come: a Detokenizer, or what stands before one."""
 
+    @property
+    def fresh(self) -> str:
+        """Characters that the last token completed, and that a later one may still replace: they have not been returned."""
+
     def push(self, token: int, /) -> str:
         """The text that a token completes."""
+
+    def peek(self) -> str:
+        """What `flush` would bring now."""
 
     def flush(self) -> str:
         """What is left when no token will follow."""
 
 
 class Detokenizer:
-    """Turns a growing list of token ids into text, a whole character at a time."""
+    """Turns a growing list of token ids into text, as soon as it is certain: all pieces together are what the tokenizer makes of all ids at once.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Ids that the vocabulary does not have are left out, special tokens too, as the tokenizer does it. Nothing raises, whatever the ids are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: Set[str] | None = None) -> None:
+        """`special`: tokens that are left out; None: those that the tokenizer calls so."""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._pending: list[int] = []
+        self._special = special_tokens(tokenizer) if special is None else special
+        self._stages = open_stages(_decoder_spec(tokenizer), _library, BYTE_OF_LETTER)
 
     def push(self, token: int) -> str:
         """The text that this token completes, often a word, sometimes nothing yet."""
-        piece = self._stream.step(self._tokenizer, token)
-        self._pending = [] if piece else [*self._pending, token]
-        return piece or ""
+        spelt = self._tokenizer.id_to_token(token) if 0 <= token <= LARGEST_ID else None
+        return "" if spelt is None or spelt in self._special else through(self._stages, ((spelt, True),))
 
     def flush(self) -> str:
-        """What is left when no token will follow: the incomplete character, as replacement characters."""
-        rest, self._pending = self._pending, []
-        return self._tokenizer.decode(rest, skip_special_tokens=True) if rest else ""
+        """What is left when no token will follow: an incomplete character as replacement characters."""
+        return flushed(self._stages)
+
+    @property
+    def fresh(self) -> str:
+        """Characters that the last token completed, and that a later one may still replace: then they have not been shown."""
+        return "".join(stage.fresh for stage in self._stages)
+
+    def peek(self) -> str:
+        """What `flush` would bring now."""
+        return flushed(copy.deepcopy(self._stages))
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
+    """The tokens that a tokenizer leaves out of a text, as they are spelt."""
+    return frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+
+
+def _library(spec: Any) -> Callable[[list[str]], str]:
+    """The library's own decoder of such a description."""
+    decoder = decoders.Fuse()
+    decoder.__setstate__(json.dumps(spec).encode())
+    return lambda tokens: str(decoder.decode(tokens))
+
+
+def _decoder_spec(tokenizer: Tokenizer) -> Any:
+    """The decoder of a tokenizer as tokenizer.json has it."""
+    return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
 
 
 def open_detokenizer(tokenizer: bytes) -> Detokenizer:
@@ -140,27 +183,48 @@ def open_detokenizer(tokenizer: bytes) -> Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text before the first stop string, and holds back what may turn out to be the beginning of one."""
+    """Cuts a text before the first stop string, and holds back what may turn out to be the beginning of one. Takes time in proportion to the text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self._matched = self._ahead = [0] * len(self._stops)
+        """How much of each stop string the text ends with; `_ahead`: the text with what is foreseen."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string is complete)."""
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            shown, self._held = self._held[: min(found)], ""
-            return shown, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown, False
+        if not self._stops or not text:
+            return text, False
+        before, self._held = len(self._held), self._held + text
+        self._matched, starts = self._advance(self._matched, text)
+        keep = max(self._matched)
+        if starts:
+            self._matched, keep = [0] * len(self._stops), 0
+        self._ahead = self._matched
+        cut = before + min(starts) if starts else len(self._held) - keep
+        shown, self._held = self._held[:cut], "" if starts else self._held[cut:]
+        return shown, bool(starts)
+
+    def foresees(self, text: str) -> bool:
+        """Whether a stop string will be complete if this text follows what was pushed and foreseen since."""
+        if not self._stops or not text:
+            return False
+        self._ahead, starts = self._advance(self._ahead, text)
+        return bool(starts)
+
+    def peek(self, text: str) -> tuple[str, bool]:
+        """What `push` would return."""
+        return copy.copy(self).push(text)
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
+
+    def _advance(self, matched: Sequence[int], text: str) -> tuple[list[int], list[int]]:
+        """How much of each the text ends with now, and where those that are whole begin, counted from where `text` does."""
+        moved = [advance(stop, before, text) for stop, before in zip(self._stops, matched, strict=True)]
+        starts = [end - len(stop) for stop, (_, end) in zip(self._stops, moved, strict=True) if end]
+        return [now for now, _ in moved], starts
 
 
 def _byte_letters() -> Mapping[str, int]:
@@ -171,11 +235,6 @@ def _byte_letters() -> Mapping[str, int]:
 
 
 BYTE_OF_LETTER = _byte_letters()
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _valid(text: str) -> str:

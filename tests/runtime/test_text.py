@@ -1,9 +1,10 @@
 """Tokenizer, template, detokenizer and stop strings, on the scripted word-level tokenizer and a byte-level one trained here."""
 
 import json
+import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -110,6 +111,69 @@ def test_stop_strings_cut_the_same_however_the_text_arrives(text: str, stops: li
         assert text.startswith(shown)
     else:
         assert shown + cutter.flush() == text
+
+
+class ObviousStopStrings:
+    """Looks through all that it holds, again and again."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self.stops, self.held = stops, ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        self.held += text
+        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:
+            shown, self.held = self.held[: min(found)], ""
+            return shown, True
+        ends = [n for stop in self.stops for n in range(len(stop)) if self.held.endswith(stop[:n])]
+        cut = len(self.held) - max(ends, default=0)
+        shown, self.held = self.held[:cut], self.held[cut:]
+        return shown, False
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(st.text("abc", max_size=5), max_size=12))
+@settings(max_examples=400)
+def test_stop_strings_do_what_the_obvious_ones_do_piece_by_piece(stops: list[str], pieces: list[str]) -> None:
+    cutter, obvious = StopStrings(stops), ObviousStopStrings(stops)
+    for piece in pieces:
+        assert cutter.peek(piece) == cutter.peek(piece)
+        assert cutter.push(piece) == obvious.push(piece)
+    assert cutter.flush() == obvious.flush()
+
+
+@given(st.text("ab", min_size=1, max_size=4), st.lists(st.text("ab", max_size=2), max_size=8))
+def test_a_stop_string_is_foreseen_in_what_may_come(stop: str, pieces: list[str]) -> None:
+    cutter = StopStrings([stop])
+    assert cutter.push("b")[1] == (stop == "b")
+    foreseen = "" if stop == "b" else "b"
+    for piece in pieces:
+        foreseen += piece
+        if cutter.foresees(piece):
+            assert stop in foreseen
+            return
+    assert stop not in foreseen
+
+
+CRAFTED = [letter * 1023 + "!" for letter in "abcdefghijklmno"] + ["ab" * 511 + "!"]
+"""Whatever comes is the beginning of one of them, and almost its end."""
+
+
+def test_stop_strings_take_time_in_proportion_to_the_text_whatever_they_are() -> None:
+    def cpu_s(text: str) -> float:
+        cutter = StopStrings(CRAFTED)
+        began = time.process_time()
+        for letter in text:
+            cutter.push(letter)
+        return time.process_time() - began
+
+    cpu_s("a")  # what is made once
+    plain = min(cpu_s("xyz" * 1000) for _ in range(3))
+    for text in ("a" * 3000, ("a" * 500 + "b") * 6, "ab" * 1500, ("ab" * 500 + "a") * 3):
+        assert min(cpu_s(text) for _ in range(3)) < 12 * plain, text[:8]  # looking through 1,023 letters each time: hundreds of times
 
 
 def test_the_scripted_tokenizer_is_a_tokenizer() -> None:

@@ -1,0 +1,320 @@
+"""Decoders of a tokenizer.json, a token at a time: what comes out bit by bit is what the library's decoder makes of all tokens at once.
+
+A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing that may follow can change them; what it still holds comes
+out when no token will follow. A piece is a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the end. What a
+stage holds is bounded by what its decoder makes uncertain: an incomplete character, a run of byte tokens (which are all replaced where the run turns out to
+be no UTF-8), what may be the beginning of a pattern. Where the library fails on a token, the token stays as it is spelt: no stage raises.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Piece = tuple[str, bool]
+Rewrite = Callable[[str], str]
+"""What a decoder makes of a text that is one token."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Stage:
+    """Passes pieces on as they are."""
+
+    def push(self, text: str, end: bool) -> Iterable[Piece]:
+        """What follows from one more piece."""
+        return ((text, end),)
+
+    def flush(self) -> Iterable[Piece]:
+        """What is left when no token will follow."""
+        return ()
+
+    @property
+    def fresh(self) -> str:
+        """Characters that the last token completed, and that what follows may still replace."""
+        return ""
+
+
+class Fuse(Stage):
+    """Makes one token of all."""
+
+    def push(self, text: str, end: bool) -> Iterable[Piece]:
+        return ((text, False),)
+
+    def flush(self) -> Iterable[Piece]:
+        return (("", True),)
+
+
+class Strip(Stage):
+    """Takes so many characters of one kind from the beginning of a token, and so many from its end."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content, self._start, self._stop = content, start, stop
+        self._leading, self._held = start, ""
+
+    def push(self, text: str, end: bool) -> Iterable[Piece]:
+        cut = 0
+        while cut < len(text) and self._leading and text[cut] == self._content:
+            cut, self._leading = cut + 1, self._leading - 1
+        if cut < len(text):
+            self._leading = 0
+        text = self._held + text[cut:]
+        trailing = len(text) - len(text.rstrip(self._content)) if self._stop else 0
+        keep = len(text) - min(trailing, self._stop)
+        self._held = text[keep:]
+        if end:
+            self._leading, self._held = self._start, ""
+        return ((text[:keep], end),)
+
+
+class Replace(Stage):
+    """Puts one string in the place of another, wherever that is within a token."""
+
+    def __init__(self, pattern: str, content: str) -> None:
+        self._pattern, self._content, self._held = pattern, content, ""
+
+    def push(self, text: str, end: bool) -> Iterable[Piece]:
+        *before, text = (self._held + text).split(self._pattern)
+        keep = 0 if end else overlap(text, self._pattern)
+        self._held = text[len(text) - keep :]
+        shown = text[: len(text) - keep]
+        return ((self._content.join([*before, shown]), end),)
+
+
+class Metaspace(Stage):
+    """Makes spaces of the characters that stand for them; in the first token they stand for nothing, unless nothing was put before the text."""
+
+    def __init__(self, replacement: str, *, prepended: bool) -> None:
+        self._replacement, self._space = replacement, "" if prepended else " "
+
+    def push(self, text: str, end: bool) -> Iterable[Piece]:
+        shown = text.replace(self._replacement, self._space)
+        if end:
+            self._space = " "
+        return ((shown, end),)
+
+
+class WholeTokens(Stage):
+    """Waits for the end of each token."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def push(self, text: str, end: bool) -> Iterable[Piece]:
+        self._parts.append(text)
+        if not end:
+            return ()
+        token, self._parts = "".join(self._parts), []
+        return self.take(token)
+
+    def take(self, token: str) -> Iterable[Piece]:
+        """What follows from one more token."""
+        raise NotImplementedError
+
+
+class Rewritten(WholeTokens):
+    """Rewrites every token by itself, the first one in a way of its own."""
+
+    def __init__(self, rewrite: Rewrite, first: Rewrite | None = None) -> None:
+        super().__init__()
+        self._rewrite, self._next = rewrite, first or rewrite
+
+    def take(self, token: str) -> Iterable[Piece]:
+        rewrite, self._next = self._next, self._rewrite
+        return ((_or_as_it_is(rewrite, token), True),)
+
+
+class Deduplicated(WholeTokens):
+    """CTC: of equal tokens in a row one is left, rewritten; a token of which nothing is left is none."""
+
+    def __init__(self, rewrite: Rewrite) -> None:
+        super().__init__()
+        self._rewrite = rewrite
+        self._last: str | None = None
+
+    def take(self, token: str) -> Iterable[Piece]:
+        again, self._last = token == self._last, token
+        text = "" if again else _or_as_it_is(self._rewrite, token)
+        return ((text, True),) if text else ()
+
+
+class Suffixed(WholeTokens):
+    """BPE: a suffix ends a word; it becomes a space, in the last token nothing."""
+
+    def __init__(self, suffix: str) -> None:
+        super().__init__()
+        self._suffix = suffix
+        self._held: str | None = None
+        """The last token from its first suffix on."""
+
+    def take(self, token: str) -> Iterable[Piece]:
+        before = [] if self._held is None else [(self._held.replace(self._suffix, " "), True)]
+        place = max(0, token.find(self._suffix)) if self._suffix in token else len(token)
+        self._held = token[place:]
+        return (*before, (token[:place], False))
+
+    def flush(self) -> Iterable[Piece]:
+        held, self._held = self._held, None
+        return () if held is None else ((held.replace(self._suffix, ""), True),)
+
+
+class Bytes(WholeTokens):
+    """ByteLevel: every letter stands for a byte; what comes out is one token."""
+
+    def __init__(self, byte_of_letter: Mapping[str, int]) -> None:
+        super().__init__()
+        self._bytes = byte_of_letter
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token: str) -> Iterable[Piece]:
+        try:
+            spelt = bytes([self._bytes[letter] for letter in token])
+        except KeyError:
+            spelt = token.encode()
+        return ((self._decoder.decode(spelt), False),)
+
+    def flush(self) -> Iterable[Piece]:
+        return ((self._decoder.decode(b"", final=True), True),)
+
+
+class ByteFallback(WholeTokens):
+    """A run of tokens such as <0xE4> is the text of its bytes; where that is no UTF-8 each of them is a replacement character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._count, self._broken = 0, False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._run: list[str] = []
+
+    def take(self, token: str) -> Iterable[Piece]:
+        byte = _byte(token)
+        if byte is None:
+            return (*self.flush(), (token, True))
+        self._count += 1
+        if self._broken:
+            return ((REPLACEMENT, True),)
+        try:
+            self._run.append(self._decoder.decode(bytes([byte])))
+        except UnicodeDecodeError:
+            self._run, self._broken = [], True
+            return ((REPLACEMENT, True),) * self._count
+        return ()
+
+    def flush(self) -> Iterable[Piece]:
+        count, broken, run = self._count, self._broken, "".join(self._run)
+        incomplete = bool(self._decoder.getstate()[0])
+        self._begin()
+        if broken or not count:
+            return ()
+        return ((REPLACEMENT, True),) * count if incomplete else ((run, True),)
+
+    @property
+    def fresh(self) -> str:
+        return self._run[-1] if self._run else ""
+
+
+class Spaced(WholeTokens):
+    """No decoder: a space between two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._space = ""
+
+    def take(self, token: str) -> Iterable[Piece]:
+        space, self._space = self._space, " "
+        return ((space + token, True),)
+
+
+class Collected(WholeTokens):
+    """A decoder that is not known here gets all tokens at the end."""
+
+    def __init__(self, decode: Callable[[list[str]], str]) -> None:
+        super().__init__()
+        self._decode = decode
+        self._tokens: list[str] = []
+
+    def take(self, token: str) -> Iterable[Piece]:
+        self._tokens.append(token)
+        return ()
+
+    def flush(self) -> Iterable[Piece]:
+        tokens, self._tokens = self._tokens, []
+        return ((_or_as_it_is(lambda _: self._decode(tokens), "".join(tokens)), True),)
+
+
+def through(stages: Sequence[Stage], pieces: Iterable[Piece]) -> str:
+    """The text that comes out of a chain into which these go."""
+    for stage in stages:
+        pieces = [out for text, end in pieces for out in stage.push(text, end)]
+    return "".join(text for text, _ in pieces)
+
+
+def flushed(stages: Sequence[Stage]) -> str:
+    """What is left in a chain when no token will follow."""
+    return "".join(through(stages[place + 1 :], stage.flush()) for place, stage in enumerate(stages))
+
+
+def open_stages(spec: Any, library: Callable[[Any], Callable[[list[str]], str]], byte_of_letter: Mapping[str, int]) -> list[Stage]:
+    """The chain of a decoder as tokenizer.json has it, None: there is none. `library` makes the library's own decoder of such a description."""
+
+    def alone(spec: Any) -> Rewrite:
+        decode = library(spec)
+        return lambda token: decode([token])
+
+    def behind(spec: Any) -> Rewrite:
+        decode = library(spec)
+        return lambda token: decode(["", token])
+
+    def opened(spec: Any) -> list[Stage]:
+        match spec:
+            case {"type": "Sequence", "decoders": [*parts]}:
+                return [stage for part in parts for stage in opened(part)]
+            case {"type": "Fuse"}:
+                return [Fuse()]
+            case {"type": "Strip", "content": str(content), "start": int(start), "stop": int(stop)}:
+                return [Strip(content, start, stop)]
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
+                return [Replace(pattern, content)]
+            case {"type": "Replace"}:
+                return [Rewritten(alone(spec))]
+            case {"type": "Metaspace", "replacement": str(replacement), "prepend_scheme": scheme}:
+                return [Metaspace(replacement, prepended=scheme != "never")]
+            case {"type": "WordPiece"}:
+                return [Rewritten(behind(spec), first=alone(spec))]
+            case {"type": "CTC"}:
+                return [Deduplicated(alone(spec))]
+            case {"type": "BPEDecoder", "suffix": str(suffix)}:
+                return [Suffixed(suffix)]
+            case {"type": "ByteLevel"}:
+                return [Bytes(byte_of_letter)]
+            case {"type": "ByteFallback"}:
+                return [ByteFallback()]
+            case _:
+                return [Collected(library(spec))]
+
+    return [Spaced()] if spec is None else opened(spec)
+
+
+def overlap(text: str, pattern: str) -> int:
+    """Length of the longest end of `text` that begins `pattern` and is not all of it."""
+    return next((n for n in range(min(len(text), len(pattern) - 1), 0, -1) if text.endswith(pattern[:n])), 0)
+
+
+def _byte(token: str) -> int | None:
+    """The byte that a token such as <0xE4> stands for, as the library reads it: with a plus sign too."""
+    digits = token[3:-1]
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">") or not digits.isascii():
+        return None
+    digits = digits.removeprefix("+")
+    return int(digits, 16) if digits.isalnum() and all(digit in "0123456789abcdefABCDEF" for digit in digits) else None
+
+
+def _or_as_it_is(rewrite: Rewrite, token: str) -> str:
+    """A token rewritten. Where the library fails there is no right answer; its own panics are no `Exception`."""
+    try:
+        return rewrite(token)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException:
+        return token

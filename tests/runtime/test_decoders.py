@@ -1,0 +1,159 @@
+"""The detokenizer beside the library's own decoding of all ids at once: every decoder of the library, alone and in chains, and any ids in any order."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+
+from dovetail.runtime.text import Detokenizer
+
+PIECES = [
+    *("a", "b", " ", "  ", "", "\u2581", "\u2581a", "a\u2581", "\u2581\u2581b", "##c", "##", "d##", "e</w>", "</w>", "</w></w>", "f</w>g", "|", "|h", "h|"),
+    *(".", " .", "n't", " n't", "'s", " do not", ",", "?", " ' ", "\u4e16", "\u00e9", "\U0001f600", "\u0120w", "\u010a", "\u00f0\u0141", "\u0141", "aa", "ab", "ba"),
+    *("<0x", "<0xZZ>", "<0x+A>", "<0x\u00e9>", "<pad>", "<unk>", "\ufffd", "\x00", "'", "do", "\u0130"),
+    *(f"<0x{byte:02X}>" for byte in (0x0A, 0x20, 0x41, 0xE4, 0xB8, 0x96, 0xF0, 0x9F, 0x98, 0x80, 0xC0, 0xED, 0xA0, 0xFF)),
+]
+BYTES = [index for index, piece in enumerate(PIECES) if piece.startswith("<0x") and len(piece) == 6]
+SPECIAL, ADDED = len(PIECES), len(PIECES) + 1
+BEYOND = (len(PIECES) + 2, 1 << 20, (1 << 32) - 1)
+
+ALONE: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "ByteLevel": decoders.ByteLevel,
+    "ByteFallback": decoders.ByteFallback,
+    "Fuse": decoders.Fuse,
+    "Metaspace always": lambda: decoders.Metaspace(prepend_scheme="always"),
+    "Metaspace first": lambda: decoders.Metaspace(prepend_scheme="first"),
+    "Metaspace never": lambda: decoders.Metaspace(prepend_scheme="never"),
+    "WordPiece": lambda: decoders.WordPiece(cleanup=False),
+    "WordPiece, cleaned up": lambda: decoders.WordPiece(cleanup=True),
+    "BPE": decoders.BPEDecoder,
+    "BPE, other suffix": lambda: decoders.BPEDecoder(suffix="a"),
+    "CTC": decoders.CTC,
+    "CTC as it is": lambda: decoders.CTC(cleanup=False),
+    "Replace": lambda: decoders.Replace("\u2581", " "),
+    "Replace two": lambda: decoders.Replace("aa", "b"),
+    "Replace overlapping": lambda: decoders.Replace("aba", ""),
+    "Replace by expression": lambda: decoders.Replace(Regex("[ab]+"), "x"),
+    "Strip left": lambda: decoders.Strip(" ", 1, 0),
+    "Strip two": lambda: decoders.Strip("a", 2, 0),
+    "Strip right": lambda: decoders.Strip(" ", 0, 1),
+    "Strip both": lambda: decoders.Strip("\u2581", 1, 2),
+}
+LLAMA = ("Replace", "ByteFallback", "Fuse", "Strip left")
+GEMMA = ("Replace", "ByteFallback", "Fuse")
+
+
+def tokenizer(decoder: Any) -> Tokenizer:
+    made = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(PIECES)}, "<unk>"))
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    made.add_tokens([AddedToken("<added>", special=False)])
+    if decoder is not None:
+        made.decoder = decoder
+    return made
+
+
+def chain(names: Sequence[str]) -> Tokenizer:
+    return tokenizer(decoders.Sequence([ALONE[name]() for name in names]))
+
+
+ids = st.lists(st.sampled_from([*range(len(PIECES)), *BYTES * 3, SPECIAL, ADDED, *BEYOND]), max_size=24)
+chains = st.lists(st.sampled_from([name for name in ALONE if name != "none"]), min_size=1, max_size=5)
+TOKENIZERS = {name: tokenizer(make()) for name, make in ALONE.items()}
+
+
+def streamed(made: Tokenizer, tokens: Sequence[int]) -> str:
+    detokenizer = Detokenizer(made)
+    shown = "".join(map(detokenizer.push, tokens))
+    assert shown + detokenizer.peek() == shown + detokenizer.peek()  # which changes nothing
+    return shown + detokenizer.flush()
+
+
+def whole(made: Tokenizer, tokens: Sequence[int]) -> str | None:
+    """What the library decodes; None where it panics."""
+    try:
+        return str(made.decode(tokens, skip_special_tokens=True))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        return None
+
+
+@pytest.mark.parametrize("name", ALONE)
+@given(tokens=ids)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_pushed_and_flushed_every_decoder_of_the_library_brings_what_decoding_at_once_does(name: str, tokens: list[int]) -> None:
+    made = TOKENIZERS[name]
+    text, expected = streamed(made, tokens), whole(made, tokens)
+    assert expected is None or text == expected
+
+
+@given(names=chains | st.sampled_from([LLAMA, GEMMA]), tokens=ids)
+@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+def test_so_does_every_chain_of_them(names: Sequence[str], tokens: list[int]) -> None:
+    made = chain(names)
+    text, expected = streamed(made, tokens), whole(made, tokens)
+    assert expected is None or text == expected
+
+
+def byte(value: int) -> int:
+    return PIECES.index(f"<0x{value:02X}>")
+
+
+def test_a_run_of_bytes_that_turns_out_to_be_no_text_raises_nothing_and_the_stream_goes_on() -> None:
+    made = chain(LLAMA)
+    detokenizer = Detokenizer(made)
+    tokens = [byte(0x0A), byte(0xF0), PIECES.index("\u2581a"), PIECES.index("\u2581a"), PIECES.index("b")]
+    assert [detokenizer.push(token) for token in tokens] == ["", "", "\ufffd\ufffd a", " a", "b"]
+    assert streamed(made, tokens) == made.decode(tokens)
+
+
+def test_whatever_the_id_is_nothing_is_raised() -> None:
+    detokenizer = Detokenizer(chain(LLAMA))
+    assert [detokenizer.push(token) for token in (-1, 1 << 32, 1 << 70, 0)] == ["", "", "", "a"]
+
+
+def test_a_decoder_that_panics_leaves_tokens_as_they_are() -> None:
+    assert whole(TOKENIZERS["Strip right"], [PIECES.index("")]) is None  # the library's own
+    assert streamed(TOKENIZERS["Strip right"], [PIECES.index(""), PIECES.index("a")]) == "a"
+
+
+def test_what_is_certain_is_shown_at_once() -> None:
+    words = [PIECES.index("\u2581a"), PIECES.index("b"), PIECES.index("\u2581a")]
+    for names in (LLAMA, GEMMA, ["Metaspace always"]):
+        detokenizer = Detokenizer(chain(names))
+        assert all(detokenizer.push(token) for token in words), names
+
+
+def test_characters_spelt_in_bytes_are_foreseen_before_they_are_certain() -> None:
+    detokenizer = Detokenizer(chain(LLAMA))
+    assert (detokenizer.push(byte(0x0A)), detokenizer.fresh, detokenizer.peek()) == ("", "\n", "\n")
+    assert (detokenizer.push(byte(0xE4)), detokenizer.fresh, detokenizer.peek()) == ("", "", "\ufffd\ufffd")
+    assert [detokenizer.push(byte(value)) for value in (0xB8, 0x96)] == ["", ""]
+    assert (detokenizer.fresh, detokenizer.peek()) == ("\u4e16", "\n\u4e16")
+    assert detokenizer.push(PIECES.index("a")) == "\n\u4e16a"
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens"),
+    [(LLAMA, [0x41]), (LLAMA, [0xF0]), (LLAMA, [0xE4, 0xB8, 0x96]), (("ByteFallback", "Replace two", "Fuse", "Strip both"), [0xF0, 0x9F]), (["ByteLevel"], [0xF0])],
+    ids=["valid bytes", "invalid bytes", "characters", "chain", "byte level"],
+)
+def test_the_cost_is_linear_in_the_reply_whatever_the_bytes(names: Sequence[str], tokens: list[int]) -> None:
+    made = chain(names)
+    run = [byte(value) for value in tokens] if names != ["ByteLevel"] else [PIECES.index("\u0141")]
+
+    def cpu_s(length: int) -> float:
+        detokenizer, reply = Detokenizer(made), run * (length // len(run))
+        began = time.process_time()
+        for token in reply:
+            detokenizer.push(token)
+        detokenizer.flush()
+        return time.process_time() - began
+
+    short, long = min(cpu_s(1_000) for _ in range(5)), min(cpu_s(8_000) for _ in range(2))
+    assert long < 3 * 8 * short  # quadratic: 64 times
