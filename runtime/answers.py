@@ -28,6 +28,7 @@ from dovetail.protocol.messages import (
     Verified,
     VerifiedItem,
 )
+from dovetail.protocol.spans import Span
 from dovetail.runtime.changes import Changes
 from dovetail.runtime.live import Live
 from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
@@ -55,6 +56,9 @@ class House(Protocol):
     def fail(self, live: Live, error: RequestError) -> None:
         """End a request with an error."""
 
+    def broken(self, live: Live, error: BaseException) -> None:
+        """End a session for our own fault."""
+
     def dispatch(self, worker: Worker) -> None:
         """Send a worker its next command, if it is there and free and one waits."""
 
@@ -76,17 +80,39 @@ class Answers:
         self._moving, self._changes, self._observing, self._dropped = moving, changes, observing, dropped
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        """Handle an event of `size` bytes; `StaleError` where nobody waits for it."""
+        """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other exception ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event of another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
         try:
+            self._aside(worker, lambda: self._observing.event(worker, event))
             self._take(worker, event, now_ns, size)
+        except StaleError:
+            raise
+        except BaseException as error:
+            if not (about := _about(worker, event)):
+                raise
+            for session, answer in about:
+                self._broken(worker, session, answer, error)
         finally:
             self._house.dispatch(worker)
 
+    def _broken(self, worker: Worker, session: int, answer: Owed | None, error: BaseException) -> None:
+        """An answer that we could not handle: its session ends, and the worker is free for the others."""
+        if answer is not None:
+            worker.turns.settle(session, answer)
+        if (live := self._live.get(session)) is None:
+            raise error
+        self._house.broken(live, error)
+
+    def _aside(self, worker: Worker, note: Callable[[], None]) -> None:
+        """Note what is about no session; what goes wrong there changes nothing for anybody."""
+        try:
+            note()
+        except Exception:
+            log.exception("what %s says of its time could not be noted", worker.name)
+
     def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        self._observing.event(worker, event)
         match event:
             case Drafted():
                 self._drafted(worker, event, now_ns, size)
@@ -126,7 +152,7 @@ class Answers:
         if live.draft is not None and not live.session.complete:
             self.go_on_alone(live, worker, "fewer features than were asked for")
         times = live.round_ended() if live.session.round else None
-        self._believe(live, lambda: live.session.opened(event, now_ns, times))
+        self._believe(live, lambda: live.session.opened(event, now_ns, times), asked=True)
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
         """Features of a part of a prompt; the answer to Open is still owed."""
@@ -145,13 +171,13 @@ class Answers:
         live.passed_on(size)
         self._believe(live, lambda: live.session.scored(event))
 
-    def _believe(self, live: Live, handle: Callable[[], list[Action]]) -> None:
-        """Do what follows from the word of a session's target; one that makes no sense ends the request."""
+    def _believe(self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False) -> None:
+        """Do what follows from the word of a session's target; one that makes no sense ends the request. `asked`: no other will come in its place."""
         try:
             actions = handle()
-        except StaleError:
-            raise
         except ProtocolError as error:
+            if isinstance(error, StaleError) and not asked:
+                raise
             self._dropped.refused += 1
             self._house.fail(live, RequestError("internal", f"the target worker {live.target.name} sent what cannot be: {error}"))
             return
@@ -191,22 +217,39 @@ class Answers:
         self._moving.drop_draft(live, shun=True)
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
-        """Handle every verdict of a pass; those that are stale are dropped one by one."""
-        self._passed(worker, event, size)
+        """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot be or cannot be handled ends its session."""
+        self._aside(worker, lambda: self._passed(worker, event, size))
         for item, features in zip(event.items, _shares(event), strict=True):
+            answer = Owed(Verified, item.round)
             try:
-                live = self._answer(worker, item.session, Owed(Verified, item.round), "target")
-                live.answered(worker, now_ns, size // len(event.items), event.spans)
-                times = self._learn(live, item)
-                if not live.session.readable(features, len(item.accepted)):
-                    self.go_on_alone(live, worker, f"features {features and features.shape} with a path of {len(item.accepted)}")
-                self._house.perform(live, live.session.verified(item, features, times))
-                self._relieve(live)
+                live = self._answer(worker, item.session, answer, "target")
             except StaleError:
                 self._dropped.stale += 1
+                continue
+            try:
+                self._verdict(worker, live, item, features, now_ns, size // len(event.items), event.spans)
             except ProtocolError as error:
                 self._dropped.refused += 1
                 self._house.fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
+            except BaseException as error:
+                self._broken(worker, item.session, answer, error)
+
+    def _verdict(
+        self,
+        worker: Worker,
+        live: Live,
+        item: VerifiedItem,
+        features: Array | None,
+        now_ns: int,
+        size: int,
+        spans: Sequence[Span],
+    ) -> None:
+        live.answered(worker, now_ns, size, spans)
+        times = self._learn(live, item)
+        if not live.session.readable(features, len(item.accepted)):
+            self.go_on_alone(live, worker, f"features {features and features.shape} with a path of {len(item.accepted)}")
+        self._house.perform(live, live.session.verified(item, features, times))
+        self._relieve(live)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
         """Remember what the pass took that these are the first verdicts of."""
@@ -299,6 +342,24 @@ class Answers:
             worker.trips.append(now_ns - event.sent_ns)
             worker.round_trip_ns = min(worker.trips)
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
+
+
+def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
+    """The sessions that an event is about, and the answer that it is to each; of several only those whose answer has not been looked at."""
+    match event:
+        case Opened() | Drafted() | Refed():
+            return [(event.session, Owed(type(event), event.round))]
+        case Fed():
+            return [(event.session, Owed(Fed, event.round, event.start))]
+        case Prefilled() | Scored():
+            return [(event.session, None)]
+        case Failed() if event.session is not None:
+            return [(event.session, worker.turns.owed.get(event.session))]
+        case Verified():
+            answers = [(item.session, Owed(Verified, item.round)) for item in event.items]
+            return [(session, answer) for session, answer in answers if worker.turns.owed.get(session) == answer]
+        case _:
+            return []
 
 
 def _shares(event: Verified) -> list[Array | None]:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, ProtocolError, RequestError, StaleError
@@ -43,7 +44,6 @@ from dovetail.protocol.messages import (
     Submit,
     Supervised,
     Totals,
-    Verified,
     Welcome,
 )
 from dovetail.protocol.messages import Request as ClientRequest
@@ -51,6 +51,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.answers import Answers
 from dovetail.runtime.changes import Changes
 from dovetail.runtime.dispatch import Dispatch
+from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
 from dovetail.runtime.live import Live
 from dovetail.runtime.metrics import Dropped, Tally
@@ -65,6 +66,7 @@ from dovetail.runtime.requests import attempt
 from dovetail.runtime.session import Action, Ask, Emit, Finish, Note, Request, Score, State
 
 log = logging.getLogger("dovetail.coordinator")
+P = ParamSpec("P")
 
 MAX_STRUCK_PEERS = 4096
 MAX_REASONS = 64
@@ -82,6 +84,11 @@ def _at_once(work: Callable[[], Request | RequestError], done: Callable[[Request
 
 def _now(_seconds: float, action: Callable[[], None]) -> None:
     action()
+
+
+def _fault(error: BaseException) -> RequestError:
+    """What a client is told of a fault of ours; the log has the rest."""
+    return RequestError("internal", f"the coordinator failed at this request ({told(error)}); its log says where")
 
 
 class Coordinator:
@@ -120,8 +127,16 @@ class Coordinator:
         self._observing = Observing(clock_ns)
         self._moving = Moving(self, self.registry, self._placement, settings)
         self._changes = Changes(self, self.registry, self._placement)
-        self._post = Post(hub, self._observing, later, sent=self._sent, worker_lost=self._worker_lost, client_lost=self._client_lost)
-        self._dispatch = Dispatch(self._post, self._live, self.registry, reuse=settings.reuse)
+        self._post = Post(
+            hub,
+            self._observing,
+            later,
+            sent=self._sent,
+            worker_lost=self._worker_lost,
+            client_lost=self._client_lost,
+            unsaid=self._unsaid,
+        )
+        self._dispatch = Dispatch(self, self._post, self._live, self.registry, reuse=settings.reuse)
         self._answers = Answers(self, self._live, self.registry, self._moving, self._changes, self._observing, self._dropped)
         self._intake = Intake(self, self._live, self.registry, self._placement, self._moving, self._changes, self._observing, self._tally)
 
@@ -132,11 +147,10 @@ class Coordinator:
         while (arrived := self._hub.receive()) is not None:
             peer, frames = arrived
             self._receive(peer, frames, self.now_ns())
-        if self._recorder is not None:
-            self._recorder.settle()
+        self._record(Recorder.settle)
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
-        """Handle one message; whatever goes wrong with it concerns the sessions that it is about, and nobody else."""
+        """Handle one message; whatever goes wrong with it concerns the session or the request that it is about, and nobody else."""
         worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
@@ -144,10 +158,10 @@ class Coordinator:
             self._strike(peer, error)
             self.part()
             return
-        self._observing.finely("receive", now_ns, message)
-        if self._recorder is not None and (known := worker or client) is not None:
-            self._recorder.received(known, message, frames)
+        if (known := worker or client) is not None:
+            self._record(Recorder.received, known, message, frames)
         try:
+            self._observing.finely("receive", now_ns, message)
             if isinstance(message, Loading):
                 if worker is None:
                     self.registry.hear_loading(peer, message.state, self._hub.user(peer), now_ns)
@@ -159,21 +173,75 @@ class Coordinator:
                 self._newcomer(peer, message, now_ns)
         except StaleError:
             self._dropped.stale += 1
-        except Exception as error:
+        except BaseException as error:
+            reraise_exits(error)
             log.exception("a message %r of peer %s could not be handled", message.type, peer.hex()[:12])
-            self._contain(message, client, error)
+            if client is not None:
+                self.unanswered(client, getattr(message, "request", None), error)
+            elif worker is None:
+                self._turn_away(peer, error)
         if self._changes.under_way:
-            self._changes.step(now_ns)
+            self._aside(self._changes.step, now_ns)
         self.part()
 
-    def _contain(self, message: Event | ClientRequest, client: ClientPeer | None, error: Exception) -> None:
-        """Our own fault: end the sessions that the message is about, so that nobody waits for them."""
-        numbers = [item.session for item in message.items] if isinstance(message, Verified) else [getattr(message, "session", None)]
-        if client is not None:
-            numbers = [client.sessions.get(getattr(message, "request", -1))]
-        for number in numbers:
-            if (live := self._live.get(number or -1)) is not None:
-                self.fail(live, RequestError("internal", f"the coordinator failed: {type(error).__name__}: {str(error)[:300]}"))
+    # -- faults of our own -----------------------------------------------------------------------------------------------------------------------
+
+    def broken(self, live: Live, error: BaseException) -> None:
+        """Our own fault about one session: it ends with one error, and nobody else notices."""
+        reraise_exits(error)
+        log.error("session %d ends for a fault of the coordinator's", live.session.number, exc_info=error)
+        self._aside(self.fail, live, _fault(error))
+
+    def attempt(self, live: Live, action: Callable[[], object]) -> None:
+        """Do something about one session; whatever goes wrong ends it, and nothing else."""
+        try:
+            action()
+        except BaseException as error:
+            self.broken(live, error)
+
+    def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
+        """What a client asks for could not be done, for our own fault; None: it was a question."""
+        live = self._live.get(client.sessions.get(request, 0)) if request is not None else None
+        if live is not None:
+            self.broken(live, error)
+            return
+        if request is not None:
+            client.reading.pop(request, None)
+            client.sessions.pop(request, None)
+            self._tally.ended["error"] += 1
+        self._aside(self.tell, client, refusal(self.epoch, _fault(error), request))
+
+    def _unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
+        """Something could not be put into a message to a client."""
+        log.error("client %s could not be told something of request %s", client.hello.name, request, exc_info=error)
+        self.unanswered(client, request, error)
+
+    def _turn_away(self, peer: bytes, error: BaseException) -> None:
+        """A newcomer could not be let in."""
+        if (worker := self.registry.workers.get(peer)) is not None:
+            self._worker_lost(worker, "could not be let in")
+        self.registry.clients.pop(peer, None)
+        self._aside(self._refuse, peer, _fault(error))
+
+    def _aside(self, action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
+        """Do what is about no session; what goes wrong is told, and the rest goes on."""
+        try:
+            action(*arguments, **named)
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception("%s failed", getattr(action, "__qualname__", "something"))
+
+    def _record(self, note: Callable[Concatenate[Recorder, P], object], *arguments: P.args, **named: P.kwargs) -> None:
+        """Have something recorded. A recorder that fails is not asked again: no session is to suffer from it."""
+        if self._recorder is None:
+            return
+        try:
+            note(self._recorder, *arguments, **named)
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception("nothing is recorded any more")
+            self.decide(f"nothing is recorded any more, since the recorder failed: {told(error)}")
+            self._recorder = None
 
     def _strike(self, peer: bytes, error: ProtocolError) -> None:
         """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
@@ -224,8 +292,8 @@ class Coordinator:
                     self._worker_lost(misfit, "does not fit the target")
             for warning in self.registry.warnings(admitted):
                 log.warning("%s", warning)
-            for live in self._live.values():
-                live.heard_of(admitted)
+            for live in [*self._live.values()]:
+                self.attempt(live, partial(live.heard_of, admitted))
             admitted.turns.cut = partial(self._dispatch.cut, admitted)
             self._probe(admitted)
             if admitted.serves:
@@ -259,19 +327,26 @@ class Coordinator:
 
     def start(self, live: Live) -> None:
         """A session begins."""
+        self._live[live.session.number] = live
+        for worker in live.workers:
+            worker.sessions += 1
+        self.attempt(live, lambda: self._start(live))
+
+    def _start(self, live: Live) -> None:
         live.session.plan = partial(self.plan, live)
         self._observing.begin(live.session, trace=live.trace)
         live.observing = self._observing
         self.observe()
-        if self._recorder is not None and not live.trial:
-            self._recorder.begin(live)
-        self._live[live.session.number] = live
-        for worker in live.workers:
-            worker.sessions += 1
+        if not live.trial:
+            self._record(Recorder.begin, live)
         self.perform(live, live.session.begin())
 
     def perform(self, live: Live, actions: Sequence[Action]) -> None:
-        """Carry out what a session decided: workers before the client, so that they begin; at the end the client before the workers."""
+        """Carry out what a session decided; nothing is raised."""
+        self.attempt(live, lambda: self._perform(live, actions))
+
+    def _perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Workers before the client, so that they begin; at the end the client before the workers."""
         live.tell_round()
         asks = [a for a in actions if isinstance(a, Ask)]
         ended = live.session.state is State.DONE
@@ -317,11 +392,19 @@ class Coordinator:
         self._forget(live)
 
     def fail(self, live: Live, error: RequestError) -> None:
-        """End a request with an error; both workers forget it."""
+        """End a request with an error; both workers forget it. Nothing happens to one that has ended."""
+        if self._live.get(live.session.number) is not live:
+            return
         self._tally.ended["error"] += not live.trial
-        self._post.to_client(live.client, refusal(self.epoch, error, live.request))
-        self._forget(live)
-        self._dispatch.ask(live, live.session.abandon())
+        self._aside(self._post.to_client, live.client, refusal(self.epoch, error, live.request))
+        self._drop(live)
+
+    def _drop(self, live: Live) -> None:
+        """Nobody waits for a session any more: it is over here and on its workers, whatever state it was in."""
+        self._aside(self._forget, live)
+        self._aside(live.session.abandon)
+        for role in ("target", "draft"):
+            self._aside(self._dispatch.end, live, role)
 
     def _forget(self, live: Live) -> None:
         if self._live.pop(live.session.number, None) is None:
@@ -333,8 +416,12 @@ class Coordinator:
 
     def cancel(self, live: Live) -> None:
         """A session ends as far as it has come."""
-        live.interrupted(self.now_ns())
-        self.perform(live, live.session.cancel())
+
+        def end() -> None:
+            live.interrupted(self.now_ns())
+            self.perform(live, live.session.cancel())
+
+        self.attempt(live, end)
 
     # -- peers that go --------------------------------------------------------------------------------------------------------------------------
 
@@ -353,9 +440,9 @@ class Coordinator:
         """Have the sessions of workers that have gone do without them."""
         while self._gone:
             worker, why = self._gone.popleft()
-            self._moving.part_with(worker, why)
-            self._changes.lost(worker, why)
-            self._moving.resettle()
+            self._aside(self._moving.part_with, worker, why)
+            self._aside(self._changes.lost, worker, why)
+            self._aside(self._moving.resettle)
 
     def _let_revoked_go(self) -> None:
         """What a peer says whose key was revoked, or may no longer play its role, does not arrive any more: nobody is to wait for it."""
@@ -371,28 +458,30 @@ class Coordinator:
     def _client_lost(self, client: ClientPeer) -> None:
         """Nobody reads what this client asked for: free its sessions."""
         self.registry.clients.pop(client.peer, None)
-        self._changes.client_lost(client)
+        self._aside(self._changes.client_lost, client)
         for number in list(client.sessions.values()):
             if (live := self._live.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
-                self._forget(live)
-                self._dispatch.ask(live, live.session.abandon())
+                self._drop(live)
 
     def tick(self) -> None:
         """What is due: probes to workers that have answered the last one, drafts that are too late, sessions that have waited, replies that clients have not
         taken."""
-        self._let_revoked_go()
+        self._aside(self._let_revoked_go)
         for worker in list(self.registry.workers.values()):
             if not worker.awaiting_probe:
-                self._probe(worker)
-        self.observe()
-        self._changes.step(self.now_ns())
-        self._moving.tick()
+                self._aside(self._probe, worker)
+        self._aside(self.observe)
+        self._aside(self._changes.step, self.now_ns())
+        self._aside(self._moving.tick)
         self.part()
+        for live in [*self._live.values()]:
+            awaited = live.awaited()
+            if awaited is not None and not awaited.turns.busy_with(live.session.number):
+                self.broken(live, RuntimeError(f"it waits for {awaited.name}, which was not asked"))
         for client in [client for client in self.registry.clients.values() if client.outbox]:
-            self._post.flush(client)
-        if self._recorder is not None:
-            self._recorder.tick(self._live)
+            self._aside(self._post.flush, client)
+        self._record(Recorder.tick, self._live)
 
     def look_around(self) -> None:
         """Somebody disconnected: find out who, by speaking to everybody."""
@@ -440,8 +529,7 @@ class Coordinator:
 
     def abandon(self, live: Live) -> None:
         """Forget a session that nobody waits for."""
-        self._forget(live)
-        self._dispatch.ask(live, live.session.abandon())
+        self._drop(live)
 
     def dispatch(self, worker: Worker) -> None:
         self._dispatch.next(worker)
@@ -479,8 +567,7 @@ class Coordinator:
     # -- state ----------------------------------------------------------------------------------------------------------------------------------
 
     def _sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
-        if self._recorder is not None:
-            self._recorder.sent(peer, message, frames)
+        self._record(Recorder.sent, peer, message, frames)
 
     @property
     def idle(self) -> bool:
@@ -525,7 +612,10 @@ class Coordinator:
         reasons += [state.words[:MAX_WORDS] for state in loading]
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [medley[:MAX_WORDS]] if (medley := self.registry.medley()) else []
-        reasons += [off[:MAX_WORDS] for live in self._live.values() if (off := live.pilot.off)]
+        offs: list[str] = []
+        for live in [*self._live.values()]:
+            self.attempt(live, lambda live=live: offs.append(live.pilot.off))  # type: ignore[misc]
+        reasons += [off[:MAX_WORDS] for off in offs if off]
         return Reported(
             epoch=self.epoch,
             address=self._hub.address,
@@ -565,5 +655,5 @@ class Coordinator:
         for live in list(self._live.values()):
             self.cancel(live)
         for worker in list(self.registry.workers.values()):
-            self._post.to_worker(worker, Drain(epoch=self.epoch))
+            self._aside(self._post.to_worker, worker, Drain(epoch=self.epoch))
         self.part()

@@ -3,27 +3,48 @@
 Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many nodes pay `policies.py`, what of an ended session is kept `kept.py`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from dovetail.protocol.messages import Close, Draft, Feed, Open, Verify, VerifyItem
+from dovetail.protocol.messages import MAX_SESSIONS, Close, Draft, Feed, Message, Open, Verify, VerifyItem
+from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import Live
 from dovetail.runtime.policies import cut
 from dovetail.runtime.post import Post
 from dovetail.runtime.registry import Registry, Worker
 from dovetail.runtime.session import Ask
 
+log = logging.getLogger("dovetail.coordinator")
+
+
+class House(Protocol):
+    """What the coordinator does where something cannot be asked."""
+
+    def broken(self, live: Live, error: BaseException) -> None:
+        """End a session for our own fault."""
+
 
 class Dispatch:
     """Asks the workers of sessions."""
 
-    def __init__(self, post: Post, live: Mapping[int, Live], registry: Registry, *, reuse: bool) -> None:
+    def __init__(self, house: House, post: Post, live: Mapping[int, Live], registry: Registry, *, reuse: bool) -> None:
         """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of ended ones."""
-        self._post, self._live, self._registry, self._reuse = post, live, registry, reuse
+        self._house, self._post, self._live, self._registry, self._reuse = house, post, live, registry, reuse
 
     def ask(self, live: Live, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn."""
         for ask in asks:
             self._ask(live, ask)
+
+    def end(self, live: Live, role: str) -> None:
+        """A worker forgets a session that nobody waits for, whatever state that is in."""
+        worker = live.target if role == "target" else live.draft
+        if worker is None or worker.peer not in self._registry.workers:
+            return
+        if (base := live.session.base(role)) is not None:
+            worker.shelf.give_back(base.session)  # if it was not taken
+        self.forget(worker, Close(epoch=live.session.epoch, session=live.session.number))
 
     def _ask(self, live: Live, ask: Ask) -> None:
         worker = live.target if ask.role == "target" else live.draft
@@ -37,13 +58,21 @@ class Dispatch:
 
     def _close(self, live: Live, worker: Worker, role: str, command: Close) -> None:
         """End a session on a worker, which keeps what it has of it if it can; then others may have to go."""
-        idle = not worker.turns.busy_with(live.session.number)
         gone = None
         if command.keep and self._reuse and worker.limits.kept and live.draft is not live.target and not live.trial:
-            gone = worker.shelf.add(live.session.kept(role, idle=idle))
+            gone = self._shelve(live, worker, role)
         for session in gone or ():
             self._post.to_worker(worker, command.model_copy(update={"session": session, "keep": False}))
         self.forget(worker, command.model_copy(update={"keep": gone is not None}))
+
+    def _shelve(self, live: Live, worker: Worker, role: str) -> Sequence[int] | None:
+        """Have a worker keep an ended session: those that go for it, None if it is not kept. The client has its reply: a fault here ends nothing."""
+        try:
+            return worker.shelf.add(live.session.kept(role, idle=not worker.turns.busy_with(live.session.number)))
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception("session %d is not kept", live.session.number)
+            return None
 
     def forget(self, worker: Worker, command: Close) -> None:
         """A session is over on a worker; what it was to go on from is there for others, if it did not even begin."""
@@ -53,26 +82,61 @@ class Dispatch:
         self._post.to_worker(worker, command)
 
     def next(self, worker: Worker) -> None:
-        """Send a worker its next command, if it is there and free and one waits."""
-        turn = worker.turns.next() if worker.peer in self._registry.workers else None
-        if turn is None:
+        """Send a worker its next command, if it is there and free and one waits.
+
+        A pass that cannot be built or sent is taken apart, and a session whose own command cannot be ends; nothing is raised.
+        """
+        most = MAX_SESSIONS
+        while worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed:
+            first = worker.turns.waiting[0][0]
+            try:
+                turn = worker.turns.next(most)
+                assert turn is not None
+                try:
+                    size, left_ns = self._post.to_worker(worker, turn[0])
+                except BaseException:
+                    worker.turns.take_back()
+                    raise
+            except BaseException as error:
+                reraise_exits(error)
+                if most > 1 and isinstance(worker.turns.waiting[0][1], Verify):
+                    log.exception("a pass for %s could not be asked for: each session gets one of its own", worker.name)
+                    most = 1
+                else:
+                    self._unaskable(worker, first, error)
+                continue
+            if worker.peer in self._registry.workers:
+                self._left(worker, *turn, size, left_ns)
             return
-        message, sessions = turn
-        size, left_ns = self._post.to_worker(worker, message)
-        if worker.peer not in self._registry.workers:
-            return
+
+    def _unaskable(self, worker: Worker, number: int, error: BaseException) -> None:
+        """The command at the head of a worker's queue cannot be sent: its session ends."""
+        if (live := self._live.get(number)) is not None:
+            self._house.broken(live, error)
+        worker.turns.withdraw(number)
+
+    def _left(self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int) -> None:
+        """A command is on its way: those that it is about know."""
         if isinstance(message, Open) and message.base is not None:
             worker.shelf.taken(message.base)
         if isinstance(message, Draft | Verify):
             worker.traffic.ordered(size)
+        rows = 0
         if isinstance(message, Verify):
-            self._passing(worker, message)
-        for number in sessions:
-            live = self._live.get(number)
-            if live is not None and isinstance(message, Feed):
-                live.passed_on(size)
-            elif live is not None and live.awaits(worker, message):
-                live.left(left_ns, size // len(sessions))
+            rows = sum(1 + len(item.tokens) for item in message.items)
+            worker.passing = rows, sum(item.prefix for item in message.items) / len(message.items)
+        for place, number in enumerate(sessions):
+            if (live := self._live.get(number)) is None:
+                continue
+            try:
+                if isinstance(message, Verify):
+                    _passing(live, message.items[place], rows)
+                if isinstance(message, Feed):
+                    live.passed_on(size)
+                elif live.awaits(worker, message):
+                    live.left(left_ns, size // len(sessions))
+            except BaseException as error:
+                self._house.broken(live, error)
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
         """How many nodes of each item of a pass are verified: whatever was offered, but where a session's policy leaves that to be decided."""
@@ -92,12 +156,9 @@ class Dispatch:
             counts[place] = kept
         return counts
 
-    def _passing(self, worker: Worker, pass_: Verify) -> None:
-        """A pass begins: its sessions know what of theirs is in it, and what it is expected to take."""
-        rows = sum(1 + len(item.tokens) for item in pass_.items)
-        worker.passing = rows, sum(item.prefix for item in pass_.items) / len(pass_.items)
-        for item in pass_.items:
-            if (live := self._live.get(item.session)) is not None:
-                live.session.sent(len(item.tokens))
-                live.other_rows = rows - len(item.tokens)
-                live.pilot.sends(item.prefix, live.session.scores, rows)
+
+def _passing(live: Live, item: VerifyItem, rows: int) -> None:
+    """A pass of so many rows begins: a session knows what of its own is in it, and what it is expected to take."""
+    live.session.sent(len(item.tokens))
+    live.other_rows = rows - len(item.tokens)
+    live.pilot.sends(item.prefix, live.session.scores, rows)

@@ -4,6 +4,7 @@ A prompt is read elsewhere, since a long one takes its time; its session begins 
 coordinator's business.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Protocol
@@ -13,6 +14,7 @@ from dovetail.protocol.keys import OPERATOR, PeerKey
 from dovetail.protocol.messages import Cancel, Describe, Described, Dismiss, Failed, Hello, Look, Message, Reported, Seen, Status, Stop, Submit, Swap
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.changes import Changes
+from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import Live, waits
 from dovetail.runtime.metrics import Tally
 from dovetail.runtime.moving import Moving
@@ -21,6 +23,8 @@ from dovetail.runtime.placement import Placement
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
 from dovetail.runtime.session import Request
+
+log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
 MAX_READING = 1024
@@ -47,6 +51,12 @@ class House(Protocol):
 
     def start(self, live: Live) -> None:
         """A session begins."""
+
+    def attempt(self, live: Live, action: Callable[[], object]) -> None:
+        """Do something about one session; whatever goes wrong ends it."""
+
+    def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
+        """What a client asks for could not be done, for our own fault."""
 
     def cancel(self, live: Live) -> None:
         """A session ends as far as it has come."""
@@ -179,6 +189,15 @@ class Intake:
         """Start the session of a request that has been read, unless client or target have gone meanwhile."""
         if self._registry.clients.get(client.peer) is not client:
             return
+        try:
+            self._start(client, submit, target, request, now_ns)
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception("request %d of client %s could not begin", submit.request, client.hello.name)
+            self._house.unanswered(client, submit.request, error)
+        self._house.part()
+
+    def _start(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
         wanted = client.reading.pop(submit.request)
         settled = request if isinstance(request, RequestError) else self._placement.settle(target, request)
         if isinstance(request, RequestError) or isinstance(settled, RequestError):
@@ -190,10 +209,9 @@ class Intake:
         client.sessions[submit.request] = live.session.number
         self._house.start(live)
         if settled.peer not in self._registry.workers:
-            self._moving.lose_target(live, "has gone")
+            self._house.attempt(live, lambda: self._moving.lose_target(live, "has gone"))
         if not wanted:
             self._house.cancel(live)
-        self._house.part()
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
         self._tally.ended["error"] += 1

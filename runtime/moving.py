@@ -5,7 +5,7 @@ and the session's own logic are the coordinator's business.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -35,6 +35,9 @@ class House(Protocol):
 
     def now_ns(self) -> int:
         """The coordinator's clock."""
+
+    def attempt(self, live: Live, action: Callable[[], object]) -> None:
+        """Do something about one session; whatever goes wrong ends it."""
 
     def perform(self, live: Live, actions: Sequence[Action]) -> None:
         """Carry out what a session decided."""
@@ -90,7 +93,7 @@ class Moving:
     def change_draft(self, live: Live) -> None:
         """Have a session part with its draft, which gets no more sessions: at the end of its round, and at once before its first."""
         if live.session.state in (State.OPENING, State.WAITING):
-            self.drop_draft(live)
+            self._house.attempt(live, partial(self.drop_draft, live))
 
     def _forget_draft(self, live: Live) -> None:
         """A session's draft forgets it, if it has one, and the target need not compute anything for it."""
@@ -122,12 +125,15 @@ class Moving:
     def resettle(self) -> None:
         """Have every session that waits for a target go on where it can, and end those that have waited long enough."""
         for live in [live for live in self._house.lives if live.loss is not None]:
-            target = self._placement.target(partial(self._recovery.suits, live), context=live.session.length)
-            if target is not None and not live.doomed:
-                self._recover(live, target)
-            elif (error := self._end_of(live)) is not None:
-                log.warning("session %d ends: %s", live.session.number, error)
-                self._house.fail(live, error)
+            self._house.attempt(live, partial(self._resettle, live))
+
+    def _resettle(self, live: Live) -> None:
+        target = self._placement.target(partial(self._recovery.suits, live), context=live.session.length)
+        if target is not None and not live.doomed:
+            self._recover(live, target)
+        elif (error := self._end_of(live)) is not None:
+            log.warning("session %d ends: %s", live.session.number, error)
+            self._house.fail(live, error)
 
     def _end_of(self, live: Live) -> RequestError | None:
         """Why a session that waits for a target is not to wait any longer, if that is so."""
@@ -142,10 +148,14 @@ class Moving:
 
     def move(self, live: Live, target: Worker) -> None:
         """Have a session go on on another target, though its own is there."""
-        losses = [*live.losses]
-        self.lose_target(live, f"hands its session over to {target.name}")
-        live.losses = losses
-        self._recover(live, target)
+
+        def move() -> None:
+            losses = [*live.losses]
+            self.lose_target(live, f"hands its session over to {target.name}")
+            live.losses = losses
+            self._recover(live, target)
+
+        self._house.attempt(live, move)
 
     def _recover(self, live: Live, target: Worker) -> None:
         """A session goes on on another target, which reads its log."""
@@ -161,16 +171,16 @@ class Moving:
         """A worker is not here any more: its sessions do without it."""
         for live in list(self._house.lives):
             if live.draft is worker:
-                self.drop_draft(live)
-            if live.target is worker and live.loss is None:
-                self.lose_target(live, why)
+                self._house.attempt(live, partial(self.drop_draft, live))
+            if live.target is worker and live.loss is None and live in self._house.lives:
+                self._house.attempt(live, partial(self.lose_target, live, why))
 
     def tick(self) -> None:
         """What is due: drafts that are too late, sessions that have waited."""
         now_ns = self._house.now_ns()
         for live in list(self._house.lives):
             if live.session.state is State.DRAFTING and now_ns - live.mark_ns > self._stuck_ns:
-                self._draft_stuck(live)
+                self._house.attempt(live, partial(self._draft_stuck, live))
         self.resettle()
 
     def words(self) -> Sequence[str]:

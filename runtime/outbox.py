@@ -75,6 +75,15 @@ class Outbox:
                 return
             self._waiting.popleft()
 
+    def drop(self) -> int | None:
+        """Forget what would be sent next, and all else that is about its request: which that is, None if it is about none."""
+        request = _subject(self._waiting.popleft())
+        self._begun.discard(request)
+        if request < 0:
+            return None
+        self._waiting = deque(message for message in self._waiting if _subject(message) != request)
+        return request
+
 
 def _subject(message: Message) -> int:
     """The request that a message is about; -1 where it is about none."""

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from dovetail.protocol.codec import encode
-from dovetail.protocol.errors import LinkError, ProtocolError
+from dovetail.protocol.errors import LinkError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Message
+from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.observing import Observing
 from dovetail.runtime.registry import ClientPeer, Worker
 
@@ -29,10 +30,19 @@ class Post:
     """Encodes and sends."""
 
     def __init__(
-        self, hub: Hub, observing: Observing, later: Later, *, sent: Sent, worker_lost: Callable[[Worker], None], client_lost: Callable[[ClientPeer], None]
+        self,
+        hub: Hub,
+        observing: Observing,
+        later: Later,
+        *,
+        sent: Sent,
+        worker_lost: Callable[[Worker], None],
+        client_lost: Callable[[ClientPeer], None],
+        unsaid: Callable[[ClientPeer, int | None, BaseException], None],
     ) -> None:
+        """`unsaid` hears of a request of which something could not be said; None: it was about none."""
         self._hub, self._observing, self._later = hub, observing, later
-        self._sent, self._worker_lost, self._client_lost = sent, worker_lost, client_lost
+        self._sent, self._worker_lost, self._client_lost, self._unsaid = sent, worker_lost, client_lost, unsaid
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
         """Bytes sent, and since when they are on their way: the worker may begin before we are back from sending. One that cannot be reached is lost."""
@@ -67,12 +77,18 @@ class Post:
             self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
 
     def flush(self, client: ClientPeer) -> None:
-        """Send what waits for a client."""
-        try:
-            client.outbox.send(lambda message: self._deliver(client, message), self._observing.now_ns())
-        except (LinkError, ProtocolError) as error:
-            log.info("client %s (pid %d) cannot be told any more: %s", client.hello.name, client.hello.pid, error)
-            self._client_lost(client)
+        """Send what waits for a client. What cannot be put into a message concerns the request that it is about, and nobody else."""
+        while True:
+            try:
+                client.outbox.send(lambda message: self._deliver(client, message), self._observing.now_ns())
+            except LinkError as error:
+                log.info("client %s (pid %d) cannot be told any more: %s", client.hello.name, client.hello.pid, error)
+                self._client_lost(client)
+            except BaseException as error:
+                reraise_exits(error)
+                self._unsaid(client, client.outbox.drop(), error)
+                continue
+            return
 
     def _deliver(self, client: ClientPeer, message: Message) -> None:
         began_ns = self._observing.began_ns

@@ -6,6 +6,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import misfit
+from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.registry import Worker
 from dovetail.runtime.session import Request
 from dovetail.runtime.text import TextCodec
@@ -67,8 +68,9 @@ def attempt(submit: Submit, target: Worker) -> Request | RequestError:
         return read_request(submit, target)
     except RequestError as error:
         return error
-    except Exception as error:  # a tokenizer is a program of the checkpoint's, in a sense: whatever it raises concerns this request alone
-        return RequestError("internal", f"the prompt could not be read: {type(error).__name__}: {str(error)[:300]}")
+    except BaseException as error:  # a tokenizer is a program of the checkpoint's, in a sense: its panics too concern this request alone
+        reraise_exits(error)
+        return RequestError("internal", f"the prompt could not be read: {told(error)}")
 
 
 def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:

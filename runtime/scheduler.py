@@ -47,6 +47,8 @@ class Turns:
     """By session: the answers that are under way."""
     void: set[int] = field(default_factory=set)
     """Sessions that had ended here when it was under way: nobody waits for it, though another of the same number may have begun."""
+    _sent: list[tuple[int, Command]] = field(default_factory=list)
+    """What `next` returned last, by session."""
 
     def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
@@ -69,6 +71,11 @@ class Turns:
         self.void.discard(session)
         return wanted
 
+    def settle(self, session: int, answer: Owed) -> None:
+        """The answer has come, and could not be handled: whoever waits for the worker need not wait for it."""
+        if self.owed.get(session) == answer:
+            self.answered(session, answer)
+
     def forget(self, session: int) -> Sequence[Command]:
         """The session ended: drop what waits for it, which is returned. What is under way comes back and is dropped as stale."""
         if session in self.owed:
@@ -82,24 +89,32 @@ class Turns:
             self.waiting = deque(entry for entry in self.waiting if not any(entry[1] is command for command in dropped))
         return dropped
 
-    def next(self) -> tuple[Command, Sequence[int]] | None:
-        """The message to send now and the sessions it is about; nothing while the worker owes an answer."""
+    def next(self, most: int = MAX_SESSIONS) -> tuple[Command, Sequence[int]] | None:
+        """The message to send now and the sessions it is about, `most` of them; nothing while the worker owes an answer."""
         if self.owed or not self.waiting:
             return None
         session, command = self.waiting[0]
         if not isinstance(command, Verify):
-            self.waiting.popleft()
             self.owed[session] = _answer(command)
+            self.waiting.popleft()
+            self._sent = [(session, command)]
             return command, (session,)
         first: dict[int, Command] = {}
         for s, c in self.waiting:
             first.setdefault(s, c)  # what a session asked for before is done before
         ready = {s: c for s, c in first.items() if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
-        ready = dict([*ready.items()][:MAX_SESSIONS])
+        ready = dict([*ready.items()][:most])
         together = self._together([*ready.values()])  # nothing is owed and nothing is dropped for a message that cannot be built
         self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], Verify) and entry[0] in ready))
         self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
+        self._sent = [*ready.items()]
         return together, tuple(ready)
+
+    def take_back(self) -> None:
+        """What `next` returned was not sent: it waits again, before everything else."""
+        for session, _ in self._sent:
+            del self.owed[session]
+        self.waiting.extendleft(reversed(self._sent))
 
     def _together(self, commands: Sequence[Verify]) -> Verify:
         items = [item for command in commands for item in command.items]

@@ -13,7 +13,27 @@ from dovetail.runtime.text import Detokenizer
 
 PIECES = [
     *("a", "b", " ", "  ", "", "\u2581", "\u2581a", "a\u2581", "\u2581\u2581b", "##c", "##", "d##", "e</w>", "</w>", "</w></w>", "f</w>g", "|", "|h", "h|"),
-    *(".", " .", "n't", " n't", "'s", " do not", ",", "?", " ' ", "\u4e16", "\u00e9", "\U0001f600", "\u0120w", "\u010a", "\u00f0\u0141", "\u0141", "aa", "ab", "ba"),
+    *(
+        ".",
+        " .",
+        "n't",
+        " n't",
+        "'s",
+        " do not",
+        ",",
+        "?",
+        " ' ",
+        "\u4e16",
+        "\u00e9",
+        "\U0001f600",
+        "\u0120w",
+        "\u010a",
+        "\u00f0\u0141",
+        "\u0141",
+        "aa",
+        "ab",
+        "ba",
+    ),
     *("<0x", "<0xZZ>", "<0x+A>", "<0x\u00e9>", "<pad>", "<unk>", "\ufffd", "\x00", "'", "do", "\u0130"),
     *(f"<0x{byte:02X}>" for byte in (0x0A, 0x20, 0x41, 0xE4, 0xB8, 0x96, 0xF0, 0x9F, 0x98, 0x80, 0xC0, 0xED, 0xA0, 0xFF)),
 ]
@@ -140,7 +160,13 @@ def test_characters_spelt_in_bytes_are_foreseen_before_they_are_certain() -> Non
 
 @pytest.mark.parametrize(
     ("names", "tokens"),
-    [(LLAMA, [0x41]), (LLAMA, [0xF0]), (LLAMA, [0xE4, 0xB8, 0x96]), (("ByteFallback", "Replace two", "Fuse", "Strip both"), [0xF0, 0x9F]), (["ByteLevel"], [0xF0])],
+    [
+        (LLAMA, [0x41]),
+        (LLAMA, [0xF0]),
+        (LLAMA, [0xE4, 0xB8, 0x96]),
+        (("ByteFallback", "Replace two", "Fuse", "Strip both"), [0xF0, 0x9F]),
+        (["ByteLevel"], [0xF0]),
+    ],
     ids=["valid bytes", "invalid bytes", "characters", "chain", "byte level"],
 )
 def test_the_cost_is_linear_in_the_reply_whatever_the_bytes(names: Sequence[str], tokens: list[int]) -> None:

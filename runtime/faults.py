@@ -1,0 +1,18 @@
+"""Faults of our own: what is contained where it concerns one session, and what never is."""
+
+EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def reraise_exits(error: BaseException) -> None:
+    """Let what ends the process pass; everything else, a library's panic too, which is no `Exception`, is the caller's to contain."""
+    if isinstance(error, EXITS):
+        raise error
+
+
+def told(error: BaseException) -> str:
+    """An exception in a few words, whatever its own may be."""
+    try:
+        words = str(error)[:300]
+    except Exception:
+        words = ""
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
