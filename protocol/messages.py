@@ -565,6 +565,8 @@ class Probed(Message):
     """Late, duplicate and stale commands that were dropped."""
     sessions: Count
     rss_bytes: Count
+    busy: bool = False
+    """True: it answers in the midst of a command, whose answer is still to come; else everything that was asked before the probe has been answered."""
     beside: BesideFields = ()
     """As in Drafted."""
 
@@ -954,7 +956,7 @@ class WorkerState(Frozen):
     leaving: bool = False
     """It gets no more sessions, and is let go when the last one is done with."""
     stuck: bool = False
-    """It owes an answer for too long."""
+    """It owes an answer for too long, or has said nothing for too long."""
     sent_bytes: Count = 0
     """To it, since it registered; `received_bytes`: from it."""
     received_bytes: Count = 0

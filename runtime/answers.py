@@ -59,6 +59,9 @@ class House(Protocol):
     def broken(self, live: Live, error: BaseException) -> None:
         """End a session for our own fault."""
 
+    def lose(self, worker: Worker, why: str) -> None:
+        """Take a worker for lost that is there."""
+
     def dispatch(self, worker: Worker) -> None:
         """Send a worker its next command, if it is there and free and one waits."""
 
@@ -84,6 +87,8 @@ class Answers:
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event of another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
+        worker.silent = False
+        worker.liveness.heard()
         try:
             self._aside(worker, lambda: self._observing.event(worker, event))
             self._take(worker, event, now_ns, size)
@@ -342,6 +347,8 @@ class Answers:
             worker.trips.append(now_ns - event.sent_ns)
             worker.round_trip_ns = min(worker.trips)
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
+        if worker.liveness.has_forgotten(event, worker.turns.owed):
+            self._house.lose(worker, "owes an answer and says that it has nothing to do")
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Concatenate, ParamSpec
+from typing import ParamSpec
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, ProtocolError, RequestError, StaleError
@@ -54,6 +54,7 @@ from dovetail.runtime.dispatch import Dispatch
 from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
 from dovetail.runtime.live import Live
+from dovetail.runtime.liveness import DEAF
 from dovetail.runtime.metrics import Dropped, Tally
 from dovetail.runtime.moving import Moving
 from dovetail.runtime.observing import Observing
@@ -114,7 +115,8 @@ class Coordinator:
         """Why whoever started us ends the service: what is missing does not come back. Empty: it does not end it."""
         self._live: dict[int, Live] = {}
         self._strikes: dict[bytes, int] = {}
-        self._began_ns = clock_ns()
+        self._settings = settings
+        self._began_ns = self._ticked_ns = clock_ns()
         self._tally = Tally()
         self._dropped = Dropped()
         self._rounds = self._round_tokens = 0
@@ -147,7 +149,7 @@ class Coordinator:
         while (arrived := self._hub.receive()) is not None:
             peer, frames = arrived
             self._receive(peer, frames, self.now_ns())
-        self._record(Recorder.settle)
+        self._record(lambda recorder: recorder.settle())
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; whatever goes wrong with it concerns the session or the request that it is about, and nobody else."""
@@ -159,7 +161,7 @@ class Coordinator:
             self.part()
             return
         if (known := worker or client) is not None:
-            self._record(Recorder.received, known, message, frames)
+            self._record(lambda recorder: recorder.received(known, message, frames))
         try:
             self._observing.finely("receive", now_ns, message)
             if isinstance(message, Loading):
@@ -231,12 +233,12 @@ class Coordinator:
             reraise_exits(error)
             log.exception("%s failed", getattr(action, "__qualname__", "something"))
 
-    def _record(self, note: Callable[Concatenate[Recorder, P], object], *arguments: P.args, **named: P.kwargs) -> None:
+    def _record(self, note: Callable[[Recorder], None]) -> None:
         """Have something recorded. A recorder that fails is not asked again: no session is to suffer from it."""
         if self._recorder is None:
             return
         try:
-            note(self._recorder, *arguments, **named)
+            note(self._recorder)
         except BaseException as error:
             reraise_exits(error)
             log.exception("nothing is recorded any more")
@@ -338,7 +340,7 @@ class Coordinator:
         live.observing = self._observing
         self.observe()
         if not live.trial:
-            self._record(Recorder.begin, live)
+            self._record(lambda recorder: recorder.begin(live))
         self.perform(live, live.session.begin())
 
     def perform(self, live: Live, actions: Sequence[Action]) -> None:
@@ -410,9 +412,9 @@ class Coordinator:
         if self._live.pop(live.session.number, None) is None:
             return
         live.client.sessions.pop(live.request, None)
-        self._observing.traced(live.session.number)
         for worker in live.workers:
             worker.sessions -= 1
+        self._observing.traced(live.session.number)
 
     def cancel(self, live: Live) -> None:
         """A session ends as far as it has come."""
@@ -468,9 +470,9 @@ class Coordinator:
         """What is due: probes to workers that have answered the last one, drafts that are too late, sessions that have waited, replies that clients have not
         taken."""
         self._aside(self._let_revoked_go)
+        now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):
-            if not worker.awaiting_probe:
-                self._aside(self._probe, worker)
+            self._aside(self._look_after, worker, now_ns - before_ns)
         self._aside(self.observe)
         self._aside(self._changes.step, self.now_ns())
         self._aside(self._moving.tick)
@@ -481,7 +483,7 @@ class Coordinator:
                 self.broken(live, RuntimeError(f"it waits for {awaited.name}, which was not asked"))
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             self._aside(self._post.flush, client)
-        self._record(Recorder.tick, self._live)
+        self._record(lambda recorder: recorder.tick(self._live))
 
     def look_around(self) -> None:
         """Somebody disconnected: find out who, by speaking to everybody."""
@@ -495,8 +497,28 @@ class Coordinator:
         self.part()
 
     def _probe(self, worker: Worker) -> None:
-        worker.awaiting_probe = True
-        self._post.to_worker(worker, Probe(epoch=self.epoch, sent_ns=self.now_ns()))
+        now_ns, worker.awaiting_probe = self.now_ns(), True
+        worker.liveness.probed(worker.turns.owed, now_ns)
+        self._post.to_worker(worker, Probe(epoch=self.epoch, sent_ns=now_ns))
+
+    def _look_after(self, worker: Worker, since_ns: int) -> None:
+        """Ask a worker how it is; one that has not answered the last time is silent, and in the end lost."""
+        if not worker.awaiting_probe:
+            self._probe(worker)
+            return
+        worker.liveness.missed(since_ns)
+        silent_s, stuck_s = worker.liveness.silent_ns / 1e9, self._settings.stuck_s
+        if silent_s > DEAF * stuck_s:
+            self.lose(worker, f"has said nothing for {silent_s:.0f} s")
+        elif silent_s > stuck_s and not worker.silent:
+            worker.silent = True
+            log.warning("%s has said nothing for %.0f s: it gets no more sessions until it does", worker.whereabouts, silent_s)
+
+    def lose(self, worker: Worker, why: str) -> None:
+        """Take a worker for lost that is there: it is told to forget what it holds and to come anew."""
+        self.decide(f"{worker.whereabouts} {why}: it is taken for lost")
+        self._post.to_peer(worker.peer, Failed(epoch=self.epoch, code="session", text=f"this worker {why}: say Hello anew"))
+        self._worker_lost(worker, why)
 
     # -- what sessions that move, and changes of workers, ask for -------------------------------------------------------------------------------
 
@@ -567,7 +589,7 @@ class Coordinator:
     # -- state ----------------------------------------------------------------------------------------------------------------------------------
 
     def _sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
-        self._record(Recorder.sent, peer, message, frames)
+        self._record(lambda recorder: recorder.sent(peer, message, frames))
 
     @property
     def idle(self) -> bool:
@@ -602,7 +624,10 @@ class Coordinator:
         now_ns = self.now_ns()
         faults = self._faults(now_ns)
         reasons = [self.given_up] if self.given_up else []
-        reasons += [] if self.registry.pick("target") else ["no target worker is registered"]
+        silent = [worker for worker in self.registry.workers.values() if worker.silent]
+        reasons += [f"{worker.whereabouts} has said nothing for {worker.liveness.silent_ns / 1e9:.0f} s"[-MAX_WORDS:] for worker in silent]
+        if self.registry.pick("target") is None and not any(worker.plays("target") for worker in silent):
+            reasons.append("no target worker is registered")
         if self._lost_drafts and self.registry.pick("draft") is None:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
         loading = self.registry.loading(now_ns)

@@ -15,6 +15,7 @@ from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
 from dovetail.runtime.costs import Average, RowCosts
 from dovetail.runtime.kept import Shelf
+from dovetail.runtime.liveness import Liveness
 from dovetail.runtime.outbox import Outbox
 from dovetail.runtime.scheduler import Turns
 from dovetail.runtime.text import TextCodec
@@ -73,8 +74,11 @@ class Worker:
     """The least of the last ones, `trips`: a worker answers a probe when it has done what it computes."""
     trips: deque[int] = field(default_factory=lambda: deque(maxlen=LATE_TRIPS))
     awaiting_probe: bool = False
+    liveness: Liveness = field(default_factory=Liveness)
     stuck: bool = False
     """It owes an answer for too long; it gets no sessions until it has given it."""
+    silent: bool = False
+    """It has said nothing for too long; it gets no sessions until it does."""
     standby: bool = False
     """It gets no sessions until it is put in place."""
     leaving: bool = False
@@ -121,7 +125,7 @@ class Worker:
     @property
     def available(self) -> bool:
         """Whether it may be given sessions."""
-        return self.serves and not self.stuck
+        return self.serves and not (self.stuck or self.silent)
 
     @property
     def serves(self) -> bool:
@@ -166,7 +170,7 @@ class Worker:
             placement=hello.placement,
             standby=self.standby,
             leaving=self.leaving,
-            stuck=self.stuck,
+            stuck=self.stuck or self.silent,
             sent_bytes=self.traffic.sent_bytes,
             received_bytes=self.traffic.received_bytes,
             bytes_per_round=self.traffic.round_bytes.value if self.traffic.round_bytes.known else None,

@@ -52,6 +52,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait half a minute or longer (coordinator.recovery_s)."""
 MAX_WAITING = 64
 """Messages that are taken in while something is computed; the others wait in the link."""
+PROBE_BYTES = 128
+"""A message that is longer is no probe."""
 LOOK_EVERY_S = 0.25
 """So often a worker that computes looks whether there is anybody left to compute for."""
 
@@ -205,6 +207,8 @@ class _Loop:
         self._epoch, self._coordinator_epoch = epoch, coordinator_epoch
         self._stale, self._strikes, self._busy_ns = 0, 0, 0
         self._look_s = 0.0
+        self._answering = False
+        """Whether it is in the midst of a command."""
         self._waiting: deque[list[bytes]] = deque()
         """What arrived while something was computed."""
         self._process = psutil.Process(os.getpid())
@@ -306,10 +310,13 @@ class _Loop:
         if isinstance(command, Observe):
             self._worker.spans.fine = command.fine
             return
+        self._answering = True
         try:
             yield from self._answers(command)
         except Exception as error:  # one command's failure must not end the other sessions
             yield from failures(command, self._epoch, as_request_error(error))
+        finally:
+            self._answering = False
 
     def _answers(self, command: Command) -> Iterator[Event]:
         """What the worker makes of a command; the time between two answers is ours, not that of sending them."""
@@ -338,13 +345,26 @@ class _Loop:
         if now_s >= self._look_s:
             self._look_s = now_s + LOOK_EVERY_S
             while len(self._waiting) < MAX_WAITING and (frames := self._link.take()) is not None:
-                self._waiting.append(frames)
+                if (probe := self._as_probe(frames)) is not None:
+                    self._send(self._probed(probe, busy=self._answering or bool(self._waiting)))
+                else:
+                    self._waiting.append(frames)
             try:
                 self._link.check()
             except LinkClosed as lost:
                 raise Abandoned(str(lost)) from None
 
-    def _probed(self, probe: Probe) -> Probed:
+    def _as_probe(self, frames: list[bytes]) -> Probe | None:
+        """A probe of this coordinator, which is answered in the midst of a command; None: it is anything else, which waits."""
+        if len(frames) > 1 or len(frames[0]) > PROBE_BYTES:
+            return None
+        try:
+            command = COMMAND.decode(frames)
+        except DecodeError:
+            return None
+        return command if isinstance(command, Probe) and command.epoch == self._coordinator_epoch else None
+
+    def _probed(self, probe: Probe, *, busy: bool = False) -> Probed:
         return Probed(
             epoch=self._epoch,
             sent_ns=probe.sent_ns,
@@ -353,6 +373,7 @@ class _Loop:
             stale=self._stale + self._worker.stale,
             sessions=self._worker.sessions,
             rss_bytes=self._process.memory_info().rss,
+            busy=busy,
             beside=self._worker.spans.take_beside(MAX_SPANS),
         )
 

@@ -171,7 +171,7 @@ class Service:
         if (state := await self.reported()) is None:
             missing = [self.gateway.missing or "the coordinator does not answer"]
             return False, {"ready": False, "status": "waiting", "degraded": True, "missing": missing, "faults": [], "loading": []}
-        there = any("target" in worker.roles and not worker.standby for worker in state.workers)
+        there = any("target" in worker.roles and not (worker.standby or worker.stuck) for worker in state.workers)
         faults = [fault.model_dump() for fault in state.faults]
         loading = [{**told.model_dump(), "left_s": told.left_s} for told in state.loading]
         status = "ready" if there else "loading" if any("target" in told.roles for told in state.loading) else "waiting"

@@ -105,22 +105,39 @@ class Hoarding(CarefulTarget):
         return super().handle(command)
 
 
-class Silent(CarefulTarget):
+class Reading(CarefulTarget):
     """Reads prompts and says nothing more, and nobody looks after it."""
 
     def work(self, command: Command) -> list[Event]:
         return super().work(command) if isinstance(command, Open) else []
 
 
+class Silent(CarefulTarget):
+    """Says nothing to whatever it is asked."""
+
+    def work(self, command: Command) -> list[Event]:
+        return []
+
+
 KILLED = Schedule(targets=2, drafts=0, steps=((0, LONG), (40, Fault("kill", who=0))))
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "did not end")], ids=["wandering", "hoarding", "silent"]
+    ("kind", "words"), [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "worker_lost")], ids=["wandering", "hoarding", "silent"]
 )
 def test_a_broken_promise_is_told(kind: type[CarefulTarget], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         play(KILLED, {**CAREFUL, "target": kind})
+
+
+def test_a_target_that_says_nothing_more_when_it_has_read_is_lost_and_recovered_from_again_and_again() -> None:
+    world = play(KILLED, {**CAREFUL, "target": Reading})
+    assert moves(world) > 20  # each brings the token behind the log
+
+
+def test_a_schedule_may_have_faults_of_the_coordinator_about_one_session() -> None:
+    steps = ((0, LONG), (0, Wish(prompt=(9,), tokens=40)), *((12, Fault("fault", who=who, for_ms=7 * who + 1)) for who in range(3)))
+    assert play(Schedule(steps=steps)).loud.contained
 
 
 def test_the_oracle_is_the_scripted_language() -> None:

@@ -354,6 +354,8 @@ class Process:
     """The command that it does next, or does, is never done."""
     refuses: bool = False
     """The command that it does next is answered with Failed."""
+    drops: int = 0
+    """So many of the next commands that want an answer get none, and are not done."""
     again: int = 0
     """So many of the next events are sent twice; `asked_again`: of the commands, received."""
     asked_again: int = 0
@@ -376,7 +378,7 @@ class Process:
     def start(self) -> None:
         if self.alive:
             return
-        self.alive, self.stopped, self.sticks, self.refuses = True, False, False, False
+        self.alive, self.stopped, self.sticks, self.refuses, self.drops = True, False, False, False, 0
         if self._life:  # whoever starts it again wants it to serve
             self.about["standby"] = False
         self._life += 1
@@ -502,6 +504,9 @@ class Process:
 
     def _begin(self, command: Command) -> None:
         assert self.worker is not None
+        if self.drops and isinstance(command, Open | Feed | Refeed | Draft | Verify):
+            self.drops -= 1
+            return
         worker, cost_ns = self.worker, self.costs.of(command)
         refused = self.refuses and isinstance(command, Open | Feed | Draft)
         events = [self._refusal(command)] if refused else worker.handle(command)

@@ -1,7 +1,7 @@
 """Schedules of requests and faults, played in virtual time against the real coordinator, and what must be true of every one of them:
 
 (a) each reply is the undisturbed one: tokens, text, log-probabilities; (b) nothing of it is told twice or left out, at any moment; (c) each request ends
-exactly once, and with an error only where there was no target for as long as a session waits; (d) after the last fault all is as before: everybody is
+exactly once, and with an error only where there was no target for as long as a session waits, or the coordinator failed at it; (d) after the last fault all is as before: everybody is
 registered, a request is served with a draft, and nobody holds anything of requests that have ended.
 
 A schedule is a value: what a failing one prints can be played again.
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 
@@ -67,6 +67,8 @@ Kind = Literal[
     "babble",
     "refuse",
     "forget",
+    "drop",
+    "fault",
     "join",
     "swap",
     "drain",
@@ -146,6 +148,8 @@ class Told:
     """Of targets, before it."""
     void: bool = False
     """Nobody waits for it any more: the client has left, or its coordinator has gone."""
+    sabotaged: bool = False
+    """Something that the coordinator does about it raises."""
 
     @property
     def open(self) -> bool:
@@ -168,8 +172,8 @@ class Reader:
         """`expect`: what a reply is to be; None: who asks is about to find out."""
         self.told: dict[int, Told] = {}
         self._world, self._hub, self._expect = world, world.hub, expect
-        self._peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
-        self._hub.join(self._peer, self._hear)
+        self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
+        self._hub.join(self.peer, self._hear)
         self._say(Hello(epoch=self._epoch, roles=("client",), name="client", host="here", pid=number))
 
     def submit(self, wish: Wish) -> Told:
@@ -214,10 +218,10 @@ class Reader:
         """From now on nobody listens."""
         for told in self.told.values():
             told.void = True
-        self._hub.leave(self._peer)
+        self._hub.leave(self.peer)
 
     def _say(self, message: Message) -> None:
-        self._hub.take(self._peer, encode(message))
+        self._hub.take(self.peer, encode(message))
 
     def _hear(self, frames: list[bytes]) -> None:
         match reply := REPLY.decode(frames):
@@ -366,6 +370,8 @@ class World:
         match step.kind:
             case "cancel":
                 self.reader.cancel(step.who)
+            case "fault":
+                self._sabotage(step)
             case "leave" | "crash":
                 self.reader.leave()
                 self.past.append(self.reader)
@@ -385,6 +391,23 @@ class World:
                     self.reader.dismiss(worker.epoch)
             case _:
                 self._harm(self.processes[step.who % len(self.processes)], step, for_ns)
+
+    def _sabotage(self, fault: Fault) -> None:
+        """Have the coordinator fail at one of the sessions that run, the next time that it does something with it."""
+        lives = [live for live in self.coordinator._live.values() if not live.trial]
+        if not lives:
+            return
+        live = lives[fault.who % len(lives)]
+        owner, name = SABOTAGED[fault.for_ms % len(SABOTAGED)]
+        about: Any = {"session": live.session, "live": live, "pilot": live.pilot, "detokenizer": live.session.detokenizer}[owner]
+        error = (Sabotage, Panic)[fault.for_ms % 2](f"{owner}.{name}")
+
+        def fail(*_: object, **__: object) -> None:
+            raise error
+
+        setattr(about, name, fail)
+        if live.client.peer == self.reader.peer:
+            self.reader.told[live.request].sabotaged = True
 
     def _swap(self, newcomer: Process, who: int) -> None:
         """Have it take the place of one of its role, if it has registered, or come beside it."""
@@ -417,6 +440,8 @@ class World:
                 process.repeat_late(fault.for_ms)
             case "babble":
                 process.babble(1 + fault.for_ms % 9)
+            case "drop":
+                process.drops += 1
             case "refuse":
                 process.refuses = process.role == "draft"
             case _:
@@ -440,6 +465,7 @@ class World:
         self.run_until(lambda: self.time.now_ns >= self.over_ns, PATIENCE_NS, "the faults did not end")
         for process in self.processes:  # what was planned for the next command, and never came to it
             process.sticks, process.refuses, process.again, process.asked_again = process.sticks and process.busy, False, 0, 0
+            process.drops = 0
         self.run_until(self.ready, READY_NS, "not everybody came back")
         drafts = any(process.role == "draft" and not process.about["standby"] for process in self.processes)
         told = self.reader.submit(LAST)
@@ -467,6 +493,8 @@ class World:
     def check_failed(self, told: Told, reply: Failed) -> None:
         """A request may fail where there is no target; one that has begun, where there was none for as long as it waits, or one after the other was lost."""
         self._look()
+        if told.sabotaged and reply.code == "internal":
+            return
         bare_s = (self.time.now_ns - self._bare_since_ns) / S if self._bare_since_ns is not None else 0.0
         if reply.code == "no_target" and not told.tokens:
             assert self._bare_since_ns is not None, f"refused, and there is a target: {reply.text}"
@@ -475,14 +503,38 @@ class World:
             assert bare_s >= RECOVERY_S - TICK_NS / S, f"it failed after {bare_s:g} s without a target: {reply.text}"
 
 
+class Sabotage(Exception):
+    """A fault of the coordinator's that was meant to be."""
+
+
+class Panic(BaseException):
+    """The same, as a library's panic, which is no `Exception`."""
+
+
+SABOTAGED = (
+    *(("session", name) for name in ("verified", "drafted", "opened", "prefilled", "sent", "draft_lost", "target_lost", "recovered", "cancel", "result")),
+    *(("session", name) for name in ("plan", "seek", "_commit", "_read", "_next_round", "_verify", "_order", "_finish", "_for_target", "_for_draft")),
+    *(("live", name) for name in ("answered", "left", "waits", "awaits", "tell_round", "round_ended", "interrupted", "over")),
+    *(("pilot", name) for name in ("learn", "plan", "sends", "rate", "leave", "work_with")),
+    ("detokenizer", "push"),
+    ("detokenizer", "flush"),
+)
+"""What the coordinator does with a session, and may fail at."""
+
+
 class Loud(logging.Handler):
     """What the coordinator takes for its own fault."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.said: list[str] = []
+        self.contained = 0
+        """Faults that were meant to be."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], Sabotage | Panic):
+            self.contained += 1
+            return
         self.said.append(logging.Formatter().format(record))
 
 
