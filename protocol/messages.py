@@ -608,6 +608,8 @@ class Submit(Message):
     seed: Count | None = None
     sample: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """Which of several replies to the same prompt: each has noise of its own."""
+    owner: Name = ""
+    """Whose it is, as the sender tells its users apart: what is kept of an ended session is for its owner's requests alone."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
     vocabulary: Name = ""

@@ -183,7 +183,9 @@ class Intake:
             self._turn_down(client, submit, RequestError("protocol", f"request {submit.request} runs already"))
         else:
             client.reading[submit.request] = True
-            self._house.defer(lambda: attempt(submit, target), lambda outcome: self._begin(client, submit, target, outcome, now_ns))
+            key = self._house.user(client)
+            owner = "" if key is None else key.public
+            self._house.defer(lambda: attempt(submit, target, owner), lambda outcome: self._begin(client, submit, target, outcome, now_ns))
 
     def _begin(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
         """Start the session of a request that has been read, unless client or target have gone meanwhile."""

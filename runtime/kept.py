@@ -32,6 +32,8 @@ class Kept:
     rows: int
     tokens: int
     """That the worker may have in its log: in a verdict there may have been some behind the end of the reply."""
+    owner: str = ""
+    """Whose request it was: nobody else goes on from it, or learns how much of a prompt was sent before."""
 
 
 @dataclass
@@ -74,8 +76,9 @@ class Shelf:
         if (kept := self._lent.pop(session, None)) is not None:
             self._kept[session] = kept
 
-    def find(self, prompt: bytes, *, known: int = 0) -> Base | None:
-        """The session with most to go on from, of those with as much the youngest. `known`: how many tokens behind a row must be the prompt's for it to hold.
+    def find(self, prompt: bytes, *, owner: str = "", known: int = 0) -> Base | None:
+        """The owner's session with most to go on from, of those with as much the youngest. `known`: how many tokens behind a row must be the prompt's for it
+        to hold.
 
         The last token of the prompt is always read: what follows it has to be known. A session of which more would be lost than is won is left alone, since
         its own next turn may come: what many prompts begin with would else cost one conversation after the other its cache.
@@ -83,7 +86,7 @@ class Shelf:
         found, least = None, WORTH
         for kept in reversed(self._kept.values()):
             needed = TOKEN_BYTES * (least + known)
-            if kept.rows < least or kept.log[:needed] != prompt[:needed]:
+            if kept.owner != owner or kept.rows < least or kept.log[:needed] != prompt[:needed]:
                 continue
             tokens = min(kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known)
             if tokens >= max(least, kept.rows - tokens):
@@ -91,14 +94,14 @@ class Shelf:
         return found
 
 
-def bases(prompt: bytes, target: Shelf, draft: Shelf | None, *, reads: bool) -> tuple[Base | None, Base | None]:
+def bases(prompt: bytes, target: Shelf, draft: Shelf | None, *, owner: str = "", reads: bool) -> tuple[Base | None, Base | None]:
     """What a session's target and draft go on from; their shelves lend it.
 
     A draft that `reads` its target gets features of what the target reads now: both go on from the same position. And its row of a position was made with the
     token behind it as well.
     """
-    of_target = target.find(prompt)
-    of_draft = draft.find(prompt, known=int(reads)) if draft is not None else None
+    of_target = target.find(prompt, owner=owner)
+    of_draft = draft.find(prompt, owner=owner, known=int(reads)) if draft is not None else None
     if reads and draft is not None:
         tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
         of_target, of_draft = (Base(base.session, tokens) if base and tokens else None for base in (of_target, of_draft))

@@ -101,7 +101,8 @@ class Placement:
         reads = draft.hello.reads if draft is not None else None
         target_base = draft_base = None
         if self._reuse and request.may_reuse and draft is not target:
-            target_base, draft_base = bases(request.packed, target.shelf, draft.shelf if draft else None, reads=reads is not None)
+            shelf = draft.shelf if draft is not None else None
+            target_base, draft_base = bases(request.packed, target.shelf, shelf, owner=request.owner, reads=reads is not None)
         brief = Briefing(len(request.prompt), reads=reads, base=draft_base) if draft is not None else None
         live = self._live(client, submit, target, draft, request, brief, Accounts(now_ns, tally), now_ns)
         live.session.target_base, live.drafts = target_base, drafts
@@ -158,7 +159,7 @@ class Placement:
         session = live.session
         if not (self._reuse and session.request.may_reuse) or draft is live.target:
             return None
-        base = draft.shelf.find(session.packed(session.length - 1), known=int(draft.hello.reads is not None))
+        base = draft.shelf.find(session.packed(session.length - 1), owner=session.request.owner, known=int(draft.hello.reads is not None))
         if base is not None:
             draft.shelf.lend(base.session)
         return base
@@ -168,7 +169,7 @@ class Placement:
         session = live.session
         if not (self._reuse and session.request.may_reuse) or live.draft is target:
             return None
-        base = target.shelf.find(session.packed())
+        base = target.shelf.find(session.packed(), owner=session.request.owner)
         if base is None or (tokens := min(base.tokens, session.shown_from)) < WORTH:
             return None
         target.shelf.lend(base.session)

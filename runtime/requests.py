@@ -12,8 +12,8 @@ from dovetail.runtime.session import Request
 from dovetail.runtime.text import TextCodec
 
 
-def read_request(submit: Submit, target: Worker) -> Request:
-    """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit."""
+def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
+    """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit. `client`: its key, empty over ipc."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
         text = f"the token ids are of the vocabulary {asked}, the target {target.model} has {has}: ask what the target is and read the prompt again"
@@ -42,6 +42,7 @@ def read_request(submit: Submit, target: Worker) -> Request:
         record=submit.record,
         logprobs=submit.logprobs,
         scored=submit.scored,
+        owner=f"{client}/{submit.owner}",
     )
 
 
@@ -62,10 +63,10 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
         raise RequestError("settings", f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the reply can never reach it")
 
 
-def attempt(submit: Submit, target: Worker) -> Request | RequestError:
+def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
     """`read_request`, with its error as a value: it is called where nobody catches."""
     try:
-        return read_request(submit, target)
+        return read_request(submit, target, client)
     except RequestError as error:
         return error
     except BaseException as error:  # a tokenizer is a program of the checkpoint's, in a sense: its panics too concern this request alone

@@ -111,6 +111,7 @@ class Request:
     record: bool = False
     logprobs: int | None = None
     scored: bool = False
+    owner: str = ""
     packed: bytes = field(init=False, repr=False)
     """The prompt as ended sessions are compared with; made with the request, where a millisecond does not matter."""
 
@@ -509,7 +510,7 @@ class Session:
         if role == "draft":
             brief = self.brief
             rows = 0 if brief is None else brief.rows or (brief.tokens - 1 if idle else 0)
-        return Kept(self.number, self.packed(), rows, self.length + 1 + self.request.tree.most_levels)
+        return Kept(self.number, self.packed(), rows, self.length + 1 + self.request.tree.most_levels, self.request.owner)
 
     def packed(self, tokens: int | None = None) -> bytes:
         """So many tokens of the log, or all, as ended sessions are compared with."""

@@ -28,7 +28,7 @@ from dovetail.runtime.http.document import describe, documented
 from dovetail.runtime.http.errors import ApiError, place, unavailable
 from dovetail.runtime.http.exposition import CONTENT_TYPE, Exposition
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.http.guard import OPEN_PATHS, STRAIGHT, App, Guard
+from dovetail.runtime.http.guard import OPEN_PATHS, OWNER, STRAIGHT, App, Guard
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.server import Connections
@@ -102,7 +102,7 @@ class Service:
             run.close()
 
         try:
-            writer, model = await self._begin(body, run)
+            writer, model = await self._begin(body, run, request.scope.get(OWNER, ""))
             answer = Answer(run, writer, self.exposition, model)
             if body.stream:
                 return Stream(answer, done)
@@ -116,11 +116,11 @@ class Service:
         done()
         return _json(whole)
 
-    async def _begin(self, body: ChatOrTextBody, run: Run) -> tuple[Writer, str]:
+    async def _begin(self, body: ChatOrTextBody, run: Run, owner: str) -> tuple[Writer, str]:
         """Have the replies begun, up to the first word of any; once more if the target has become another meanwhile."""
         for _ in range(2):
             target = await self.target(body.model)
-            order = await self._order(body, target)
+            order = await self._order(body, target, owner)
             try:
                 await run.begin(order)
             except WrongVocabulary:
@@ -129,11 +129,11 @@ class Service:
             return open_writer(order, target, self.name_of(target)), self.name_of(target)
         raise unavailable("the target changes its vocabulary all the time: ask again when one stays")
 
-    async def _order(self, body: ChatOrTextBody, target: Target) -> Order:
+    async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:
         def read() -> Order:
             if isinstance(body, ChatBody):
-                return chat_order(body, target, self.terms.defaults)
-            return completion_order(body, target, self.terms.defaults)
+                return chat_order(body, target, self.terms.defaults, owner)
+            return completion_order(body, target, self.terms.defaults, owner)
 
         return await _here_or_elsewhere(read, _size(body))
 

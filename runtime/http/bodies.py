@@ -1,62 +1,21 @@
 """What HTTP clients send: OpenAI's bodies, with what vLLM's clients add. Says what may be asked for; what it means for a target, `orders.py` knows.
 
-Fields that nobody knows are ignored, as OpenAI's clients expect; fields that mean something which is not served here are refused unless they ask for nothing.
+Fields that are not served here are refused unless they ask for nothing, and so are fields that nobody knows (`fields.py`).
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.fields import BENIGN, check_fields
 
 MAX_CHOICES = 128
 """Replies to one request: prompts times n."""
 STOP_CHARACTERS = 1024
 LARGEST_SEED = (1 << 63) - 1
-UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "store": (False,),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "cache_salt": (),
-    "add_special_tokens": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "echo": (False,),
-}
-"""Fields of completions that are not served (or by the other kind only), each with the values, beside null, that ask for nothing."""
-
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
@@ -65,16 +24,34 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    """Fields that change nothing are let pass, though the document does not promise them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
+    place: ClassVar[str] = ""
+    """The field that it is the value of."""
+    benign: ClassVar[frozenset[str]] = BENIGN
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
+        return body
 
 
 class StreamOptions(Body):
+    place = "stream_options"
+    benign = frozenset({"include_obfuscation"})
+
     include_usage: bool = Field(False, description="a last chunk says how many tokens were read and written")
     continuous_usage_stats: bool = Field(False, description="every chunk does")
 
 
 class Wishes(Body):
     """Fields of our own."""
+
+    place = "dovetail"
+    benign = frozenset()
 
     drafted: bool = Field(False, description="each streamed choice says which of its tokens the draft had proposed")
     speculate: bool = Field(True, description="false: the target alone decodes this request")
@@ -107,13 +84,10 @@ class Decoding(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _served(cls, body: Any) -> Any:
+    def _few_biases(cls, body: Any) -> Any:
         biases = body.get("logit_bias") if isinstance(body, dict) else None
         if isinstance(biases, dict) and len(biases) > MAX_BIASES:  # told before each of them is complained of
             raise ApiError(400, f"logit_bias has {len(biases)} entries: name at most {MAX_BIASES}", param="logit_bias")
-        for name in (name for name in UNSERVED if isinstance(body, dict) and name in body and name not in cls.model_fields):
-            if body[name] is not None and body[name] not in UNSERVED[name]:
-                raise ApiError(400, f"{name} is not served here: leave it out", param=name, code="unsupported_parameter")
         return body
 
     @property
@@ -133,13 +107,20 @@ class Decoding(Body):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-class TextPart(Body):
+class TextPart(BaseModel):
+    """A part of a message; one of another type is refused as such."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Body):
-    """One message of a conversation; its content is text, whole or in parts."""
+    """One message of a conversation; its content is text, whole or in parts. What clients send back of a reply may stay in it."""
+
+    place = "messages"
+    benign = frozenset({"name", "refusal", "annotations", "id", "reasoning", "reasoning_content", "tool_calls", "function_call", "audio"})
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_TURNS)]

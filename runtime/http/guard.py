@@ -3,6 +3,7 @@
 Knows headers and addresses, nothing of models.
 """
 
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -23,6 +24,8 @@ LOCAL_PATHS = ("/metrics",)
 """These answer on the machine itself without a key too."""
 STRAIGHT = "dovetail.send"
 """Where a stream finds the way to its client past the layers of the framework, each of which would cost microseconds a token."""
+OWNER = "dovetail.owner"
+"""Where a request says whose it is: a digest of its API key; not there without one."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 
 
@@ -59,16 +62,19 @@ class Guard:
             return ApiError(403, text, code="host")
         path = scope["path"]
         free = path in self._open_paths or (path in LOCAL_PATHS and is_local(scope, headers))
-        if self._keys and not free and not self._has_key(headers):
+        key = self._key(headers)
+        if key is not None:
+            scope[OWNER] = hashlib.sha256(b"dovetail owner\0" + key).hexdigest()
+        elif self._keys and not free:
             return ApiError(401, "the API key is missing or wrong: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
 
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Compared with every key, in the same time whichever it is."""
+    def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
+        """The key that a request comes with, if it is one of ours; compared with every one, in the same time whichever it is."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        equal = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        return scheme.lower() == b"bearer" and any(equal)
+        equal = [key for key in self._keys if hmac.compare_digest(given.strip(), key)]
+        return equal[0] if scheme.lower() == b"bearer" and equal else None
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._most} bytes: send less, or raise http.body", code="request_too_large")

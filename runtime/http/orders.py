@@ -59,7 +59,7 @@ class Order:
         return self.echo[index // self.copies] if self.echo is not None else ""
 
 
-def chat_order(body: ChatBody, target: Target, defaults: Defaults) -> Order:
+def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = "") -> Order:
     """What a chat completion asks for."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
@@ -67,10 +67,10 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults) -> Order:
     prompt = _messages(body, target)
     most = body.max_completion_tokens or body.max_tokens or defaults.sampling.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _order("chat", body, [prompt], target, defaults, most=most, logprobs=logprobs)
+    return _order("chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs)
 
 
-def completion_order(body: CompletionBody, target: Target, defaults: Defaults) -> Order:
+def completion_order(body: CompletionBody, target: Target, defaults: Defaults, owner: str = "") -> Order:
     """What a text completion asks for."""
     _check_best_of(body)
     prompts = [_prompt(prompt, target) for prompt in _prompts(body)]
@@ -80,7 +80,7 @@ def completion_order(body: CompletionBody, target: Target, defaults: Defaults) -
     echo = None
     if body.echo:
         echo = tuple(given if isinstance(given, str) else target.text.decode(given) for given in _prompts(body))
-    return _order("text", body, prompts, target, defaults, most=most, logprobs=body.logprobs, echo=echo)
+    return _order("text", body, prompts, target, defaults, owner=owner, most=most, logprobs=body.logprobs, echo=echo)
 
 
 def tokens_of(body: TokenizeBody, target: Target) -> tuple[int, ...]:
@@ -103,6 +103,7 @@ def _order(
     target: Target,
     defaults: Defaults,
     *,
+    owner: str,
     most: int,
     logprobs: int | None,
     echo: tuple[str, ...] | None = None,
@@ -124,6 +125,7 @@ def _order(
             stop=body.stops,
             seed=seed,
             sample=sample,
+            owner=owner,
             end=end,
             vocabulary=target.described.vocabulary.digest,
             logprobs=logprobs,

@@ -1,6 +1,7 @@
 """What is kept of ended sessions, as values: packed logs in, sessions to go on from and sessions to let go out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,15 @@ def test_what_is_lent_takes_room_until_it_is_taken_and_can_be_given_back() -> No
     held.taken(1)
     held.give_back(1)
     assert (len(held), held.tokens) == (1, 40)
+
+
+def test_nobody_goes_on_from_what_another_has_sent() -> None:
+    held = shelf(replace(kept(1, LOG), owner="one"), replace(kept(2, LOG[:30]), owner="two"))
+    prompt = pack((*LOG, 5))
+    assert held.find(prompt, owner="one") == Base(1, 39)
+    assert held.find(prompt, owner="two") == Base(2, 29)
+    assert held.find(prompt) is None
+    assert held.find(prompt, owner="three") is None
 
 
 def test_there_is_a_limit_to_the_sessions_that_are_looked_through() -> None:

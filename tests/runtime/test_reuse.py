@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import Failed, Feed, Finished, Limits, Open, Reads
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
+from dovetail.runtime.client import Client
 from dovetail.runtime.kept import WORTH
-from support.houses import House
+from support.houses import DYNAMIC, House, pumped
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
 
 PROMPT = next(prompt for first in range(1, 60) if len(continuation(prompt := tuple(range(first, first + 30)), 60)) == 60)
@@ -251,3 +253,41 @@ def test_no_interleaving_of_conversations_changes_a_token(data: st.DataObject, r
     assert (report.sessions, report.refused, report.failed) == (0, 0, 0)
     assert report.totals.reused_tokens == reused
     assert bool(reused) is (room > 0) or room == 90
+
+
+# -- between users -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+def test_what_one_user_has_sent_is_kept_from_the_others_and_for_itself(reads: Reads | None) -> None:
+    house = House(limits=ROOMY, reads=reads)
+    assert turn(house, PROMPT, owner="alice").result.reused_tokens == 0
+    assert turn(house, (*PROMPT, 5), owner="bob").result.reused_tokens == 0
+    assert turn(house, (*PROMPT, 5)).result.reused_tokens == 0
+    assert all(command.base is None for worker in (house.target, house.draft) for command in opens(worker))
+    assert turn(house, (*PROMPT, 6), owner="alice").result.reused_tokens >= len(PROMPT) - 1
+
+
+def test_the_keys_of_links_are_users_too() -> None:
+    house = House(limits=ROOMY)
+    far = [Client(pumped(house, house.hub.connect(PeerKey(name, ("client",), name[0] * 40)))) for name in ("laptop", "desktop")]
+
+    def ask(client: Client, *more: int) -> int:
+        request = client.submit(tokens=(*PROMPT, *more), max_tokens=12, seed=1, tree=DYNAMIC)
+        return client.complete(request).result.reused_tokens
+
+    assert [ask(far[0]), ask(far[1]), ask(house.client)] == [0, 0, 0]
+    assert min(ask(far[1], 5), ask(house.client, 6)) >= len(PROMPT) - 1
+
+
+def test_a_draft_that_joins_and_a_target_that_takes_over_go_on_from_nobody_elses() -> None:
+    house = House(limits=ROOMY, draft=False)
+    first = house.target
+    turn(house, PROMPT, owner="alice")
+    assert first is not None
+    joiner = house.add(ScriptedDraft, "draft", limits=ROOMY)
+    turn(house, PROMPT, owner="alice")
+    house.lose(joiner)
+    joiner = house.add(ScriptedDraft, "draft", limits=ROOMY)
+    assert turn(house, PROMPT, owner="bob").result.reused_tokens == 0
+    assert [command.base for command in opens(joiner)] == [None]

@@ -244,6 +244,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             stop=("\n\n",),
             seed=7,
             sample=1,
+            owner="ab" * 32,
             end=(151643,),
             vocabulary="ab" * 32,
             logprobs=2,

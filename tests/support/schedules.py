@@ -1,8 +1,8 @@
 """Schedules of requests and faults, played in virtual time against the real coordinator, and what must be true of every one of them:
 
 (a) each reply is the undisturbed one: tokens, text, log-probabilities; (b) nothing of it is told twice or left out, at any moment; (c) each request ends
-exactly once, and with an error only where there was no target for as long as a session waits, or the coordinator failed at it; (d) after the last fault all is as before: everybody is
-registered, a request is served with a draft, and nobody holds anything of requests that have ended.
+exactly once, and with an error only where there was no target for as long as a session waits, or where the coordinator failed at this very request; (d) after
+the last fault all is as before: everybody is registered, a request is served with a draft, and nobody holds anything of requests that have ended.
 
 A schedule is a value: what a failing one prints can be played again.
 """

@@ -311,7 +311,7 @@ def test_what_is_no_body_is_refused(server: Api, body: bytes) -> None:
 
 
 def test_what_means_nothing_is_ignored(server: Api) -> None:
-    fields = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "tools": [], "response_format": {"type": "text"}, "unheard_of": 1, "store": None}
+    fields = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "tools": [], "response_format": {"type": "text"}, "unheard_of": None, "store": True}
     assert server.chat(max_tokens=5, **fields)["usage"]["completion_tokens"] == 5
 
 

@@ -1,0 +1,141 @@
+"""Fields of other servers: what would change a reply and is not done is refused by its name, whatever it is called; what changes none is let pass."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.fields import BENIGN, UNSERVED
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+TEXT: dict[str, Any] = {"prompt": "hello"}
+ASKED: dict[str, Any] = {
+    # OpenAI's
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "alloy"},
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {},
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    # llama-server's
+    "grammar": 'root ::= "yes"',
+    "json_schema": {"type": "object"},
+    "samplers": ["top_k"],
+    "typical_p": 0.9,
+    "top_n_sigma": 1.0,
+    "mirostat": 2,
+    "xtc_probability": 0.5,
+    "dry_multiplier": 0.8,
+    "dynatemp_range": 0.5,
+    "repeat_penalty": 1.1,
+    "repeat_last_n": 16,
+    "n_predict": 5,
+    "n_probs": 3,
+    "min_keep": 5,
+    "t_max_predict_ms": 10,
+    "lora": [{"id": 0, "scale": 1.0}],
+    "image_data": [{"data": "", "id": 1}],
+    "return_tokens": True,
+    # vLLM's
+    "structured_outputs": {"regex": "a"},
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "a",
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "bad_words": ["a"],
+    "allowed_token_ids": [1],
+    "logits_processors": ["a.b"],
+    "chat_template": "{{ x }}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "documents": [{"text": "x"}],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "truncate_prompt_tokens": 5,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "cache_salt": "x",
+    "prompt_logprobs": 1,
+    # SGLang's
+    "regex": "a+",
+    "ebnf": "root ::= x",
+    "stop_regex": ["a"],
+    "min_new_tokens": 3,
+    "custom_logit_processor": "x",
+    "lora_path": "x",
+    "structural_tag": "x",
+    # TGI's, Ollama's, routers'
+    "do_sample": True,
+    "watermark": True,
+    "truncate": 5,
+    "adapter_id": "x",
+    "max_new_tokens": 4,
+    "top_n_tokens": 4,
+    "options": {"num_ctx": 5},
+    "format": "json",
+    "random_seed": 5,
+    "top_a": 0.5,
+    "transforms": ["middle-out"],
+    "thinking": {"type": "enabled"},
+    # nobody's
+    "gramar": "x",
+    "Temperature": 0.0,
+    "temprature": 0.0,
+    "stop_word": "x",
+    "": 1,
+    "x" * 500: 1,
+}
+
+
+@pytest.mark.parametrize("name", ASKED, ids=lambda name: str(name)[:40] or "no name")
+@pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"])
+def test_what_would_change_a_reply_and_is_not_done_is_refused_by_its_name(kind: type[BaseModel], body: dict[str, Any], name: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        kind.model_validate({**body, name: ASKED[name]})
+    assert refused.value.status == 400
+    assert refused.value.param == name[:64]
+    assert refused.value.code in ("unsupported_parameter", "unknown_parameter")
+
+
+@pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"])
+def test_what_asks_for_nothing_is_let_pass(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    for name, nothings in UNSERVED.items():
+        for nothing in (None, *nothings):
+            kind.model_validate({**body, name: nothing})
+    kind.model_validate({**body, **dict.fromkeys(BENIGN, "x"), "unheard_of": None})
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (ChatBody, {**CHAT, "prompt": "x"}, "prompt"),
+        (CompletionBody, {**TEXT, "messages": []}, "messages"),
+        (CompletionBody, {**TEXT, "max_completion_tokens": 5}, "max_completion_tokens"),
+        (CompletionBody, {**TEXT, "top_logprobs": 5}, "top_logprobs"),
+        (ChatBody, {**CHAT, "echo": True}, "echo"),
+        (ChatBody, {**CHAT, "suffix": "x"}, "suffix"),
+        (ChatBody, {**CHAT, "stream": True, "stream_options": {"usage": True}}, "stream_options"),
+        (ChatBody, {**CHAT, "dovetail": {"draft": True}}, "dovetail"),
+        (ChatBody, {"messages": [{"role": "assistant", "content": "x", "prefix": True}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages"),
+        (TokenizeBody, {"content": "x"}, "content"),
+        (DetokenizeBody, {"tokens": [1], "skip_special_tokens": False}, "skip_special_tokens"),
+    ],
+)
+def test_so_is_what_another_path_or_a_part_of_a_body_knows(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        kind.model_validate(body)
+    assert refused.value.param == param
+
+
+def test_a_reply_may_be_sent_back_as_it_came() -> None:
+    said = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": None, "reasoning_content": None, "name": "x"}
+    ChatBody.model_validate({"messages": [*CHAT["messages"], said, *CHAT["messages"]]})
