@@ -90,10 +90,12 @@ class Client:
     ) -> int:
         """Ask for a completion of token ids, of text or of chat turns; returns the request's number, under which the replies come.
 
-        `sample`: which of several replies to the same prompt and seed; `owner`: whose request it is; `end`: ids that end the reply, None: the target's;
-        `vocabulary`: the digest of that which `tokens` are of, where the target is to have no other. `logprobs`: tokens come with their log-probabilities and so many alternatives, `scored`:
-        those of the prompt too, ahead of them. `record`: every round comes as a Recorded; `ahead`: whether drafting goes on while the target verifies, None:
-        where that pays.
+        `sample`: which of several replies to the same prompt and seed; `owner`: whose request it
+        is; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of that
+        which `tokens` are of, where the target is to have no other. `logprobs`: tokens come with
+        their log-probabilities and so many alternatives, `scored`: those of the prompt too, ahead
+        of them. `record`: every round comes as a Recorded; `ahead`: whether drafting goes on while
+        the target verifies, None: where that pays.
         """
         self._requests += 1
         self._send(
