@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -25,10 +26,10 @@ from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBod
 from dovetail.runtime.http.dashboard import Shown, Watch, add_dashboard, page_files
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.document import describe, documented
-from dovetail.runtime.http.errors import ApiError, place, unavailable
+from dovetail.runtime.http.errors import ApiError, place, unavailable, unread
 from dovetail.runtime.http.exposition import CONTENT_TYPE, Exposition
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.http.guard import OPEN_PATHS, OWNER, STRAIGHT, App, Guard
+from dovetail.runtime.http.guard import OPEN_PATHS, OWNER, STRAIGHT, UNREAD, App, Guard
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.server import Connections
@@ -105,6 +106,7 @@ class Service:
             writer, model = await self._begin(body, run, request.scope.get(OWNER, ""))
             answer = Answer(run, writer, self.exposition, model)
             if body.stream:
+                request.scope[UNREAD] = partial(run.fail, unread(self.connections.receive_s))
                 return Stream(answer, done)
             whole = await answer.whole()
         except Gone:
@@ -189,7 +191,7 @@ class Service:
         if reported is not None and not name:
             with suppress(ApiError):
                 name = self.name_of(await self.gateway.target())
-        return self.exposition.text(reported, name, answering=len(self.runs), connections=len(self.connections.open))
+        return self.exposition.text(reported, name, answering=len(self.runs), connections=len(self.connections.open), let_go=self.connections.let_go)
 
 
 class Answer:

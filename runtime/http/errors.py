@@ -40,6 +40,12 @@ def unavailable(why: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     return ApiError(503, why, code="unavailable", retry_after_s=retry_after_s)
 
 
+def unread(seconds: float) -> ApiError:
+    """408: the client reads nothing of its stream."""
+    text = f"this client has read nothing for {seconds:g} s (http.receive_s), and its request was ended: read replies as they come"
+    return ApiError(408, text, code="client_too_slow")
+
+
 def of_failure(failed: Failed) -> ApiError:
     """What the coordinator's word means to an HTTP client."""
     match failed.code:

@@ -97,11 +97,12 @@ class Exposition:
         """Times a reply of this model to a request that arrived then."""
         return Watch(began_s, self._first.of(model), self._between.of(model), self._whole.of(model))
 
-    def text(self, reported: Reported | None, model: str, *, answering: int, connections: int) -> bytes:
+    def text(self, reported: Reported | None, model: str, *, answering: int, connections: int, let_go: int) -> bytes:
         """The page; without a coordinator, what this process knows by itself."""
         self._state.reported, self._state.model = reported, model
         self._answering.set(answering)
         self._connections.set(connections)
+        self._state.let_go = let_go
         return generate_latest(self._registry)
 
 
@@ -110,9 +111,11 @@ class _State(Collector):
 
     reported: Reported | None = None
     model: str = ""
+    let_go: int = 0
 
     def collect(self) -> Iterator[Metric]:
         reported = self.reported
+        yield _counter("dovetail_http_let_go", "HTTP clients that read nothing, and were let go.", self.let_go)
         yield _gauge("dovetail_up", "Whether the coordinator answers.", float(reported is not None))
         if reported is not None:
             yield from _own(reported)

@@ -26,6 +26,8 @@ STRAIGHT = "dovetail.send"
 """Where a stream finds the way to its client past the layers of the framework, each of which would cost microseconds a token."""
 OWNER = "dovetail.owner"
 """Where a request says whose it is: a digest of its API key; not there without one."""
+UNREAD = "dovetail.unread"
+"""Where a stream says what is to be called when its client reads nothing: it ends then, with an error for its last words."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 
 

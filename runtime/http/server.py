@@ -6,6 +6,7 @@ The only door to `uvicorn`.
 
 import asyncio
 import json
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.guard import App
+from dovetail.runtime.http.guard import UNREAD, App
+
+log = logging.getLogger("dovetail.http")
 
 LOOK_EVERY_S = 1.0
 MAX_HEAD_BYTES = 64 << 10
@@ -35,6 +38,8 @@ class Connections:
 
     def __init__(self, *, receive_s: float, most: int) -> None:
         self.receive_s, self.most = receive_s, most
+        self.let_go = 0
+        """Clients that read nothing."""
         self.open: set[PatientProtocol] = set()
 
     def look(self, now_s: float) -> None:
@@ -54,6 +59,8 @@ class PatientProtocol(HttpToolsProtocol):
         """When the request that is arriving began to; None: it has arrived, or none has begun."""
         self._unread = 0
         self._unread_s = self._began_s
+        self._told_s: float | None = None
+        """When its client was told that it reads nothing."""
         self._head = 0
         self._refused = False
         if len(self.shared.open) >= self.shared.most:
@@ -73,6 +80,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head = 0
+        self._told_s = None
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -110,14 +118,31 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def look(self, now_s: float) -> None:
-        """End the connection if its request does not arrive, or if nothing of what was written has been read for too long."""
+        """End the connection if its request does not arrive, or if nothing of what was written has been read for too long; a stream ends in words first."""
         patience = self.shared.receive_s
         unread = self.transport.get_write_buffer_size()
         if unread == 0 or unread < self._unread:
             self._unread_s = now_s
         self._unread = unread
-        if (unread and now_s - self._unread_s > patience) or (self._awaits_request() and now_s - (self._began_s or now_s) > patience):
+        if unread and now_s - self._unread_s > patience:
+            self._let_go(now_s)
+        elif self._awaits_request() and now_s - (self._began_s or now_s) > patience:
             self.transport.abort()
+
+    def _let_go(self, now_s: float) -> None:
+        """Part with a client that reads nothing. Behind what waits for it its stream says so, for as long again: it may begin to read."""
+        if self._told_s is None:
+            self.shared.let_go += 1
+            log.warning("the client at %s has read nothing for %g s (http.receive_s) and is let go", self.client, self.shared.receive_s)
+            streaming = self.cycle is not None and not self.cycle.response_complete
+            if streaming and (tell := self.cycle.scope.get(UNREAD)) is not None:
+                self._told_s = now_s
+                tell()
+                self.flow.resume_writing()
+                return
+        elif now_s - self._told_s <= self.shared.receive_s:
+            return
+        self.transport.abort()
 
     def _awaits_request(self) -> bool:
         """Whether the rest of a request is all that this connection waits for; the next one may take its time while one is answered."""

@@ -1,6 +1,7 @@
 """Who may ask, and how much: keys, host names, bodies, heads, slow clients and too many of them."""
 
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -164,6 +165,29 @@ def test_a_client_that_reads_nothing_is_cut_off(house: Backend) -> None:
             assert time.monotonic() < deadline, "it was not cut off"
             time.sleep(0.1)
         house.until_idle()
+
+
+def test_a_stream_that_nobody_reads_ends_in_words_which_the_log_and_the_metrics_say_too(house: Backend) -> None:
+    body = json.dumps({"prompt": [5, 6], "max_tokens": 100, "n": 16, "stream": True, "logprobs": 20, "ignore_eos": True}).encode()
+    with api(house.address, "--http.receive_s=2") as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(server.address)
+        connection.sendall(HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        deadline = time.monotonic() + PATIENCE_S
+        while not server.metric("dovetail_http_let_go_total"):
+            assert time.monotonic() < deadline, "it was not let go"
+            time.sleep(0.05)
+        house.until_idle()
+        said = b""
+        while not said.endswith(b"0\r\n\r\n"):
+            assert (part := connection.recv(1 << 16)), f"closed after {said[-200:]!r}"
+            said += part
+    last = said.rpartition(b"data: ")[2]
+    error = json.loads(last.partition(b"\n")[0])["error"]
+    assert error["code"] == "client_too_slow"
+    assert "has read nothing for 2 s" in error["message"]
+    assert b"[DONE]" not in said
 
 
 def test_the_servers_files_are_few_again_when_its_clients_have_gone(server: Api) -> None:
