@@ -1014,6 +1014,8 @@ class Totals(Frozen):
     """Sessions whose target was lost, and that wait for another."""
     moves: Count = 0
     """Times that a session went on on another target."""
+    let_go: Count = 0
+    """Clients that read nothing, and whose requests were ended for that."""
     kept: Count = 0
     """Sessions that have ended and whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -166,6 +166,17 @@ class Changes:
         if self._change is not None and self._change.phase is Phase.MOVING and not self._still_reading():
             self._perform(self._change.step({live.session.number: self._standing(live) for live in self._house.lives if not live.trial}))
 
+    def break_off(self, why: str) -> None:
+        """End the change that is under way for a fault of ours: the old worker stays, and a newcomer that is not in place is let go."""
+        if self._old is not None:
+            self._old.leaving = False
+        for live in [*self._trials.values()]:
+            self._house.abandon(live)
+        self._trials.clear()
+        if self._newcomer is not None and self._newcomer.standby:
+            self._house.let_go(self._newcomer)
+        self._end(f"the change was broken off, since the coordinator failed at it ({why}); its log says where")
+
     def lost(self, worker: Worker, why: str) -> None:
         """A worker has gone."""
         if self._change is not None:

@@ -136,6 +136,7 @@ class Coordinator:
             sent=self._sent,
             worker_lost=self._worker_lost,
             client_lost=self._client_lost,
+            client_deaf=self._client_deaf,
             unsaid=self._unsaid,
         )
         self._dispatch = Dispatch(self, self._post, self._live, self.registry, reuse=settings.reuse)
@@ -182,8 +183,7 @@ class Coordinator:
                 self.unanswered(client, getattr(message, "request", None), error)
             elif worker is None:
                 self._turn_away(peer, error)
-        if self._changes.under_way:
-            self._aside(self._changes.step, now_ns)
+        self._step_change(now_ns)
         self.part()
 
     # -- faults of our own -----------------------------------------------------------------------------------------------------------------------
@@ -224,6 +224,17 @@ class Coordinator:
             self._worker_lost(worker, "could not be let in")
         self.registry.clients.pop(peer, None)
         self._aside(self._refuse, peer, _fault(error))
+
+    def _step_change(self, now_ns: int) -> None:
+        """See how the change of workers gets on that is under way, if one is; a fault of ours ends it."""
+        if not self._changes.under_way:
+            return
+        try:
+            self._changes.step(now_ns)
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception("the change of workers is broken off")
+            self._aside(self._changes.break_off, told(error))
 
     def _aside(self, action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
         """Do what is about no session; what goes wrong is told, and the rest goes on."""
@@ -267,6 +278,7 @@ class Coordinator:
                 self._client_lost(client)
 
     def _newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
+        self._aside(self._post.bid_farewell)
         if self._strikes.get(peer, 0) >= MAX_STRIKES:
             self._dropped.refused += 1
             return
@@ -466,15 +478,27 @@ class Coordinator:
                 self._tally.ended["cancelled"] += 1
                 self._drop(live)
 
+    def _client_deaf(self, client: ClientPeer) -> None:
+        """A client reads nothing: free its sessions, and tell it as soon as it reads."""
+        words = f"this client has read nothing while {len(client.outbox)} messages waited for it, and is let go with its requests: say Hello anew"
+        log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
+        self.decide(f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is let go")
+        self._tally.let_go += 1
+        requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
+        self._client_lost(client)
+        farewell = [Failed(epoch=self.epoch, session=request, code="session", text=words) for request in requests]
+        self._post.see_off(client.peer, [*farewell, Failed(epoch=self.epoch, code="session", text=words)])
+
     def tick(self) -> None:
         """What is due: probes to workers that have answered the last one, drafts that are too late, sessions that have waited, replies that clients have not
         taken."""
         self._aside(self._let_revoked_go)
+        self._aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):
             self._aside(self._look_after, worker, now_ns - before_ns)
         self._aside(self.observe)
-        self._aside(self._changes.step, self.now_ns())
+        self._step_change(self.now_ns())
         self._aside(self._moving.tick)
         self.part()
         for live in [*self._live.values()]:

@@ -113,6 +113,8 @@ class Tally:
     accepted_at_depth: list[int] = field(default_factory=list)
     ended: Counter[FinishReason] = field(default_factory=Counter)
     moves: int = 0
+    let_go: int = 0
+    """Clients that read nothing."""
 
     def verdict(self, drafted: int, accepted: int) -> None:
         self.drafts += drafted > 0
@@ -134,6 +136,7 @@ class Tally:
             opening=opening,
             waiting=waiting,
             moves=self.moves,
+            let_go=self.let_go,
             kept=kept,
             occupied=occupied,
         )

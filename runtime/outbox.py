@@ -12,6 +12,8 @@ from dovetail.protocol.messages import Emitted, Failed, Finished, Message, Recor
 EMIT_EVERY_NS = 20_000_000
 """A client is not woken more often for text: nobody reads faster, and where cores are few it would take one from a worker. To be woken and to say something
 over HTTP takes some 300 us of a core."""
+MAX_JOINED = 8192
+"""Tokens that are told in one piece, so that every message can be sent."""
 RECORD_EVERY_NS = 2_000_000
 """The same for records, which somebody measures by."""
 
@@ -23,6 +25,8 @@ class Outbox:
         self._waiting: deque[Message] = deque()
         self._begun: set[int] = set()
         """Requests that have been told some text and not their end."""
+        self.tokens = 0
+        """That wait."""
         self._patience_ns = EMIT_EVERY_NS
         self._sent_ns = 0
         self._reminded_ns: int | None = None
@@ -38,13 +42,14 @@ class Outbox:
                 self._begun.discard(_subject(message))
             self._patience_ns = min(self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0)
             return
+        self.tokens += len(message.tokens)
         if message.request not in self._begun:
             self._begun.add(message.request)
             self._patience_ns = 0
         # what waits for a client that reads is short: a message or two of each of its requests
         place = next((place for place in reversed(range(len(self._waiting))) if _subject(self._waiting[place]) == message.request), None)
         before = self._waiting[place] if place is not None else None
-        if place is not None and isinstance(before, Emitted):
+        if place is not None and isinstance(before, Emitted) and len(before.tokens) < MAX_JOINED:
             self._waiting[place] = _joined(before, message)
         else:
             self._waiting.append(message)
@@ -73,16 +78,27 @@ class Outbox:
                 send(self._waiting[0])
             except PeerBusy:
                 return
-            self._waiting.popleft()
+            self._count_out(self._waiting.popleft())
 
     def drop(self) -> int | None:
         """Forget what would be sent next, and all else that is about its request: which that is, None if it is about none."""
-        request = _subject(self._waiting.popleft())
+        request = _subject(first := self._waiting.popleft())
         self._begun.discard(request)
+        self._count_out(first)
         if request < 0:
             return None
-        self._waiting = deque(message for message in self._waiting if _subject(message) != request)
+        kept = [message for message in self._waiting if _subject(message) != request]
+        self.tokens = sum(len(message.tokens) for message in kept if isinstance(message, Emitted))
+        self._waiting = deque(kept)
         return request
+
+    @property
+    def requests(self) -> set[int]:
+        """Those that something waits to be said of."""
+        return {request for message in self._waiting if (request := _subject(message)) >= 0}
+
+    def _count_out(self, message: Message) -> None:
+        self.tokens -= len(message.tokens) if isinstance(message, Emitted) else 0
 
 
 def _subject(message: Message) -> int:

@@ -4,10 +4,11 @@ Whoever cannot be reached is lost; what that means the coordinator knows.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from dovetail.protocol.codec import encode
-from dovetail.protocol.errors import LinkError
+from dovetail.protocol.errors import LinkError, PeerBusy
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Message
 from dovetail.runtime.faults import reraise_exits
@@ -18,6 +19,10 @@ log = logging.getLogger("dovetail.coordinator")
 
 MAX_BACKLOG = 16384
 """Messages that wait for a client: one that lets more come together is let go."""
+MAX_TOKENS_WAITING = 1 << 20
+"""Tokens that do."""
+MAX_FAREWELLS = 64
+"""Clients that were let go and have not been told yet; of more the first are not."""
 
 Later = Callable[[float, Callable[[], None]], object]
 """Does something after so many seconds."""
@@ -38,11 +43,15 @@ class Post:
         sent: Sent,
         worker_lost: Callable[[Worker], None],
         client_lost: Callable[[ClientPeer], None],
+        client_deaf: Callable[[ClientPeer], None],
         unsaid: Callable[[ClientPeer, int | None, BaseException], None],
     ) -> None:
-        """`unsaid` hears of a request of which something could not be said; None: it was about none."""
+        """`client_deaf` hears of one that reads nothing. `unsaid` hears of a request of which something could not be said; None: it was about none."""
         self._hub, self._observing, self._later = hub, observing, later
         self._sent, self._worker_lost, self._client_lost, self._unsaid = sent, worker_lost, client_lost, unsaid
+        self._client_deaf = client_deaf
+        self._farewells: dict[bytes, deque[Message]] = {}
+        """Last words to clients that read nothing, by address."""
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
         """Bytes sent, and since when they are on their way: the worker may begin before we are back from sending. One that cannot be reached is lost."""
@@ -68,9 +77,8 @@ class Post:
             client.hear(message)
             return
         client.outbox.add(message)
-        if len(client.outbox) > MAX_BACKLOG:
-            log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
-            self._client_lost(client)
+        if len(client.outbox) > MAX_BACKLOG or client.outbox.tokens > MAX_TOKENS_WAITING:
+            self._client_deaf(client)
         elif client.outbox.due(self._observing.now_ns()):
             self.flush(client)
         elif client.outbox.remind():
@@ -97,6 +105,25 @@ class Post:
         self._hub.send(client.peer, frames)
         self._observing.finely("send", began_ns, message)
         self._sent(client, message, frames)
+
+    def see_off(self, peer: bytes, words: Sequence[Message]) -> None:
+        """Have these be the last that somebody hears who reads nothing, as soon as he reads."""
+        self._farewells[peer] = deque(words)
+        while len(self._farewells) > MAX_FAREWELLS:
+            del self._farewells[next(iter(self._farewells))]
+
+    def bid_farewell(self) -> None:
+        """Tell those who were let go, as far as they read."""
+        for peer, words in [*self._farewells.items()]:
+            try:
+                while words:
+                    self._hub.send(peer, encode(words[0]))
+                    words.popleft()
+            except PeerBusy:
+                continue
+            except LinkError as error:
+                log.debug("%s", error)
+            del self._farewells[peer]
 
     def to_peer(self, peer: bytes, message: Message) -> bool:
         """Whether a message to somebody who may not be registered was sent."""

@@ -155,6 +155,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _counter("dovetail_completion_tokens", "Tokens of replies.", totals.completion_tokens)
     yield _counter("dovetail_drafted_tokens", "Nodes that were verified.", totals.drafted_tokens)
     yield _counter("dovetail_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens)
+    yield _counter("dovetail_clients_let_go", "Clients that read nothing, and whose requests were ended for that.", totals.let_go)
     yield _counter("dovetail_moves", "Times that a request went on on another target.", totals.moves)
     yield _counter("dovetail_stale_messages", "Messages that came too late or twice.", reported.stale)
     yield _counter("dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused)

@@ -38,24 +38,30 @@ class Tokens:
     def __init__(self, detokenizer: Detokenizer, offset: int = 0) -> None:
         self._detokenizer = detokenizer
         self._offset = self._length = offset
-        self._held: deque[ShownToken] = deque()
+        self._held: deque[tuple[ShownToken, int]] = deque()
+        """Each with where the text ends that it has a part in."""
+        self._open: list[ShownToken] = []
+        """The last ones, which have brought no text yet: they may be a part of what comes."""
 
     def push(self, tokens: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprobs | None]) -> None:
         for token, proposed, scores in zip(tokens, drafted, logprobs or (None,) * len(tokens), strict=True):
             text = self._detokenizer.push(token)
-            self._held.append(ShownToken(token, text, self._length, proposed, scores))
+            self._open.append(ShownToken(token, text, self._length, proposed, scores))
             self._length += len(text)
+            if text:
+                self._held.extend((shown, self._length) for shown in self._open)
+                self._open = []
 
     def shown(self, length: int) -> list[ShownToken]:
         """The tokens that lie wholly within the first `length` characters of the reply."""
         shown = []
-        while self._held and self._held[0].offset + len(self._held[0].text) <= self._offset + length:
-            shown.append(self._held.popleft())
+        while self._held and self._held[0][1] <= self._offset + length:
+            shown.append(self._held.popleft()[0])
         return shown
 
     def rest(self, length: int, *, cut: bool) -> list[ShownToken]:
         """The last ones of a reply of `length` characters; `cut`: what lies behind was cut off by a stop string."""
-        held, self._held = [*self._held], deque()
+        held, self._held, self._open = [*(shown for shown, _ in self._held), *self._open], deque(), []
         if not cut:
             last = self._detokenizer.flush()
             return [*held[:-1], _with_text(held[-1], held[-1].text + last)] if held else []

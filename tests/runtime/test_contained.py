@@ -23,6 +23,7 @@ from dovetail.runtime.observing import Observing
 from dovetail.runtime.pilot import Pilot
 from dovetail.runtime.recording import Recorder
 from dovetail.runtime.session import Session
+from dovetail.runtime.swap import Change
 from dovetail.runtime.text import TextCodec
 from support.faulty import CarefulTarget
 from support.houses import PROMPT, House
@@ -266,6 +267,23 @@ def test_neither_does_what_is_about_no_session(monkeypatch: pytest.MonkeyPatch) 
         house.coordinator.tick()
         house.run()
     assert [end.request for end in house.replies() if isinstance(end, Finished)] == [request]
+
+
+def test_a_change_of_workers_at_which_the_coordinator_fails_is_broken_off_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(limits=ROOMY)
+    newcomer = house.add(ScriptedDraft, "draft", standby=True, name="newcomer", pid=2)
+    assert house.draft is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Change, "look", lambda *_: {}["x"])
+        house.client.swap(newcomer.epoch, house.draft.epoch)
+        said = house.replies()
+    assert isinstance(said[-1], Failed)
+    assert "broken off" in said[-1].text
+    assert newcomer.drained
+    house.lose(newcomer)
+    house.run()
+    assert not any(worker.leaving for worker in house.report().workers)
+    assert house.complete().result.drafted_tokens
 
 
 def test_a_timer_that_finds_a_session_which_raises_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.codec import encode
+from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import PeerBusy, RequestError
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import (
@@ -532,6 +532,30 @@ def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(monk
     failed = other.receive(0)
     assert isinstance(failed, Failed)
     assert "say Hello" in failed.text
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+@pytest.mark.parametrize("limit", ["MAX_BACKLOG", "MAX_TOKENS_WAITING"])
+def test_the_last_thing_that_a_client_hears_of_each_request_is_that_it_read_nothing(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post, limit, 20)
+    house = House()
+    house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
+    other = house.connect()
+    requests = [other.submit(tokens=(i, 2), max_tokens=60, seed=1, record=True) for i in range(1, 5)]
+    house.coordinator.pump()
+    house.deaf = other._link._peer  # type: ignore[attr-defined]
+    house.run()
+    assert house.coordinator.idle
+    house.coordinator.tick()
+    house.deaf = None  # type: ignore[attr-defined]
+    house.coordinator.tick()
+    said = [REPLY.decode(frames) for frames in other._link.inbox]  # type: ignore[attr-defined]
+    assert all(isinstance(reply, Failed) and "has read nothing" in reply.text for reply in said[-5:])
+    assert sorted(reply.session for reply in said[-5:-1]) == requests  # type: ignore[union-attr,type-var]
+    assert said[-1].session is None  # type: ignore[union-attr]
+    report = house.report()
+    assert report.totals.let_go == 1
+    assert any("reads nothing and is let go" in words for words in report.decisions)
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
 
 

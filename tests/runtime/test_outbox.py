@@ -2,7 +2,7 @@
 
 from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.messages import Emitted, Failed, Message, PromptScored, Recorded, RoundRecord, TokenLogprobs
-from dovetail.runtime.outbox import EMIT_EVERY_NS, RECORD_EVERY_NS, Outbox
+from dovetail.runtime.outbox import EMIT_EVERY_NS, MAX_JOINED, RECORD_EVERY_NS, Outbox
 
 RECORD = RoundRecord(round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5)
 
@@ -87,3 +87,27 @@ def test_what_a_full_queue_does_not_take_stays_first() -> None:
     sent.clear()
     box.send(one, 2)
     assert sent == [emitted(2, request=2)]
+
+
+def test_what_is_told_in_one_piece_is_bounded_and_every_token_that_waits_is_counted() -> None:
+    box, sent = Outbox(), list[Message]()
+    tokens = tuple(range(1, 1001))
+    for _ in range(20):
+        box.add(emitted(*tokens))
+    assert box.tokens == 20_000
+    box.send(sent.append, 1)
+    assert box.tokens == 0
+    assert max(len(message.tokens) for message in sent if isinstance(message, Emitted)) < MAX_JOINED + 1000
+    assert sum((message.tokens for message in sent if isinstance(message, Emitted)), ()) == tokens * 20
+
+
+def test_what_cannot_be_said_is_dropped_with_all_else_of_its_request() -> None:
+    box, sent = Outbox(), list[Message]()
+    failed = Failed(epoch=1, session=1, code="internal", text="no")
+    for message in (emitted(1), emitted(2, 3, request=2), failed):
+        box.add(message)
+    assert box.requests == {1, 2}
+    assert box.drop() == 1
+    assert box.tokens == 2
+    box.send(sent.append, 1)
+    assert sent == [emitted(2, 3, request=2)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
 from dovetail.protocol.messages import (
@@ -415,3 +415,41 @@ def test_a_stop_within_the_path_ends_what_its_round_brought() -> None:
     verdict(session, (0, 1, 2), 8)
     assert session.ended is not None
     assert session.ended.record().brought == 2 == len(session.tokens) - 1
+
+
+# -- replies spelt in bytes --------------------------------------------------------------------------------------------------------------------
+
+
+def spelt_in_bytes(stop: tuple[str, ...]) -> Session:
+    """A session over a vocabulary as Llama 2 has it: 3 is a newline, 4 the first byte of a longer character, 5 a letter."""
+    words = {"<end>": END, "\u2581a": 1, "\u2581b": 2, "<0x0A>": 3, "<0xF0>": 4, "<0x41>": 5}
+    tokenizer = Tokenizer(models.WordLevel(words, "<end>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    session = new_session(speculating=False, stop=stop)
+    session.detokenizer = Detokenizer(tokenizer)
+    session.begin()
+    return session
+
+
+def shown(actions: Sequence[object]) -> str:
+    return "".join(action.text for action in actions if isinstance(action, Emit))
+
+
+@pytest.mark.parametrize("stop", ["\n", "a\n", "\nA"])
+def test_a_stop_string_spelt_in_bytes_ends_the_reply_with_the_token_that_completes_it(stop: str) -> None:
+    session = spelt_in_bytes((stop,))
+    said = shown(opened(session, bonus=1))
+    for token in (3, 5, 1):
+        if session.state is not State.DONE:
+            said += shown(verdict(session, (), token))
+    text = "a\nA a"
+    assert session.state is State.DONE
+    assert said == text[: text.index(stop)]
+    assert len(session.tokens) == text.index(stop) + len(stop)
+
+
+def test_a_stop_string_that_what_follows_takes_back_was_none() -> None:
+    session = spelt_in_bytes(("\nA",))
+    said = shown(opened(session, bonus=1)) + "".join(shown(verdict(session, (), token)) for token in (3, 4, 5, 2))
+    assert session.state is State.VERIFYING
+    assert said == "a\ufffd\ufffd\ufffd b"

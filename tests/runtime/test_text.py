@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.runtime.http.reply import Tokens
 from dovetail.runtime.text import Detokenizer, StopStrings, TextCodec
 from support.scripted import tokenizer_bytes
 
@@ -218,3 +219,18 @@ def test_a_special_token_is_written_out_by_itself_and_where_it_is_asked_for() ->
     assert codec().decode([1], special=True) == "<assistant>"
     assert codec().token(1) == "<assistant>"
     assert codec().token(399) == ""
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_tokens_that_spell_a_character_together_are_shown_with_it(cut: bool) -> None:
+    made = fallback()
+    spelt = [made.token_to_id(piece) for piece in ("a", "<0xE4>", "<0xB8>", "<0x96>", "b")]
+    tokens = Tokens(Detokenizer(made))
+    tokens.push(spelt[:3], (False,) * 3, ())
+    assert [shown.token for shown in tokens.shown(1)] == spelt[:1]
+    tokens.push(spelt[3:], (False,) * 2, ())
+    assert tokens.shown(1) == []
+    if cut:
+        assert tokens.rest(1, cut=True) == []
+    else:
+        assert [shown.token for shown in tokens.shown(3)] == spelt[1:]

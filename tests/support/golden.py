@@ -413,6 +413,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             opening=1,
             waiting=1,
             moves=2,
+            let_go=1,
             kept=2,
             occupied=0.125,
         ),

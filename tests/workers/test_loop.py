@@ -188,6 +188,27 @@ def test_a_probe_is_answered_with_clocks_and_counts(coordinator: Coordinator) ->
     assert before.busy_ns == 0 < after.busy_ns <= after.clock_ns - before.clock_ns
 
 
+def test_a_probe_is_answered_in_the_midst_of_a_command_and_the_answer_says_so(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, computing, enough = coordinator.worker._model.forward_with_states, threading.Event(), threading.Event()
+
+    def compute(*arguments: Any, **named: Any) -> Any:
+        computing.set()
+        while not enough.is_set():
+            beat()
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(coordinator.worker._model, "forward_with_states", compute)
+    assert not coordinator.probe().busy
+    coordinator.send(opening())
+    assert computing.wait(60.0)
+    assert coordinator.probe().busy
+    coordinator.send(verifying((1, 1, 5)))
+    assert coordinator.probe().busy  # which comes before two answers that are owed
+    enough.set()
+    assert [type(coordinator.next()), type(coordinator.next())] == [Opened, Verified]
+    assert not coordinator.probe().busy
+
+
 def test_a_target_records_fine_spans_when_it_is_told_to_and_no_more(coordinator: Coordinator) -> None:
     coordinator.send(Observe(epoch=EPOCH, fine=True))
     opened = coordinator.ask(opening())

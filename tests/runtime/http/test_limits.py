@@ -181,7 +181,8 @@ def test_a_stream_that_nobody_reads_ends_in_words_which_the_log_and_the_metrics_
         house.until_idle()
         said = b""
         while not said.endswith(b"0\r\n\r\n"):
-            assert (part := connection.recv(1 << 16)), f"closed after {said[-200:]!r}"
+            part = connection.recv(1 << 16)
+            assert part, f"closed after {said[-200:]!r}"
             said += part
     last = said.rpartition(b"data: ")[2]
     error = json.loads(last.partition(b"\n")[0])["error"]
