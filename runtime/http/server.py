@@ -135,7 +135,7 @@ class PatientProtocol(HttpToolsProtocol):
             self.shared.let_go += 1
             log.warning("the client at %s has read nothing for %g s (http.receive_s) and is let go", self.client, self.shared.receive_s)
             streaming = self.cycle is not None and not self.cycle.response_complete
-            if streaming and (tell := self.cycle.scope.get(UNREAD)) is not None:
+            if streaming and callable(tell := self.cycle.scope.get(UNREAD)):
                 self._told_s = now_s
                 tell()
                 self.flow.resume_writing()
