@@ -22,7 +22,7 @@ from dovetail.launch.directory import history_path
 from dovetail.launch.generate import check_stops
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import is_unicode
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.terminal import note, print_table, unwound_by_signals
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.messages import Result
@@ -52,7 +52,7 @@ def command(configuration: Configuration, connect: str | None, seed: int | None,
     manner = Manner(
         settings.sampling, settings.sampling.max_tokens, settings.tree, seed, stop, speculate=settings.draft.kind != "none", ahead=ahead_of(settings.draft)
     )
-    with _answerer(configuration, connect) as answerer:
+    with unwound_by_signals(), _answerer(configuration, connect) as answerer:
         chat = Chat(answerer, manner, as_json=as_json)
         if sys.stdin.isatty():
             chat.talk()

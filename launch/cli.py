@@ -104,8 +104,10 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
 def main() -> NoReturn:
     """The console entry point."""
     _open_closed_streams()
-    code = run(sys.argv[1:])
-    _drop_unwritten()
+    try:
+        code = run(sys.argv[1:])
+    finally:
+        _drop_unwritten()
     sys.exit(code)
 
 

@@ -4,11 +4,13 @@ All of it goes to stderr, but for tables, which are results. rich obeys NO_COLOR
 """
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 
@@ -57,6 +59,31 @@ def loading_text(loading: Sequence[LoadingState]) -> str:
 def _bar(share: float) -> str:
     full = int(BAR_CELLS * min(1.0, share))
     return "━" * full + "╌" * (BAR_CELLS - full)
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that was closed, unwind what runs in this block, so that it leaves the terminal as it was, and end the process
+    with 128 and their number. What is ignored, as under nohup, stays ignored. That the terminal is gone by then is no news."""
+
+    def unwind(number: int, _frame: FrameType | None) -> NoReturn:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # a second one does not break into what is put away
+        sys.exit(128 + number)
+
+    before = {number: handler for number in (signal.SIGTERM, signal.SIGHUP) if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, unwind)
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, SystemExit):
+            behind = behind.__context__
+        raise behind or error from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -7,13 +7,12 @@ and goes on asking. Knows keys and time; how a picture looks, `screen.py` knows.
 import json
 import os
 import select
-import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import click
@@ -23,7 +22,7 @@ from rich.live import Live
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import find_coordinator, speaks_http
 from dovetail.launch.screen import PAGES, Standing, everything, page
-from dovetail.launch.terminal import in_print
+from dovetail.launch.terminal import in_print, unwound_by_signals
 from dovetail.launch.web import Site, api_key
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.messages import Reported
@@ -61,7 +60,8 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
             picture = eye.look(None)
             click.echo(json.dumps(picture)) if as_json else Console().print(everything(in_print(picture)))
             return
-        _watch(eye)
+        with unwound_by_signals():
+            _watch(eye)
 
 
 class Eye(Protocol):
@@ -193,7 +193,10 @@ class _Keys:
         """The keys that are pressed within so long: it ends with the first of them, and those that came with it."""
         if not select.select([self._descriptor], [], [], seconds)[0]:
             return
-        typed = os.read(self._descriptor, 64)
+        try:
+            typed = os.read(self._descriptor, 64)
+        except OSError:
+            typed = b""
         if not typed:
             yield b"q"  # the terminal has gone
         while typed:
@@ -204,15 +207,14 @@ class _Keys:
 
 @contextmanager
 def _keys() -> Iterator[_Keys]:
-    """The terminal gives every key at once and shows none, until the block ends, by a signal too."""
+    """The terminal gives every key at once and shows none, until the block ends."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         tty.setcbreak(descriptor)
         yield _Keys(descriptor)
     except KeyboardInterrupt:
         return
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGTERM, handler)
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
