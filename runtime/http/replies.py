@@ -63,13 +63,16 @@ class Writer(ABC):
     # -- streamed -------------------------------------------------------------------------------------------------------------------------------
 
     def lines(self, reply: Reply, part: Part | None) -> str:
-        """The chunks that say what is new of a reply."""
+        """The chunks that say what is new of a reply. The first one has the seed: the stream may be cut before its end."""
         if part is None:
             return ""
-        said = "" if reply.index in self._begun else self._first(reply.index)
-        self._begun.add(reply.index)
+        said, begin = "", None
+        if reply.index not in self._begun:
+            self._begun.add(reply.index)
+            begin = {"seed": self._order.submits[reply.index].seed}
+            said = self._first(reply.index, begin)
         if part.ended is None or part.text:
-            said += self._chunk(self._choice(reply.index, part, None))
+            said += self._chunk(self._choice(reply.index, part, None), metrics=None if said else begin)
         if part.ended is not None:
             last = Part("", () if part.text else part.tokens, part.ended)
             said += self._chunk(self._choice(reply.index, last, part.ended.finish_reason), metrics=metrics_of(part.ended, self._gamma))
@@ -97,8 +100,8 @@ class Writer(ABC):
         return f',"dovetail":{json.dumps(own)}'
 
     @abstractmethod
-    def _first(self, index: int) -> str:
-        """The chunk that opens a reply, if its kind has one."""
+    def _first(self, index: int, metrics: dict[str, Any]) -> str:
+        """The chunk that opens a reply, with these metrics, if its kind has one."""
 
     @abstractmethod
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
@@ -159,8 +162,9 @@ class ChatWriter(Writer):
 
     chunk_object, whole_object, id_prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
 
-    def _first(self, index: int) -> str:
-        return self._chunk(f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}')
+    def _first(self, index: int, metrics: dict[str, Any]) -> str:
+        choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
+        return self._chunk(choice, metrics)
 
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
         delta = f'{{"content":{json.dumps(part.text)}}}' if reason is None else "{}"
@@ -189,7 +193,7 @@ class TextWriter(Writer):
 
     chunk_object, whole_object, id_prefix = "text_completion", "text_completion", "cmpl"
 
-    def _first(self, index: int) -> str:
+    def _first(self, index: int, metrics: dict[str, Any]) -> str:
         return ""
 
     def _choice(self, index: int, part: Part, reason: str | None) -> str:

@@ -4,13 +4,29 @@ token by token and text by text.
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.messages import Close, Draft, Emitted, Failed, Fingerprint, Finished, Limits, Open, PromptScored, Reads, Recorded, Refeed, Verify
+from dovetail.protocol.messages import (
+    Close,
+    Draft,
+    Emitted,
+    Failed,
+    Fault,
+    Fingerprint,
+    Finished,
+    Limits,
+    Open,
+    PromptScored,
+    Reads,
+    Recorded,
+    Refeed,
+    Supervised,
+    Verify,
+)
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.live import MOST_BREAKS, MOST_LOSSES
 from support.houses import PROMPT, House
@@ -194,6 +210,77 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
     report = house.report()
     assert (report.sessions, report.failed) == (0, 2)
     assert not any("waits" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(("setting", "waits_s"), [("auto", 30 + 2 * 200), (10.0, 10)])
+def test_a_session_waits_as_long_as_its_target_took_to_load_unless_a_setting_says_otherwise(setting: float | Literal["auto"], waits_s: int) -> None:
+    house = House(target=False, settings=CoordinatorSettings(recovery_s=setting))
+    lost = house.add(ScriptedTarget, "target", load_s=200.0)
+    request = house.submit()
+    small_steps(house, 20)
+    house.lose(lost)
+    house.run()
+    house.later_ns = (waits_s - 1) * 10**9
+    house.coordinator.tick()
+    assert not [reply for reply in house.replies() if isinstance(reply, Failed)]
+    house.later_ns = (waits_s + 1) * 10**9
+    house.coordinator.tick()
+    (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
+    assert (failed.session, failed.code) == (request, "worker_lost")
+    assert f"within {waits_s} s no other was free" in failed.text
+
+
+def test_what_a_supervisor_says_of_the_parts_is_reported_as_time_goes_by() -> None:
+    house = House()
+    fault = Fault(part="draft worker", why="ended with exit code 1: no device", since_s=3.0, retry_s=5.0)
+    house.coordinator.supervised(Supervised(faults=(fault,)))
+    house.later_ns = 2 * 10**9
+    report = house.report()
+    (told,) = report.faults
+    assert (told.part, told.why, round(told.since_s), round(told.retry_s or 0)) == (fault.part, fault.why, 5, 3)
+    assert report.degraded
+    words = "the draft worker has not worked for 5 s: ended with exit code 1: no device; it is started again in 3 s"
+    assert words in report.reasons
+    house.later_ns = 60 * 10**9
+    assert house.report().faults[0].retry_s == 0.0
+    house.coordinator.supervised(Supervised())
+    report = house.report()
+    assert (report.degraded, report.faults) == (False, ())
+
+
+def test_a_draft_that_nobody_looks_after_is_a_fault_from_its_loss_until_there_is_another() -> None:
+    house = House()
+    assert house.draft is not None
+    house.lose(house.draft)
+    house.run()
+    house.later_ns = 7 * 10**9
+    (fault,) = house.report().faults
+    assert (fault.part, fault.why, round(fault.since_s), fault.retry_s) == ("draft worker", "has gone", 7, None)
+    another_draft(house)
+    assert house.report().faults == ()
+
+
+def test_a_service_that_gives_up_ends_what_waits_finishes_what_runs_and_takes_nothing_new() -> None:
+    house = House()
+    assert house.target is not None
+    waiting = house.submit()
+    small_steps(house, 20)
+    house.lose(house.target)
+    house.run()
+    another_target(house, fingerprint=OTHER)
+    running = house.submit((5, 6))
+    small_steps(house, 4)
+    assert house.report().sessions == 2
+    house.coordinator.supervised(Supervised(ending="the target worker ended 6 times"))
+    late = house.submit((7, 8))
+    replies = house.replies()
+    failed = {reply.session: reply for reply in replies if isinstance(reply, Failed)}
+    assert {request: reply.code for request, reply in failed.items()} == {waiting: "ending", late: "ending"}
+    assert "and the service is ending: the target worker ended 6 times" in failed[waiting].text
+    assert failed[late].text == "the service is ending: the target worker ended 6 times"
+    (finished,) = (reply for reply in replies if isinstance(reply, Finished))
+    assert finished.request == running
+    assert list(finished.result.token_ids) == continuation((5, 6), 60)
 
 
 def test_a_session_that_waits_can_be_cancelled_and_goes_with_its_client() -> None:

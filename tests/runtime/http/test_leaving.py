@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
-from dovetail.protocol.messages import Fingerprint
+from dovetail.protocol.messages import Fingerprint, Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.http.gateway import FRESH_S
 from support.scripted import ScriptedTarget, continuation
@@ -167,6 +168,42 @@ def test_a_coordinator_that_comes_back_is_found_again(tmp_path_factory: pytest.T
         second = stack.enter_context(contextlib.closing(Backend(address=address)))
         second.until(lambda: len(second.coordinator.registry.clients) == 1)
         assert server.chat(max_tokens=5)["choices"][0]["message"]["content"] == " ".join(f"w{token}" for token in continuation(CHAT, 5))
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/completions"])
+def test_a_stream_that_is_cut_says_by_whose_loss_and_has_told_its_seed(path: str) -> None:
+    with backend() as house, api(house.address) as server:
+        house.token_s = 0.02
+        asked = {key: value for key, value in BODY.items() if key != "messages" or path == CHATS}
+        asked |= {"stream": True, "n": 2, **({} if path == CHATS else {"prompt": "w5 w6"})}
+        first: dict[int, dict[str, Any]] = {}
+        with server.client.stream("POST", path, json=asked) as reply:
+            said = events(reply)
+            while len(first) < 2:
+                chunk = next(said)
+                first.setdefault(chunk["choices"][0]["index"], chunk)
+            house.die()
+            *_, last = said
+        assert last["error"]["message"].startswith("the coordinator was lost while this ran")
+        assert first[0]["metrics"]["seed"] == first[1]["metrics"]["seed"] >= 0
+
+
+def test_the_seed_of_the_first_chunk_is_that_of_the_last(server: Api) -> None:
+    chunks = server.stream(CHATS, **{**BODY, "max_tokens": 5})
+    told = [chunk["metrics"]["seed"] for chunk in chunks if chunk != "[DONE]" and "metrics" in chunk]
+    assert len(told) == 2
+    assert told[0] == told[1]
+    given = server.stream(CHATS, **{**BODY, "max_tokens": 5, "seed": 77})
+    assert given[0]["metrics"] == {"seed": 77}
+
+
+def test_while_a_service_gives_up_new_requests_hear_why() -> None:
+    with backend() as house, api(house.address) as server:
+        with house.still() as coordinator:
+            coordinator.supervised(Supervised(ending="the target worker ended 6 times"))
+        refused = server.client.post(CHATS, json=BODY)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "the service is ending: the target worker ended 6 times"
 
 
 def test_a_signal_lets_what_runs_end(slow: Backend) -> None:
