@@ -30,8 +30,9 @@ from dovetail.runtime.http.server import Connections, listen, serve
 
 RECONNECT_S = 1.0
 SHORTEST_KEY = 16
-OTHER_FILES = 128
-"""Descriptors that a server needs beside its connections."""
+OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
+"""Descriptors that are left for what a server needs beside its connections, and where few are allowed: it has 24 when it begins."""
+log = logging.getLogger("dovetail.http")
 
 
 @click.command(cls=SettingsCommand)
@@ -56,7 +57,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(settings.http.host, settings.http.port))
-        connections = Connections(receive_s=settings.http.receive_s, most=_connections(settings.http.connections))
+        connections = Connections(receive_s=settings.http.receive_s, most=_connections(configuration))
         link = open_link(connect, keys=folder, role="client")  # a wrong address or key is told at once
         again = partial(open_link, connect, keys=folder, role="client", timeout_s=RECONNECT_S)
 
@@ -132,13 +133,20 @@ def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
     return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
-def _connections(wanted: int) -> int:
-    """How many connections this process may hold; the system's limit on open files is raised for them as far as it goes."""
+def _connections(configuration: Configuration) -> int:
+    """How many connections this process may hold; the system's limit on open files is raised for them as far as it goes. Where that is not enough a number
+    that somebody asked for is refused, and the default is lowered."""
+    wanted = configuration.settings.http.connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = hard if hard != resource.RLIM_INFINITY else wanted + OTHER_FILES
-    if most < wanted + OTHER_FILES:
-        raise UserError(
-            f"http.connections = {wanted} needs {wanted + OTHER_FILES} open files, and this process may have {most}: lower it, or raise `ulimit -Hn`"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + OTHER_FILES), hard))
+    if hard == resource.RLIM_INFINITY:
+        hard = wanted + OTHER_FILES
+    others = min(OTHER_FILES, max(FEWEST_OTHER_FILES, hard // 2))
+    if wanted + others > hard:
+        if configuration.given("http.connections") or hard <= others:
+            text = f"http.connections = {wanted} needs {wanted + others} open files, and this process may have {hard}"
+            raise UserError(f"{text}: {'lower it, or ' if hard > others else ''}raise `ulimit -Hn`")
+        text = "http.connections is %d and not %d, since this process may have %d open files (`ulimit -Hn`)"
+        log.warning(text, hard - others, wanted, hard)
+        wanted = hard - others
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return wanted

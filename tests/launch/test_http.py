@@ -1,9 +1,14 @@
 """The command `dovetail http`: what its user can do wrong."""
 
+import contextlib
 import re
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -11,6 +16,7 @@ from dovetail.launch.cli import run
 from dovetail.launch.http import is_here_only, read_keys, shown, url_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import HttpSettings
+from support.web import backend
 
 
 def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +55,44 @@ def test_a_file_of_keys_that_is_none_is_refused(tmp_path: Path, content: str | N
 
 def test_addresses_of_this_machine_alone_are_known() -> None:
     assert [is_here_only(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "10.1.2.3")] == [True, True, True, False, False, False]
+
+
+def limited(files: int) -> tuple[str, ...]:
+    """A command line that may have so many open files, and no more."""
+    return ("bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", sys.executable, "-P", "-m", "dovetail.launch.cli")
+
+
+def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for_them(
+    start: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    with backend() as house, contextlib.ExitStack() as opened:
+        process = start("http", f"--connect={house.address}", "--http.port=0", command=limited(64))
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline().strip()
+        said = process.stderr.readline()
+        assert "http.connections is 16 and not 4096, since this process may have 64 open files" in said
+        place = urlsplit(url)
+        held = [opened.enter_context(socket.create_connection((place.hostname, place.port))) for _ in range(17)]
+        assert b" 503 " in held[-1].recv(4096)
+        held[0].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert b" 200 " in held[0].recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "words"),
+    [
+        (64, ("--http.connections=100",), "needs 148 open files, and this process may have 64: lower it, or raise"),
+        (40, (), "this process may have 40: raise `ulimit -Hn`"),
+    ],
+)
+def test_more_connections_than_files_are_refused_where_they_were_asked_for_or_none_is_left(
+    start: Callable[..., "subprocess.Popen[str]"], files: int, flags: tuple[str, ...], words: str
+) -> None:
+    process = start("http", "--connect=ipc:///tmp/nobody/there", "--http.port=0", *flags, command=limited(files))
+    said, complaint = process.communicate()
+    assert (process.returncode, said, complaint.count("\n")) == (2, "", 1), complaint
+    assert words in complaint
 
 
 def test_the_url_has_the_real_port() -> None:
