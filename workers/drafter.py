@@ -24,6 +24,7 @@ from dovetail.workers.grower import CHUNK, Grower, GrowingSession, Ranking
 from dovetail.workers.kept import check_prefix
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.room import check_rows, host_row_bytes
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
@@ -82,6 +83,7 @@ class Drafter(Grower[DraftSession]):
         """`ahead`: sessions get rows for growth ahead of the orders. `sharpening`: what "auto" begins with."""
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
+        self._row_bytes = host_row_bytes(model)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
@@ -144,6 +146,7 @@ class Drafter(Grower[DraftSession]):
 
     def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
         """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another session."""
+        check_rows(rows, 0, self._row_bytes)
         if base is None:
             return self.model.new_cache(rows)
         base.cache.truncate(min(kept, base.cache.length))

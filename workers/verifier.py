@@ -33,6 +33,7 @@ from dovetail.workers.kept import KeptSessions, check_prefix
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
 from dovetail.workers.models.states import LAST
+from dovetail.workers.room import check_rows, host_row_bytes
 from dovetail.workers.rounds import check_round, find_session
 from dovetail.workers.speculation.acceptance import walk
 from dovetail.workers.speculation.logprobs import token_logprobs
@@ -156,6 +157,7 @@ class Verifier:
         self._reads_from = reads_from
         self._model = model
         self._spans = spans
+        self._row_bytes = host_row_bytes(model)
         self._sessions: dict[int, _Session] = {}
         self._kept: KeptSessions[_Left] = KeptSessions(kept_tokens)
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
@@ -204,13 +206,14 @@ class Verifier:
         self._check_reads(reads)
         if scored and base is not None:
             raise RequestError("protocol", f"the prompt is to be scored, and session {base} to be its base: rows that are taken over have no logits")
+        own = capacity + tree.most_nodes
+        self._check_memory(own + self.rows_beside(sampling, tree))
         left = self._kept.take(base, prompt, kept)
         with self._spans.measure("prefill"):
             coupled = sampling.temperature > 0.0 and not sampling.rejects
             noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
             size, device = self._model.vocabulary_size, self._model.device
             back = LookingBack(sampling, prompt, end, size, device, replied=replied) if sampling.looks_back else None
-            own = capacity + tree.most_nodes
             cache = self._open_cache(own + self.rows_beside(sampling, tree), left, kept)
             session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs, round, own)
             told = len(prompt) - replied
@@ -299,6 +302,11 @@ class Verifier:
             raise RequestError("capacity", f"{MAX_SESSIONS} sessions are open, the most that this worker holds; close one")
         if max(prompt) >= size:
             raise RequestError("vocabulary", f"the prompt has token {max(prompt)}, beyond the vocabulary of {size}")
+
+    def _check_memory(self, rows: int) -> None:
+        """`RequestError` where the host's memory does not hold a cache of so many rows; a GPU says so itself."""
+        promised = sum(max(0, session.own - session.cache.length) for session in self._sessions.values())
+        check_rows(rows, promised, self._row_bytes)
 
     def _check_biases(self, sampling: Sampling) -> None:
         size = self._model.vocabulary_size

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.memory import Room
 from dovetail.protocol.messages import VerifiedItem, VerifyItem
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers import room
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.verifier import PREFILL_ROWS, First, Verdict, Verifier, tree_paths
 from support.models import CONTEXT, VOCABULARY, reference_law, reference_logits, reference_tokens, spoil, tiny_llama
@@ -299,3 +301,21 @@ def test_logits_that_are_not_numbers_fail_their_own_session_only(llama: Language
     assert isinstance(verdicts[0], RequestError)
     assert isinstance(verdicts[1], Verdict)
     assert torch.isfinite(torch.tensor(verdicts[1].item.margins)).all()
+
+
+def test_a_session_whose_keys_and_values_do_not_fit_into_memory_is_refused_and_hurts_no_other(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = new_verifier(llama)
+    row_bytes = llama.new_cache(0).row_bytes
+    left = Room(100 * row_bytes, "left in a test")
+    monkeypatch.setattr(room, "CHECKED_BYTES", 0)
+    monkeypatch.setattr(room, "read_room", lambda: left)
+    log = open_session(verifier)  # 60 tokens and a tree of 12
+    with pytest.raises(
+        RequestError, match=r"keys and values of 72 tokens take .* GB, open sessions may take .* more, and there are .* left in a test"
+    ) as caught:
+        open_session(verifier, 2)
+    assert caught.value.code == "memory"
+    assert len(verifier) == 1
+    assert verify(verifier, item_for(log, 1, TokenTree())).accepted == ()
+    verifier.close(1)
+    open_session(verifier, 2)
