@@ -17,8 +17,8 @@ PROCESS_BYTES = 300_000_000
 """Of a process that has imported torch and transformers and holds no model (torch 2.13, measured: 295 MB)."""
 PROCESS_SPACE = 1_300_000_000
 """Of its address space."""
-PIECE_BYTES = 16 << 20
-"""Of a matrix, so much is in fp32 at a time while it is packed (`fused.py`)."""
+PROOF_BYTES = 48 << 20
+"""A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved (`fused.py`)."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
@@ -115,11 +115,13 @@ def loading_bytes(tensors: Sequence[Tensor], weights: str, *, library: bool = Fa
     head_stored = max((tensor.stored_bytes for tensor in heads), default=0)
     of_heads = sum(_kept_bytes(tensor, weights) for tensor in heads)
     tables = sum(tensor.stored_bytes for tensor in tensors if tensor.is_table)
-    # the last layer as it was stored, twice: it is proved before it is packed; embedding and head are read when all layers are packed
-    at_layers = whole - of_heads - tables - packed + (1 if library else 2) * stored
+    # a layer is proved before it is packed: as it was stored, as the kernels have that, and as transformers computes it, in fp32
+    widest = max((int(grown * 4 * sum(tensor.numbers for tensor in layer)) for layer in layers), default=0)
+    at_layers = whole - of_heads - tables - packed + 2 * stored + widest
+    # embedding and head are read when all layers are packed
     widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
     at_head = whole + head_stored + widened
-    return PROCESS_BYTES + PIECE_BYTES + max(whole, at_layers, at_head)
+    return PROCESS_BYTES + PROOF_BYTES + max(whole, at_layers, at_head)
 
 
 def substitute_loading_bytes(tensors: Sequence[Tensor], bits: int) -> int:
