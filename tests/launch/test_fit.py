@@ -134,11 +134,11 @@ def test_a_tied_head_is_counted_beside_its_table(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_group(tmp_path: Path) -> Iterator[Path]:
-    """A control group of 900 MB, where one can be made."""
+    """A control group of 1 GB, where one can be made."""
     folder = Path("/sys/fs/cgroup/memory") / f"dovetail-test-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / "memory.limit_in_bytes").write_text(str(900 * 10**6), encoding="ascii")
+        (folder / "memory.limit_in_bytes").write_text(str(10**9), encoding="ascii")
     except OSError:
         if folder.exists():
             folder.rmdir()
@@ -152,7 +152,7 @@ def test_in_a_real_control_group_what_does_not_fit_is_refused_and_what_fits_runs
     words = ("generate", "hello", "--draft", "none", "--target.inflate", "800MiB", "--max-tokens", "2")
     done = run(*words, command_prefix=inside)
     assert done.returncode == 2, done.stderr
-    assert f"left of the 0.9 GB of the control group {small_group}" in done.stderr
+    assert f"left of the 1 GB of the control group {small_group}" in done.stderr
     assert "with --target.weights half they need" in done.stderr
     done = run(*words, "--target.weights", "half", command_prefix=inside)
     assert done.returncode == 0, done.stderr
