@@ -1,15 +1,17 @@
-"""`dovetail selftest`: on this machine, with these models, speculation changes no token.
+"""`dovetail selftest`: on this machine, with these models, the target computes what its checkpoint says, and speculation changes no token.
 
-Every case decodes the same prompts with the same seed twice, by the target alone and with the draft, and compares token ids.
+Every case decodes the same prompts with the same seed twice, by the target alone and with the draft, and compares token ids. The target itself is compared
+with transformers' own forward in fp32, token for token of a long text.
 """
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
+from dovetail.launch.agreement import Agreement, agreement_of
 from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.prompts import Prompt, read_prompts
@@ -67,11 +69,25 @@ class Check:
 @click.option("--connect", metavar="ADDRESS", help="The coordinator to test.  [default: the only one of this user, else one of our own]")
 @click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts.  [default: the demonstration's]")
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="How many of the prompts.")
+@click.option(
+    "--text-tokens",
+    type=click.IntRange(min=0),
+    help="Tokens of the text that is compared with transformers; 0: none is.  [default: past what the configuration names, 256 to 2064]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @settings_flags(*DECODING_SECTIONS)
 @click.pass_context
-def command(context: click.Context, configuration: Configuration, connect: str | None, prompts: Path | None, limit: int, as_json: bool) -> None:
-    """Compare token ids with and without speculation, at several temperatures, truncations and tree sizes; exit code 1 if they differ.
+def command(
+    context: click.Context,
+    configuration: Configuration,
+    connect: str | None,
+    prompts: Path | None,
+    limit: int,
+    text_tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Compare token ids with and without speculation, at several temperatures, truncations and tree sizes, and the target's log-probabilities of a text with
+    transformers' own in fp32; exit code 1 if they differ.
 
     A difference where the target's two best choices lay less than 1e-4 apart is a near-tie: rounding decided. It is reported and does not fail.
     """
@@ -92,12 +108,17 @@ def command(context: click.Context, configuration: Configuration, connect: str |
         if not runs.drafted:
             raise DovetailError("the draft worker proposed nothing, so nothing was compared: `dovetail status` shows whether one is there")
         note(connection.models())
-    ok = all(check.ok for check in checks)
+        agreement = Agreement(why="--text-tokens is 0")
+        if text_tokens != 0:
+            with progress_bar(1, "text") as step:
+                agreement = agreement_of(connection, chosen, text_tokens, lambda done, of: step(f"layer {done} of {of}") if done < of else None)
+    ok = all(check.ok for check in checks) and agreement.ok is not False
     if as_json:
         rows = [{"case": c.case, "ok": c.ok, "tokens": c.tokens, "margin": c.difference.margin if c.difference else None} for c in checks]
-        click.echo(json.dumps({"checks": rows, "ok": ok}))
+        click.echo(json.dumps({"checks": rows, "transformers": {**asdict(agreement), "ok": agreement.ok}, "ok": ok}))
     else:
         print_table(("case", "ok", "tokens", "margin", ""), [(c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c)) for c in checks])
+        click.echo(f"transformers fp32, {agreement.tokens} tokens: {'not ok, ' if agreement.ok is False else ''}{agreement.remark}")
     context.exit(0 if ok else 1)
 
 

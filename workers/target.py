@@ -52,6 +52,8 @@ from dovetail.workers.spread import known_readings, spread_of
 from dovetail.workers.verifier import MAX_SESSIONS, First, Part, ScoredPart, Verdict, Verifier
 from dovetail.workers.wire import to_array, to_tensor
 
+MOST_WORDS = 200
+"""Letters that summaries have for why torch computes a model; the log has all of them."""
 UNLIMITED = MemorySettings()
 
 
@@ -97,8 +99,10 @@ def open_target_worker(
         profile=profile,
         stage=None if spread is None else spread.stage,
     )
+    placed = ""
     if (device.name, settings.backend, model.backend) == ("cpu", "auto", "library"):
         print(f"{name}: torch's own operations compute this model, since {model.choice}", file=sys.stderr)
+        placed = f"by torch's own operations, since {model.choice}"[:MOST_WORDS]
     # the kernels compute the same bytes with any instruction set and any number of threads, torch does not
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
@@ -108,7 +112,7 @@ def open_target_worker(
     # rows that are taken over are the same bytes as rows that are computed anew
     keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
     kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes) if keeps else 0
-    identity = Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate, kept_tokens)
+    identity = Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate, kept_tokens, placement=placed)
     if spread is not None:
         reader = "" if spread.reader is None else spread.reader.name
         identity = replace(identity, placement=str(spread), reader=reader, reads_from=spread.reads_from)

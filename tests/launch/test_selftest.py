@@ -24,7 +24,7 @@ def finished(tokens: list[int], margins: list[float]) -> Finished:
 
 
 def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
-    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--json")
+    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--text-tokens", "0", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
@@ -33,10 +33,11 @@ def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
 
 
 def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
-    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "4")
+    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "4", "--text-tokens", "0")
     assert "temperature 1 top_p 0.9 · gamma 15 depth 8 width 10" in done.stdout
     assert "temperature 0 repetition_penalty 1.2 min_tokens 4 · " in done.stdout
     assert "logit_bias 2 · " in done.stdout
+    assert "not compared: --text-tokens is 0" in done.stdout
 
 
 def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(stack: Stack) -> None:

@@ -15,80 +15,15 @@ from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.oracle import Oracle, UnprovableError, runs_of
 from dovetail.workers.models.segment import Segment
-from support.models import CONTEXT, SHAPE, reference_logits, save_random
+from support.models import CONTEXT, SHAPE, reference_logits
+from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write
 
-ORIGINAL = 16
-"""The context that a stretched model was trained with."""
 RIGHT = 1e-4
 """Share of the logits' norm that rounding stays below in fp32."""
-TOKENS = torch.randint(2, 48, (CONTEXT - 2,), generator=torch.Generator().manual_seed(3)).tolist()
 PARTS = (17, 1, 22)
 """Rows of the passes in which a text is read, over and over."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-
-
-def rope(kind: str, **others: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **others}}
-
-
-def longrope(long: float) -> dict[str, Any]:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [long] * 8}
-    return rope("longrope", factor=6.0, original_max_position_embeddings=ORIGINAL, **factors)
-
-
-YARN = rope("yarn", factor=6.0, original_max_position_embeddings=ORIGINAL)
-LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL)
-SCALED = rope("yarn", factor=6.0, original_max_position_embeddings=ORIGINAL, llama_4_scaling_beta=0.1)
-WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
-NO_ROPE_AT = {"no_rope_layers": [1, 0, 0, 1]}
-BY_LAYERS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
-
-COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "smollm3": ("SmolLM3", {}, "library"),
-    "smollm3 by a list": ("SmolLM3", NO_ROPE_AT, "library"),
-    "smollm3 with windows": ("SmolLM3", WINDOWED, "library"),
-    "ministral3": ("Ministral3", {"sliding_window": None, **SCALED}, "library"),
-    "llama linear": ("Llama", rope("linear", factor=4.0), "kernels"),
-    "llama dynamic": ("Llama", rope("dynamic", factor=4.0), "kernels"),
-    "llama yarn": ("Llama", YARN, "kernels"),
-    "llama llama3": ("Llama", LLAMA3, "kernels"),
-    "llama longrope of one table": ("Llama", longrope(1.0), "kernels"),
-    "llama rotated in part": ("Llama", rope("default", partial_rotary_factor=0.5), "kernels"),
-    "gemma2 window 1": ("Gemma2", {"sliding_window": 1}, "kernels"),
-    "gemma2 window beyond the context": ("Gemma2", {"sliding_window": 1000}, "kernels"),
-    "gemma3": ("Gemma3", {"sliding_window": 6, "num_hidden_layers": 6}, "library"),
-    "qwen2 by layers": ("Qwen2", BY_LAYERS, "kernels"),
-    "mistral window 1": ("Mistral", {"sliding_window": 1}, "kernels"),
-    "mistral window 40": ("Mistral", {"sliding_window": 40}, "kernels"),
-    "cohere2": ("Cohere2", {"sliding_window": 6}, "library"),
-    "exaone4": ("Exaone4", {"sliding_window": 6, "sliding_window_pattern": 4}, "library"),
-    "olmo2": ("Olmo2", {}, "library"),
-    "olmo3": ("Olmo3", {"sliding_window": 6}, "library"),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}, "library"),
-    "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3}, "library"),
-    "starcoder2": ("Starcoder2", {"sliding_window": 6}, "kernels"),
-}
-"""Family, what is changed of its configuration, and what computes it where the kernels are built."""
-
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "doge": ("Doge", {}, "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported"),
-    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "layer 0 .*attention with s_aux is not supported"),
-    "llama4": ("Llama4", {"attention_chunk_size": 8, "num_local_experts": 2}, "layers of type chunked_attention"),
-    "llama longrope": ("Llama", longrope(4.0), "rotary embeddings of type longrope .llama. .*longest sequence of a pass"),
-    "phi3 longrope": ("Phi3", {"original_max_position_embeddings": ORIGINAL, **longrope(4.0)}, "rotary embeddings of type longrope"),
-    "stablelm": ("StableLm", {}, "layer 0 .*what the model is given does not reach its attention"),
-    "diffllama": ("DiffLlama", {}, "layer 0 .*computes 2 attentions|layer 0"),
-}
-"""Family, changes and what the refusal says."""
-
-
-def write(folder: Path, family: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
-    """A tiny random checkpoint of a family."""
-    configuration = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}.get(family, f"{family}Config")
-    shape = {**SHAPE, "vocab_size": 48, "num_hidden_layers": 4, "head_dim": 16, **changes}
-    config = getattr(transformers, configuration)(**shape)
-    return save_random(folder, getattr(transformers, f"{family}ForCausalLM"), config, 0, dtype)
 
 
 def logits_of(model: LanguageModel, tokens: Sequence[int]) -> Tensor:

@@ -68,7 +68,7 @@ class Run:
 
 def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
     """The positions of a proof: the beginning, either side of every landmark of a configuration, and the end of the context."""
-    marks = sorted({mark for mark in _landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
+    marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
     wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
     wanted |= {place for mark in marks for place in (mark - 1, mark)} | {place for place in SPREAD if place < context}
     runs: list[Run] = []
@@ -82,17 +82,17 @@ def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
 
 def short_text(config: Mapping[str, Any], context: int) -> int:
     """So many tokens from the beginning cross every landmark of a configuration that is near."""
-    return min(context, max([DENSE, *(mark for mark in _landmarks(config) if mark <= SHORT)]) + BEYOND)
+    return min(context, max([DENSE, *(mark for mark in landmarks(config) if mark <= SHORT)]) + BEYOND)
 
 
-def _landmarks(value: Any, named: bool = False) -> Iterator[int]:
+def landmarks(value: Any, named: bool = False) -> Iterator[int]:
     """All whole numbers under names that speak of positions, however deep they lie."""
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield from _landmarks(part, named or bool(LANDMARK.search(str(name))))
+            yield from landmarks(part, named or bool(LANDMARK.search(str(name))))
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _landmarks(part, named)
+            yield from landmarks(part, named)
     elif named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 40 and value == int(value):
         yield int(value)
 
@@ -201,18 +201,25 @@ def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[
             config._attn_implementation = before[key]
 
 
-class _Recorder:
+class Recorder:
     """Stands in for a model's layers while its own forward runs: keeps how each was called, and gives each a result of its own."""
 
     def __init__(self, layers: Sequence[nn.Module], results: Sequence[Tensor] | None = None, *, tuples: bool = False) -> None:
         """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple, whose first part are the states."""
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
+        self.final: Tensor | None = None
+        """What the model makes of what the last layer gave; None where that has other numbers than fp32."""
         self.isolated = True
         """Whether each layer is given what the one before it gave, as it was, and all are called in order."""
         self._layers, self._given, self._tuples = layers, results, tuples
 
-    def __enter__(self) -> "_Recorder":
+    @property
+    def complete(self) -> bool:
+        """Whether every layer has been called."""
+        return len(self.calls) == len(self._layers)
+
+    def __enter__(self) -> "Recorder":
         for index, layer in enumerate(self._layers):
             layer.forward = self._stand_in(index)
         return self
@@ -236,6 +243,32 @@ class _Recorder:
             return (result,) if self._tuples else result
 
         return forward
+
+
+def follow(model: Any, recorder: Recorder, tokens: Tensor, positions: Tensor, cache: ClaimedCache | None, *, head: bool = False, **given: Any) -> None:
+    """Run a model's own forward for tokens at positions [T] around its layers, in fp32; `head`: to the logits, in place of the final norm.
+
+    `UnprovableError` where it cannot be followed to the last layer.
+    """
+    with ExitStack() as stack:
+        embedding = model.get_input_embeddings()
+        stack.callback(embedding.register_forward_hook(lambda _module, _given, rows: rows.float()).remove)
+        stack.enter_context(recorder)
+        try:
+            output = (model if head else model.base_model)(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **given,
+            )
+            recorder.final = output[0][0]
+        except Exception as error:  # it is transformers' code for a model that nobody here has seen
+            if not recorder.complete:
+                why = f"transformers' own forward cannot be followed ({type(error).__name__}: {_line(error)})"
+                raise UnprovableError(why) from error
+    if not recorder.complete:
+        raise UnprovableError(f"transformers' own forward calls {len(recorder.calls)} of the model's decoder layers")
 
 
 class Oracle:
@@ -278,17 +311,16 @@ class Oracle:
         """Run the model's own forward around its layers: by eager attention for each run and for all rows at once, and by ours."""
         offsets = list(accumulate((run.count for run in self.runs), initial=0))
         parts = [slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)]
-        self._tuples = False
-        self._final: Tensor | None = None
-        """What the final norm makes of what the last layer gave; None where that norm has other numbers than fp32."""
+        self.tuples = False
+        """Whether its layers give tuples."""
         with self._eagerly():
             try:
                 self._of_runs = [self._called(part, ClaimedCache(run.first)) for run, part in zip(self.runs, parts, strict=True)]
             except UnprovableError:
-                self._tuples = True
+                self.tuples = True
                 self._of_runs = [self._called(part, ClaimedCache(run.first)) for run, part in zip(self.runs, parts, strict=True)]
             self._whole = self._called(slice(0, self.count), ClaimedCache(0))
-        self.isolated, self.last, self.final = self._whole.isolated, self._whole.results[-1], self._final
+        self.isolated, self.last, self.final = self._whole.isolated, self._whole.results[-1], self._whole.final
         ours: dict[str, Any] = {"blocks": (), "notes": None}
         rows = (self.pass_tokens, self.pass_positions)
         with implementation(self._model, attention.IMPLEMENTATION, *self._layers):
@@ -303,32 +335,12 @@ class Oracle:
         with implementation(self._model, EAGER, *self._layers, *modules):
             yield
 
-    def _called(self, part: slice, cache: ClaimedCache) -> _Recorder:
+    def _called(self, part: slice, cache: ClaimedCache) -> Recorder:
         return self._called_with(self.tokens[part], self.positions[part], cache)
 
-    def _called_with(self, tokens: Tensor, positions: Tensor, cache: ClaimedCache | None, **given: Any) -> _Recorder:
-        base = self._model.base_model
-        with ExitStack() as stack:
-            embedding = self._model.get_input_embeddings()
-            handle = embedding.register_forward_hook(lambda _module, _given, rows: rows.float())
-            stack.callback(handle.remove)
-            recorder = stack.enter_context(_Recorder(self._layers, tuples=self._tuples))
-            try:
-                output = base(
-                    input_ids=tokens.unsqueeze(0),
-                    position_ids=positions.unsqueeze(0),
-                    past_key_values=cache,
-                    use_cache=cache is not None,
-                    **given,
-                )
-                self._final = output[0][0]
-            except Exception as error:  # it is transformers' code for a model that nobody here has seen
-                if len(recorder.calls) < len(self._layers):
-                    why = f"transformers' own forward cannot be followed ({type(error).__name__}: {_line(error)})"
-                    raise UnprovableError(why) from error
-                self._final = None
-        if len(recorder.calls) != len(self._layers):
-            raise UnprovableError(f"transformers' own forward calls {len(recorder.calls)} of {len(self._layers)} decoder layers")
+    def _called_with(self, tokens: Tensor, positions: Tensor, cache: ClaimedCache | None, **given: Any) -> Recorder:
+        recorder = Recorder(self._layers, tuples=self.tuples)
+        follow(self._model, recorder, tokens, positions, cache, **given)
         return recorder
 
     def _compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:

@@ -1,0 +1,100 @@
+"""The target beside transformers' own forward: a model that computes another function is found, with the position where it begins."""
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.launch.agreement import Agreement, compare
+from dovetail.launch.supervise import Stack
+from dovetail.protocol.messages import TokenLogprobs
+from dovetail.workers import kernels
+from dovetail.workers.models.checkpoint import open_checkpoint
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.reference import reference_logits
+from dovetail.workers.models.segment import Segment
+from support.models import CONTEXT, tiny_mistral
+from support.zoo import TOKENS
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+
+
+def scores_of(model: LanguageModel, tokens: Sequence[int]) -> list[TokenLogprobs]:
+    """What a model says of each token of a text but the first, and of the three likeliest there."""
+    segment = Segment(model.new_cache(len(tokens)), 0, len(tokens))
+    laws: Tensor = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [segment]).log_softmax(-1)
+    scores = []
+    for law, token in zip(laws, tokens[1:], strict=False):
+        best, which = law.topk(3)
+        top = tuple(zip(which.tolist(), (min(0.0, x) for x in best.tolist()), strict=True))
+        scores.append(TokenLogprobs(logprob=min(0.0, float(law[token])), top=top))
+    return scores
+
+
+def agreement(model: LanguageModel, tokens: Sequence[int], replied: int = 0) -> Agreement:
+    rows = reference_logits(open_checkpoint(str(model.checkpoint.folder)), tokens, CONTEXT)
+    return compare(tokens, scores_of(model, tokens), replied, rows, model.weights)
+
+
+@needs_kernels
+def test_the_model_of_a_checkpoint_agrees(tmp_path: Path) -> None:
+    found = agreement(load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"), TOKENS)
+    assert found.ok
+    assert (found.tokens, found.first) == (len(TOKENS) - 1, None)
+    assert found.largest < 1e-4
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("field", "value", "first"),
+    [("rotary_dim", 0, 2), ("window", 30, 21), ("window", 0, 21), ("softcap", 3.0, 2), ("scale", 0.26, 2)],
+)
+def test_a_model_that_is_broken_in_one_layer_is_found_where_it_first_shows(tmp_path: Path, field: str, value: float, first: int) -> None:
+    """A row is about the token behind it, so what breaks the second token shows at the third; what a window lets go may be of little weight at first."""
+    model = load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu")
+    setattr(model.back_end._layers[1].struct, field, value)  # type: ignore[attr-defined]
+    found = agreement(model, TOKENS)
+    assert found.ok is False
+    assert found.first in (first, first + 1)
+    assert f"differs from transformers at position {found.first}" in found.remark
+
+
+@needs_kernels
+def test_weights_of_eight_bits_are_another_function_whose_mean_difference_is_bounded(tmp_path: Path) -> None:
+    model = load_language_model(str(tiny_mistral(tmp_path)), weights="int8", device="cpu")
+    found = agreement(model, TOKENS)
+    assert found.of_mean
+    assert 0 < found.mean < found.largest
+    broken = model.back_end._layers[0].struct  # type: ignore[attr-defined]
+    broken.rotary_dim = 0
+    assert agreement(model, TOKENS).mean > 2 * found.mean
+
+
+def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is_right() -> None:
+    laws = torch.tensor([[3.0, 0.0, 1.0], [3.0, 0.0, 1.0], [0.0, 0.0, 9.0]])
+    tokens = [1, 0, 2, 2]
+    scores = [TokenLogprobs(logprob=float(law.log_softmax(-1)[token])) for law, token in zip(laws, tokens[1:], strict=True)]
+    assert compare(tokens, scores, 1, iter([laws]), "fp32").ok
+    assert compare(tokens, scores, 2, iter([laws[:2], laws[2:]]), "half").first == 2
+
+
+def test_a_checkpoint_that_is_not_here_is_said_and_not_passed_over() -> None:
+    nothing = Agreement(why="the target's model is not to be read here")
+    assert nothing.ok is None
+    assert nothing.remark == "not compared: the target's model is not to be read here"
+
+
+def test_selftest_compares_a_running_target_with_transformers(run: Run, stack: Stack) -> None:
+    flags = ("--connect", stack.address, "--limit", "1", "--max-tokens", "6", "--text-tokens", "40", "--json")
+    done = run("selftest", *flags)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["transformers"]
+    assert found["ok"] is True
+    assert found["tokens"] == 40 + 32 - 1
+    assert 0 < found["largest"] < 2e-3
