@@ -28,7 +28,7 @@ COMMANDS = {
     "drain": ("dovetail.launch.drain", "Let a worker go, under load."),
     "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
     "top": ("dovetail.launch.top", "Show what happens in a coordinator, live."),
-    "selftest": ("dovetail.launch.selftest", "Prove on this machine that speculation changes no token."),
+    "selftest": ("dovetail.launch.selftest", "Prove on this machine that the target is its checkpoint and speculation changes no token."),
     "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
     "profile": ("dovetail.launch.profile", "See where the time of a run goes, and what would make it faster."),
     "simulate": ("dovetail.launch.simulate", "Play recorded rounds on machines that are not at hand."),
