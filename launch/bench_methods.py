@@ -207,6 +207,11 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
     return [read_method(base, text) for text in texts]
 
 
+def tree_of(policy: str) -> dict[str, Any]:
+    """The settings of a tree that is compared with others by its policy: as it is, but for that which adapts itself."""
+    return {"tree.policy": policy, "tree.insist": policy != "goodput"}
+
+
 def read_method(base: Configuration, text: str) -> Method:
     """The method that "HEAD,SETTING=VALUE,..." names, over the settings of the whole run; a policy is that of their draft's tree."""
     head, *settings = text.split(",")
@@ -216,7 +221,7 @@ def read_method(base: Configuration, text: str) -> Method:
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
             raise UserError(f"--method {head} is the draft of the settings with that tree policy, and they have none: leave --draft none out")
-        configuration = base.over(origin, {"tree.policy": head})
+        configuration = base.over(origin, tree_of(head))
     elif head in DRAFT_KINDS:
         configuration = base.over(origin, {"draft.kind": head, **({"draft.model": ""} if head in ("ngram", "substitute", *HEAD_KINDS) else {})})
     elif head.endswith(".toml"):

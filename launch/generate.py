@@ -148,7 +148,7 @@ def command(
             state = connection.client.status()
             decisions = state.decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
             missing = _missing_draft(connection.state, state)
-            note(without_speculation(finished.result, decisions, policy=configuration.settings.tree.policy, last=last, missing=missing))
+            note(without_speculation(finished.result, decisions, insists=configuration.settings.tree.insist, last=last, missing=missing))
         if trace is not None:
             write_trace(trace, finished.spans, {worker.name: worker.clock_bound_ns for worker in connection.client.look().workers})
     if as_json:
@@ -319,9 +319,9 @@ def _missing_draft(before: Reported, after: Reported) -> str:
     return "" if has else "its draft worker was lost" if had else "no draft worker is there"
 
 
-def without_speculation(result: Result, decisions: Sequence[str], *, policy: str, last: int, missing: str = "") -> str:
+def without_speculation(result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = "") -> str:
     """How many rounds the target decoded alone, and why: to be measured, for want of room behind the token that a round brings in any case, and by what the
-    coordinator last decided. `policy`: the tree's; `last`: tokens that the last round brought; `missing`: that there is no draft, in words.
+    coordinator last decided. `insists`: whether the whole tree was asked for; `last`: tokens that the last round brought; `missing`: that there is no draft, in words.
     """
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers
@@ -333,7 +333,7 @@ def without_speculation(result: Result, decisions: Sequence[str], *, policy: str
     ]
     left = plain - result.control_rounds - full
     if left and not about and not every and not missing:
-        reasons.append(f"{left} in which {NOTHING_PAID if policy == 'goodput' else NOTHING_OFFERED}")
+        reasons.append(f"{left} in which {NOTHING_OFFERED if insists else NOTHING_PAID}")
     which = "every round" if every else f"{plain} of {counted(result.rounds, 'round')}"
     told = "; ".join(filter(None, reasons))
     return f"without speculation in {which}{f': {told}' if told else ''}"

@@ -237,7 +237,7 @@ def _reasons(recording: Recording, parts: Sequence[Part]) -> tuple[str, ...]:
     tree = recording.begin.request.tree
     orders = [exchange.command for part in parts for exchange in part.exchanges if isinstance(exchange.command, Draft)]
     found = {
-        "tree.policy = goodput": tree.policy == "goodput",
+        "tree.insist = false": not (tree.insist or recording.begin.request.sampling.rejects),
         "tree.sharpening = auto": tree.sharpening == "auto",
         "draft.ahead": any(order.ahead for order in orders),
     }

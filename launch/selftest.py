@@ -138,7 +138,7 @@ def _remark(check: Check) -> str:
 def drafting_tree(configuration: Configuration) -> TreeSettings:
     """The tree of the settings; where they name no policy, one that drafts whether that pays here or not, so that there is something to compare."""
     tree = configuration.settings.tree
-    return tree if configuration.given("tree.policy") else tree.model_copy(update={"policy": "dynamic"})
+    return tree if configuration.given("tree.policy") else tree.model_copy(update={"policy": "dynamic", "insist": True})
 
 
 def _cases(tree: TreeSettings, tokens: int) -> list[Case]:

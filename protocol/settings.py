@@ -206,6 +206,9 @@ class TreeSettings(Frozen):
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(15, description="drafted nodes verified in a round at most, root not counted")
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(8, description="levels below the root")
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(10, description="nodes expanded a level, and children considered a node")
+    insist: bool = Field(
+        False, description="true: each round is drafted and verified as the tree is, even at a loss; false: less of it, or none, where that is faster"
+    )
     sharpening: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["auto"] = Field(
         "auto", description="scores of children are log_softmax(z / sharpening); 1.0 is EAGLE-2; auto: fitted to what the target accepts"
     )

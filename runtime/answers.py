@@ -30,7 +30,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.changes import Changes
-from dovetail.runtime.live import Live
+from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
 from dovetail.runtime.moving import Moving
 from dovetail.runtime.observing import Observing
@@ -267,7 +267,16 @@ class Answers:
     def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
         """A round has ended: what it cost and brought says how the next is drafted."""
         times, session = live.round_ended(), live.session
-        done = Round(times, session.length, 1 + len(item.accepted), session.verifying, session.proposal, live.other_rows)
+        done = Round(
+            times,
+            session.length,
+            1 + len(item.accepted),
+            session.verifying,
+            session.proposal,
+            live.other_rows,
+            load_of(live, self._live.values()),
+            live.disturbed(),
+        )
         live.pilot.learn(done)
         return times
 

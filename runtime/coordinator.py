@@ -53,7 +53,7 @@ from dovetail.runtime.changes import Changes
 from dovetail.runtime.dispatch import Dispatch
 from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
-from dovetail.runtime.live import Live
+from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.liveness import DEAF
 from dovetail.runtime.metrics import Dropped, Tally
 from dovetail.runtime.moving import Moving
@@ -309,6 +309,7 @@ class Coordinator:
             for live in [*self._live.values()]:
                 self.attempt(live, partial(live.heard_of, admitted))
             admitted.turns.cut = partial(self._dispatch.cut, admitted)
+            admitted.turns.hold = partial(self._dispatch.holds, admitted)
             self._probe(admitted)
             if admitted.serves:
                 self.joined(admitted)
@@ -329,11 +330,13 @@ class Coordinator:
         if live.draft is None:
             return None
         session, pilot = live.session, live.pilot
+        load = load_of(live, self._live.values())
         ready = not live.draft.turns.busy_with(session.number)
         live.joining &= not ready
         worth_waiting = session.round == 1 and pilot.awaits_draft(session.length, session.new_tokens)
         began_ns = self._observing.began_ns
-        plan = pilot.plan(session.length, ready=ready or worth_waiting, patient=not live.joining)
+        free = load.alone or live.draft is live.target or not live.draft.turns.reading
+        plan = pilot.plan(session.length, load=load, ready=(ready or worth_waiting) and free, patient=not live.joining)
         self._observing.finely("plan", began_ns, session)
         return plan
 

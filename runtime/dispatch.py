@@ -4,16 +4,21 @@ Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many no
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from dovetail.protocol.messages import MAX_SESSIONS, Close, Draft, Feed, Message, Open, Verify, VerifyItem
+from dovetail.protocol.messages import MAX_SESSIONS, Close, Draft, Feed, Message, Open, Refeed, Verify, VerifyItem
 from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import Live
-from dovetail.runtime.policies import cut
+from dovetail.runtime.policies import cut, worth_waiting
 from dovetail.runtime.post import Post
 from dovetail.runtime.registry import Registry, Worker
-from dovetail.runtime.session import Ask
+from dovetail.runtime.session import Ask, State
+
+HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
+"""A pass is held up for so many times as long as a proposal is expected to take, and so much longer."""
+LATE = 0.25
+"""A proposal that is overdue is expected to take such a share of what it has taken yet."""
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -90,8 +95,8 @@ class Dispatch:
         while worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed:
             first = worker.turns.waiting[0][0]
             try:
-                turn = worker.turns.next(most)
-                assert turn is not None
+                if (turn := worker.turns.next(most)) is None:
+                    return  # a pass waits for proposals
                 try:
                     size, left_ns = self._post.to_worker(worker, turn[0])
                 except BaseException:
@@ -121,8 +126,10 @@ class Dispatch:
             worker.shelf.taken(message.base)
         if isinstance(message, Draft | Verify):
             worker.traffic.ordered(size)
+        worker.prompts += isinstance(message, Open | Feed | Refeed)
         rows = 0
         if isinstance(message, Verify):
+            worker.held_until_ns = None
             rows = sum(1 + len(item.tokens) for item in message.items)
             worker.passing = rows, sum(item.prefix for item in message.items) / len(message.items)
         for place, number in enumerate(sessions):
@@ -138,6 +145,44 @@ class Dispatch:
             except BaseException as error:
                 self._house.broken(live, error)
 
+    def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
+        """Whether a target waits with a pass of these sessions for proposals that are nearly there, since those would have to wait for the next one."""
+        now_ns = self._post.now_ns()
+        if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
+            return False
+        waits = [wait for draft in self._drafts_of(worker) for wait in self._coming_s(draft, worker, now_ns)]
+        rows = len(sessions) + len(waits)
+        wait_s = worth_waiting(waits, ready=len(sessions), pass_s=worker.verifying.at(rows) if waits and worker.verifying.known else 0.0)
+        if wait_s is None:
+            return False
+        patience_s = HOLD_SLACK * wait_s + LEAST_HOLD_S
+        until_ns = worker.held_until_ns = now_ns + round(1e9 * patience_s)
+        self._post.later(patience_s, lambda: self._release(worker, until_ns))
+        return True
+
+    def _release(self, worker: Worker, until_ns: int) -> None:
+        """Have a pass begin that still waits up to this time."""
+        if worker.held_until_ns == until_ns:
+            worker.held_until_ns = 0
+            self.next(worker)
+
+    def _drafts_of(self, target: Worker) -> Sequence[Worker]:
+        """Where trees for a target's sessions grow at present."""
+        drafts = {live.draft.peer: live.draft for live in self._live.values() if live.target is target and live.session.state is State.DRAFTING and live.draft}
+        return [draft for draft in drafts.values() if draft is not target]
+
+    def _coming_s(self, draft: Worker, target: Worker, now_ns: int) -> Iterator[float]:
+        """In how many seconds each proposal for sessions of a target is expected, in their order, as far as nothing else has to be read before."""
+        at_s = 0.0
+        for number, order in draft.turns.orders():
+            live = self._live.get(number)
+            if not order or live is None:
+                return
+            elapsed_s = (now_ns - live.mark_ns) / 1e9 if live.sent else 0.0
+            at_s += max(live.pilot.order_s - elapsed_s, LATE * elapsed_s)
+            if live.target is target:
+                yield at_s
+
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
         """How many nodes of each item of a pass are verified: whatever was offered, but where a session's policy leaves that to be decided."""
         counts = [len(item.tokens) for item in items]
@@ -146,7 +191,8 @@ class Dispatch:
             return counts
         choosing = [place for place, live in enumerate(lives) if live.pilot.cuts and counts[place]]
         context = sum(item.prefix for item in items) / len(items)
-        rate = sum(live.pilot.rate(live.session.length) for live in lives)
+        running = sum(live.running and live.target is worker for live in self._live.values())
+        rate = sum(live.pilot.rate(live.session.length) for live in lives) * max(1.0, running / len(items))
         if not choosing or not worker.verifying.known or rate <= 0.0:
             return counts
         offers = [lives[place].session.scores for place in choosing]

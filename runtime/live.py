@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Draft, Message, Open, Verify
 from dovetail.protocol.spans import Span
+from dovetail.runtime.loads import Load
 from dovetail.runtime.metrics import Account, RoundTimes
 from dovetail.runtime.observing import Observing, Waits, offset
 from dovetail.runtime.pilot import Pilot
@@ -73,6 +74,13 @@ class Live:
     """Of targets, since the last token: host and number of each one's process, None if that was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
+    _prompts: int = 0
+    """That its workers had been given to read when the round began."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it takes part in the passes of its target."""
+        return self.session.state in (State.DRAFTING, State.VERIFYING)
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -158,6 +166,11 @@ class Live:
         ended, self.times = self.times, RoundTimes()
         return ended
 
+    def disturbed(self) -> bool:
+        """Whether one of its workers was given a prompt to read since this was last asked."""
+        before, self._prompts = self._prompts, sum(worker.prompts for worker in self.workers)
+        return self._prompts != before
+
     def tell_round(self) -> None:
         """Have whoever looks hear of the round that has ended, if one has."""
         ended, self.session.ended = self.session.ended, None
@@ -201,6 +214,14 @@ class Live:
             times.draft_queue_ns += duration_ns
         else:
             times.target_queue_ns += duration_ns
+
+
+def load_of(live: Live, lives: Iterable[Live]) -> Load:
+    """How much runs on a session's workers."""
+    running = [other for other in lives if other.running]
+    target = sum(other.target is live.target for other in running)
+    draft = sum(other.draft is live.draft for other in running) if live.draft is not None else 0
+    return Load(max(1, target), max(1, draft))
 
 
 def waits(worker: Worker, lives: Iterable[Live]) -> Waits:

@@ -1,21 +1,23 @@
 """How a session's next round is drafted, from what its rounds have cost and brought.
 
-A `Pair` is what a draft and a target have learned together; a `Pilot` steers one session: it prices drafting, stops and resumes it under `goodput`, has it
-go on ahead where that pays, and predicts each round before it is made. Pure: rounds are handed in as values; what is decided comes back as values and
-sentences.
+A `Pilot` steers one session: it prices drafting by what else is in the pass, stops and resumes it, has it go on ahead where that pays, and predicts each
+round before it is made. Whatever shapes the tree, its size is a bound, unless the request insists. Pure: rounds are handed in as values; what is decided
+comes back as values and sentences.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, exp, log
 
-from dovetail.protocol.messages import Drafted, Hello, PairState
+from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs import Average, PairCosts
+from dovetail.runtime.costs import PairCosts
+from dovetail.runtime.loads import ALONE, Load
 from dovetail.runtime.metrics import RoundTimes
+from dovetail.runtime.pairs import MOST_HONESTY, Crowd, Pair, ratio
 from dovetail.runtime.policies import floor_of
-from dovetail.runtime.switches import AheadTrial, Experience, Switch
+from dovetail.runtime.switches import Switch
 
 WINDOW = 16
 """Rounds over which a session's tokens a second are taken."""
@@ -29,14 +31,17 @@ EMPTY = 4
 """Proposals of nothing, one after the other, after which what was learned of the draft is doubted."""
 PRIOR_NODES = 2.0
 """Nodes for which the scores of a new session are trusted, before what they bring counts."""
-MOST_HONESTY = 2.0
+BEHIND = 0.97
+"""Of the rate without drafting, below which a session beside others suffers from what these draft."""
+LEAST_HOPE = 0.1
+"""Tokens a round that drafting beside other sessions has to bring where text is predictable, at known costs, to be tried."""
+RESTING = 16
+"""Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
 MOST_DEADLINE_MS = 3.6e6
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was guessed from guesses. With the embedded Dovetail head at T = 0:
 0.92 to 0.95 on shipped prompts and MT-bench, 0.94 to 1.00 on HumanEval and GSM8K. Not seen in scores, which are fitted to both; too little to be counted
 soon."""
-CALIBRATED = 8
-"""Rounds after which what nodes promise is compared with what they bring."""
 
 
 @dataclass(frozen=True)
@@ -64,94 +69,33 @@ class Round:
     """The proposal; None where none was asked for."""
     other_rows: int = 1
     """Of the pass, without these: its root, and all of what other sessions had in it."""
-
-
-@dataclass
-class Pair:
-    """A draft and a target that work together."""
-
-    draft: str
-    target: str
-    costs: PairCosts
-    shared: bool
-    """Whether both compute on one device."""
-    reads: bool = False
-    """Whether the draft reads its target's states."""
-    experiences: dict[bool, Experience] = field(default_factory=lambda: {True: Experience(), False: Experience()})
-    """By whether the sessions are greedy."""
-    trial: AheadTrial = field(default_factory=AheadTrial)
-    rounds: int = 0
-    """In which was drafted."""
-    controls: int = 0
-    """Rounds in which nothing was, to measure the target's pass over a single row."""
-    hits: Average = field(default_factory=Average)
-    gamma: Average = field(default_factory=Average)
-    tokens: Average = field(default_factory=Average)
-    """Of a round, of those that were drafted; `seconds` likewise."""
-    seconds: Average = field(default_factory=Average)
-    promised: Average = field(default_factory=lambda: Average(128.0))
-    """Nodes that the scores let expect to be accepted, a round; `accepted` were."""
-    accepted: Average = field(default_factory=lambda: Average(128.0))
-    expected: Average = field(default_factory=Average)
-    """Tokens of a round that were predicted; `predicted` seconds."""
-    predicted: Average = field(default_factory=Average)
-    context: float = 0.0
-    speculating: bool = False
-
-    @property
-    def ahead_in_doubt(self) -> bool:
-        """Whether it has to be found out if drafting ahead pays: where it takes from the other, or where it guesses from guesses."""
-        return self.shared or self.reads
-
-    @property
-    def honesty(self) -> float:
-        """What a promised node is worth."""
-        if self.rounds < CALIBRATED or self.promised.value <= 0.0:
-            return 1.0
-        return min(MOST_HONESTY, self.accepted.value / self.promised.value)
-
-    def state(self) -> PairState:
-        costs, alone_s = self.costs, self.costs.alone_s(context=self.context)
-        return PairState(
-            draft=self.draft,
-            target=self.target,
-            speculating=self.speculating,
-            rounds=self.rounds,
-            hit_rate=_known(self.hits),
-            gamma=_known(self.gamma),
-            tokens_per_s=_ratio(self.tokens, self.seconds),
-            alone_tokens_per_s=1.0 / alone_s if alone_s > 0.0 else None,
-            predicted_tokens_per_s=_ratio(self.expected, self.predicted),
-            hops_us=1e6 * (costs.draft_hop_s.value + costs.target_hop_s.value) if costs.target_hop_s.known else None,
-            t_v=costs.target.curve(self.context),
-            t_d=costs.draft.curve(),
-        )
-
-
-def _known(average: Average) -> float | None:
-    return average.value if average.known else None
-
-
-def _ratio(above: Average, below: Average) -> float | None:
-    return above.value / below.value if below.value > 0.0 else None
-
-
-def share_device(one: Hello, other: Hello) -> bool:
-    """Whether two workers compute on the same device, or may: on one host the same GPU, or cores in common or unknown."""
-    gpus = [hello.device.split()[0] if hello.device.startswith("cuda") else "" for hello in (one, other)]
-    if one.host != other.host or gpus[0] != gpus[1]:
-        return False
-    return bool(gpus[0]) or not (one.cores and other.cores) or not set(one.cores).isdisjoint(other.cores)
+    load: Load = ALONE
+    """When it ended."""
+    disturbed: bool = False
+    """Whether a worker read a prompt meanwhile."""
 
 
 class Pilot:
     """Steers one session. Without a pair - the target alone - it plans nothing, and only keeps count of what rounds bring."""
 
     def __init__(
-        self, number: int, *, tree: TreeSettings, pair: Pair | None, costs: PairCosts, greedy: bool, ahead: bool | None, say: Callable[[str], None]
+        self,
+        number: int,
+        *,
+        tree: TreeSettings,
+        pair: Pair | None,
+        costs: PairCosts,
+        greedy: bool,
+        ahead: bool | None,
+        say: Callable[[str], None],
+        drawn: bool = False,
     ) -> None:
-        """`ahead`: None where it is to be found out; `say` hears of every decision."""
+        """`ahead`: None where it is to be found out; `say` hears of every decision; `drawn`: the reply hangs on what is drafted, and so on no clock."""
         self._number, self._tree, self._greedy, self._ahead, self._say = number, tree, greedy, ahead, say
+        self._fixed = tree.insist or drawn
+        self._load = ALONE
+        self._era = 0
+        """Of the switch, when the round was planned."""
         self._promise: tuple[float, float] | None = None
         """Tokens and seconds that are expected of this round."""
         self._promised = 0.0
@@ -166,17 +110,31 @@ class Pilot:
     def work_with(self, pair: Pair | None, costs: PairCosts) -> None:
         """Go on with these workers; what the session's rounds brought with others says nothing of them."""
         self._pair, self._costs = pair, costs
-        self._switch = Switch(pair.experiences[self._greedy]) if pair is not None and self._tree.policy == "goodput" else None
+        self._own = Switch(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
+        """For when it runs alone."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._promises = PRIOR_NODES
         self._kept_promises = PRIOR_NODES * (pair.honesty if pair is not None else 1.0)
-        self._empty = 0
-        if self._switch is not None and not self._switch.drafting:
-            self._say(f"session {self._number} begins without drafting: with {self._names} {self._lost_of_late(self._switch)}")
+        self._empty = self._resting = 0
+        if self._own is not None and not self._own.drafting:
+            self._say(f"session {self._number} begins without drafting: with {self._names} {self._lost_of_late(self._own)}")
+
+    @property
+    def _crowd(self) -> Crowd:
+        """What the sessions that run beside each other at this load have learned."""
+        assert self._pair is not None
+        return self._pair.crowd(greedy=self._greedy, load=self._load)
+
+    @property
+    def _switch(self) -> Switch | None:
+        """What decides at this load whether is drafted; None: nothing does."""
+        if self._own is None:
+            return None
+        return self._own if self._load.alone else self._crowd.switch
 
     def hopeful(self, pair: Pair) -> bool:
         """Whether a session would be drafted for with this pair from the beginning."""
-        return self._tree.policy != "goodput" or not pair.experiences[self._greedy].losing
+        return self._fixed or not pair.experiences[self._greedy].losing
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
@@ -206,10 +164,30 @@ class Pilot:
 
     def leave(self) -> None:
         """The draft is lost."""
-        self._pair = self._switch = None
+        self._pair = self._own = None
+
+    @property
+    def order_s(self) -> float:
+        """Seconds from an order to its proposal, where the draft is free; 0 where nothing is known."""
+        costs = self._costs
+        return costs.exposed_s.value + costs.draft_hop_s.value
 
     def rate(self, context: int) -> float:
-        """Tokens a second of late; at first those of the pair's last rounds, else of the target alone; 0 where nothing is known."""
+        """Tokens a second of late; at first those of the pair's last rounds, else of the target alone; 0 where nothing is known.
+
+        Beside others not less than without any drafting: a second that is wasted is wasted for all of them.
+        """
+        rate = self._rate_of_late(context)
+        if self._load.alone or (alone_s := self._alone_s(context)) <= 0.0:
+            return rate
+        return max(rate, 1.0 / alone_s) * (self._crowd.care if self._own is not None else 1.0)
+
+    def _alone_s(self, context: float) -> float:
+        """Seconds of a round without any drafting at this load; 0 where nothing is known."""
+        expected_s = self._costs.alone_s(context=context, rows=self._load.target)
+        return expected_s if self._own is None or self._load.alone else self._crowd.alone_s(expected_s)
+
+    def _rate_of_late(self, context: int) -> float:
         tokens, seconds = (sum(values) for values in zip(*self._recent, strict=True)) if self._recent else (0.0, 0.0)
         if (missing := FEW - len(self._recent)) > 0:
             tokens, seconds = tokens + missing * self._usual(context)[0], seconds + missing * self._usual(context)[1]
@@ -217,20 +195,22 @@ class Pilot:
 
     def _usual(self, context: int) -> tuple[float, float]:
         """Tokens and seconds of a round, as far as is known before the session has had some."""
-        pair = self._pair
-        if pair is not None and self._switch is not None and self._switch.drafting and pair.seconds.known:
-            return pair.tokens.value, pair.seconds.value
-        return 1.0, self._costs.alone_s(context=context)
+        pair, switch = self._pair, self._switch
+        if pair is not None and switch is not None and switch.drafting:
+            known = pair if self._load.alone else self._crowd
+            if known.seconds.known:
+                return known.tokens.value, known.seconds.value
+        return 1.0, self._alone_s(context)
 
     # -- before the first round: the prompt ---------------------------------------------------------------------------------------------------
 
     def awaits_draft(self, context: int, tokens: int) -> bool:
-        """Whether `goodput` waits until the draft has read a prompt of which the target read so many tokens: the first round without it would cost more."""
-        if self._switch is None:
+        """Whether a session waits until the draft has read a prompt of which the target read so many tokens: the first round without it would cost more."""
+        if self._own is None:
             return False
         assert self._pair is not None
         lag_s, pair = self._pair.costs.reading.expect(tokens), self._pair
-        alone_s, rate = self._costs.alone_s(context=context), _ratio(pair.tokens, pair.seconds)
+        alone_s, rate = self._costs.alone_s(context=context), ratio(pair.tokens, pair.seconds)
         return lag_s is not None and rate is not None and alone_s > 0.0 and lag_s * rate < alone_s * rate - 1.0
 
     def draft_read(self, tokens: int, seconds: float) -> None:
@@ -240,24 +220,42 @@ class Pilot:
 
     # -- before a round -------------------------------------------------------------------------------------------------------------------------
 
-    def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
-        """How to draft for the next round; None: not at all. `ready`: whether the draft has read the prompt; `patient`: whether it is waited for until it has,
-        which `goodput` does only where it `awaits_draft`."""
+    def plan(self, context: int, *, load: Load = ALONE, ready: bool = True, patient: bool = True) -> Plan | None:
+        """How to draft for the next round; None: not at all. `ready`: whether the draft is there for it, and has read the prompt; `patient`: whether it is
+        waited for until it has, which only a request that insists does, unless it `awaits_draft`."""
+        self._meet(load)
         self._exposed_s = 0.0
-        if self._pair is None:
+        pair, switch = self._pair, self._switch
+        if pair is None:
             return None
-        if not ready and not (patient and self._switch is None):
+        if not ready and not (patient and switch is None):
             return None
-        if self._switch is not None and not self._switch.drafting:
+        if switch is not None and (not switch.drafting or self._rests()):
             return None
-        if self._switch is not None and self._control_due:
-            self._pair.controls += 1
+        if switch is not None and load.alone and self._control_due:
+            pair.controls += 1
             self.controls += 1
             return None
-        costs = self._pair.costs
-        self._exposed_s = costs.exposed_s.value + costs.draft_hop_s.value if costs.exposed_s.known else None
-        ahead = self._pair.trial.ahead if self._ahead is None and self._pair.ahead_in_doubt else self._ahead is not False
-        return Plan(ahead=ahead) if self._switch is None else self._priced(context, ahead)
+        self._exposed_s = self.order_s if pair.costs.exposed_s.known else None
+        ahead = pair.trial.ahead if self._ahead is None and pair.ahead_in_doubt else self._ahead is not False
+        return Plan(ahead=ahead) if switch is None else self._priced(context, switch, ahead)
+
+    def _meet(self, load: Load) -> None:
+        """A round begins at this load: what others brought at another level says nothing of it."""
+        changed, self._load = load.level != self._load.level, load
+        switch = self._switch
+        if changed:
+            self._recent.clear()
+            if switch is not None and not load.alone:
+                switch.begin()
+        self._era = switch.era if switch is not None else 0
+
+    def _rests(self) -> bool:
+        """Whether the draft, which had nothing to propose for long, is left to other sessions in this round."""
+        if self._load.alone or not self._resting:
+            return False
+        self._resting -= 1
+        return True
 
     @property
     def _control_due(self) -> bool:
@@ -267,25 +265,42 @@ class Pilot:
         due = sum(pair.rounds >= after for after in CONTROLS)
         return not (target.profiled or target.seen(1) >= due or (target.known and pair.controls >= due))
 
-    def _priced(self, context: int, ahead: bool) -> Plan:
+    def _priced(self, context: int, switch: Switch, ahead: bool) -> Plan:
+        """By what a second is worth to everybody who waits meanwhile: for the draft, those that have it; for the target, all that run there."""
         assert self._pair is not None
-        assert self._switch is not None
-        alone_s = self._costs.alone_s(context=context)
-        if self._switch.state == "try" or self._empty >= EMPTY:
-            return Plan(ahead=ahead, most_depth=self._hopeful_depth(alone_s))
-        rate = self.rate(context)
-        rows = 1 + ceil(self._pair.gamma.value) if self._pair.gamma.known else 1
-        most = max(rows, 1 + self._tree.most_nodes)
-        floor = floor_of(rate, self._costs.target.table(most + 1, context).__getitem__, rows, most)
+        load, trying = self._load, switch.state == "try"
+        depth = self._hopeful_depth(context) if trying else None
+        if load.alone and (trying or self._empty >= EMPTY):
+            return Plan(ahead=ahead, most_depth=self._hopeful_depth(context))
+        rate, alone_s = self.rate(context), self._alone_s(context)
+        nodes = ceil(load.draft * self._pair.gamma.value) if self._pair.gamma.known and not trying else 0
+        rows = load.target + nodes
+        most = max(rows, load.target + self._tree.most_nodes)
+        floor = floor_of(rate * load.target, self._costs.target.table(most + 1, context).__getitem__, rows, most)
         deadline_ms = 1e3 * alone_s * (self._tree.depth if self._pair.rounds else 2)
-        return Plan(rate=rate, floor=floor, ahead=ahead, deadline_ms=deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None)
+        deadline = deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None
+        return Plan(rate=rate * load.draft, floor=floor, ahead=ahead, deadline_ms=deadline, most_depth=depth)
 
-    def _hopeful_depth(self, alone_s: float) -> int:
-        """Levels that pay where text is predictable; one where nothing is known of their cost."""
-        level_s = self._costs.draft.at(1)
+    def _hopeful_depth(self, context: int) -> int:
+        """Levels that pay where text is predictable, at least one; one where nothing is known of their cost."""
+        if not self._load.alone:
+            return max(1, self._hope(context)[0])
+        level_s, alone_s = self._costs.draft.at(1), self._alone_s(context)
         if not 0.0 < level_s < alone_s:
             return 1
         return max(1, min(self._tree.depth, ceil(log(level_s / alone_s) / log(SURE))))
+
+    def _hope(self, context: int) -> tuple[int, float]:
+        """Levels of one node that bring most where text is predictable, and what they bring above their cost, in tokens: that of the order and of drafting
+        all who share the draft pay, that of rows all who share the pass."""
+        (target, draft), costs, alone_s = self._load, self._costs, self._alone_s(context)
+        if alone_s <= 0.0:
+            return 1, 0.0
+        rows_s = costs.target.at(2 * target, context) - costs.target.at(target, context)
+        price = (draft * costs.draft.at(1) + rows_s) / alone_s
+        levels = max(0, min(self._tree.depth, int(log(price) / log(SURE)) if 0.0 < price < 1.0 else self._tree.depth if price <= 0.0 else 0))
+        gain = sum(SURE**level for level in range(1, levels + 1))
+        return levels, gain - levels * price - draft * costs.draft_hop_s.value / alone_s
 
     def sends(self, context: int, scores: Sequence[float], rows: int) -> None:
         """The round's nodes of these scores are verified in a pass of so many rows: predict it."""
@@ -305,12 +320,37 @@ class Pilot:
         if seconds <= 0.0:
             return
         self._count(done, seconds)
+        judged_s, switch = seconds + done.times.missed_ns / 1e9, self._switch
+        if done.load.level == self._load.level and switch is not None and switch.era == self._era:
+            if self._load.alone:
+                self._judge(switch, done, judged_s)
+            elif not done.disturbed:
+                self._judge_crowd(self._crowd, done, judged_s)
+        if done.drafted is not None:
+            self._learn_of_draft(done, done.drafted, seconds)
+
+    def _judge(self, switch: Switch, done: Round, seconds: float) -> None:
+        """Whether drafting for this session pays, which runs alone."""
         alone_s = self._costs.alone_s(context=done.context, rows=done.other_rows)
-        if done.drafted is None:
-            if self._switch is not None and alone_s > 0.0:
-                self._tell(self._switch.plain(seconds, alone_s))
+        if alone_s > 0.0:
+            self._tell(switch.plain(seconds, alone_s) if done.drafted is None else switch.drafted(self._recent[-1][0], seconds, alone_s))
+
+    def _judge_crowd(self, crowd: Crowd, done: Round, seconds: float) -> None:
+        """Whether drafting for all who run at once pays: a round of this session, drafted or not, with everything that it waited for."""
+        switch, among = crowd.switch, self._load.draft
+        expected_s = self._costs.alone_s(context=done.context, rows=self._load.target)
+        if expected_s <= 0.0:
+            return
+        if switch.drafting:
+            tokens = self._recent[-1][0]
+            crowd.drafted(tokens, seconds)
+            crowd.mind(behind=self._rate_of_late(done.context) * crowd.alone_s(expected_s) < BEHIND, among=among)
+            words = switch.drafted(tokens, seconds, crowd.alone_s(expected_s), among=among)
         else:
-            self._learn_of_draft(done, done.drafted, seconds, alone_s)
+            crowd.plain(seconds, expected_s)
+            worth_trying = self._hope(done.context)[1] >= LEAST_HOPE
+            words = switch.plain(seconds, crowd.alone_s(expected_s), among=among, worth_trying=worth_trying)
+        self._tell_all(words if words is None else f"{self._load}: {words} each")
 
     def _tell(self, words: str | None) -> None:
         """Say what was decided, if anything was."""
@@ -329,7 +369,7 @@ class Pilot:
             self.predicted_s += self._promise[1]
         costs.target_hop_s.add(times.target_hop_ns / 1e9)
         (costs.plain_host_s if done.drafted is None else costs.host_s).add(times.coordinator_ns / 1e9)
-        self._recent.append((self._brought(done.tokens), seconds))
+        self._recent.append((self._brought(done.tokens), seconds + times.missed_ns / 1e9))
 
     def _brought(self, tokens: int) -> float:
         """What a round has brought, with half of the chance taken out: between its tokens and what its nodes were worth, by what such promises brought."""
@@ -343,12 +383,12 @@ class Pilot:
         """What a promised node was worth of late."""
         return min(MOST_HONESTY, self._kept_promises / self._promises)
 
-    def _learn_of_draft(self, done: Round, drafted: Drafted, seconds: float, alone_s: float) -> None:
+    def _learn_of_draft(self, done: Round, drafted: Drafted, seconds: float) -> None:
         pair, times = self._pair, done.times
         if pair is None:
             return
         pair.costs.exposed_s.add(times.draft_ns / 1e9)
-        pair.costs.draft_hop_s.add((times.draft_hop_ns + times.draft_queue_ns) / 1e9)
+        pair.costs.draft_hop_s.add(times.draft_hop_ns / 1e9)
         for rows, duration_ns in drafted.passes:
             pair.costs.draft.observe(rows, duration_ns / 1e9)
         if self._promise is not None:
@@ -366,10 +406,10 @@ class Pilot:
         ):
             average.add(value)
         self._empty = 0 if drafted.tokens else self._empty + 1 if self._empty < EMPTY else 0
-        judged_s = seconds + times.missed_ns / 1e9
-        if self._switch is not None and alone_s > 0.0:
-            self._tell(self._switch.drafted(self._recent[-1][0], judged_s, alone_s))
-        pair.speculating = self._switch is None or self._switch.state == "on"
-        if self._ahead is None and pair.ahead_in_doubt:
+        if self._empty == EMPTY and not self._load.alone:
+            self._resting, self._empty = RESTING, EMPTY - 1
+        switch = self._switch
+        pair.speculating = switch is None or switch.state == "on"
+        if self._ahead is None and pair.ahead_in_doubt and self._load.alone:
             tokens = 1.0 + self._honesty * self._promised
             self._tell_all(pair.trial.drafted(STALE * tokens if pair.reads and pair.trial.ahead else tokens, seconds))

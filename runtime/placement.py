@@ -13,7 +13,8 @@ from dovetail.runtime.costs import PairCosts
 from dovetail.runtime.kept import WORTH, Base, bases
 from dovetail.runtime.live import Live
 from dovetail.runtime.metrics import Accounts, Tally
-from dovetail.runtime.pilot import Pair, Pilot, share_device
+from dovetail.runtime.pairs import Pair, share_device
+from dovetail.runtime.pilot import Pilot
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.session import Request, Session
 
@@ -135,8 +136,8 @@ class Placement:
             brief=brief,
         )
         pair, costs = self.pair(draft, target)
-        greedy = request.sampling.temperature == 0.0
-        pilot = Pilot(self._sessions, tree=request.tree, pair=pair, costs=costs, greedy=greedy, ahead=submit.ahead, say=self._say)
+        greedy, drawn = request.sampling.temperature == 0.0, request.sampling.rejects
+        pilot = Pilot(self._sessions, tree=request.tree, pair=pair, costs=costs, greedy=greedy, ahead=submit.ahead, say=self._say, drawn=drawn)
         return Live(session, client, submit.request, target, draft, now_ns, submit.trace, pilot)
 
     # -- who takes over -------------------------------------------------------------------------------------------------------------------------

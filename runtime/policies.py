@@ -60,6 +60,17 @@ def _merged(offers: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
             heappop(heads)
 
 
+def worth_waiting(waits: Sequence[float], *, ready: int, pass_s: float) -> float | None:
+    """Seconds that a pass of `ready` sessions should wait for some that are not ready yet; None: it should begin.
+
+    waits: in how many seconds each of them will be, ascending. Whoever comes in time does not wait for this pass to end; everybody else waits for the last
+    that is waited for.
+    """
+    gains = [(count * pass_s - (count + ready) * wait, wait) for count, wait in enumerate(waits, 1)]
+    most, wait = max(gains, default=(0.0, 0.0))
+    return wait if most > 0.0 else None
+
+
 def floor_of(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
     """How likely a node has to be so that its row may pay, around a pass of so many rows that has room for `most`: the least price of a row from there on.
 

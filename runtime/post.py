@@ -53,6 +53,14 @@ class Post:
         self._farewells: dict[bytes, deque[Message]] = {}
         """Last words to clients that read nothing, by address."""
 
+    def now_ns(self) -> int:
+        """The coordinator's clock."""
+        return self._observing.now_ns()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after so many seconds."""
+        self._later(seconds, action)
+
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
         """Bytes sent, and since when they are on their way: the worker may begin before we are back from sending. One that cannot be reached is lost."""
         began_ns = self._observing.began_ns

@@ -92,6 +92,10 @@ class Worker:
     passing: tuple[int, float] | None = None
     """Rows, and mean committed length of the sessions, of the pass that it computes as a target."""
     traffic: Traffic = field(default_factory=Traffic)
+    prompts: int = 0
+    """Prompts, and logs, that it was given to read."""
+    held_until_ns: int | None = None
+    """Up to when a pass waits for proposals that are nearly there; None: none does."""
 
     @property
     def name(self) -> str:

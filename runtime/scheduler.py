@@ -6,7 +6,7 @@ clock, and nothing of what a session is but its number; how many of the nodes th
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.arrays import stack
@@ -30,6 +30,10 @@ Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
 """How many nodes of each item of a pass are verified."""
 
 
+Hold = Callable[[Sequence[int]], bool]
+"""Whether a pass of these sessions waits for those whose proposals are nearly there; who says so has them looked at again."""
+
+
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
     """All of them."""
     return [len(item.tokens) for item in items]
@@ -42,6 +46,7 @@ class Turns:
     epoch: int
     cut: Cut = whole
     """Asked of items whose nodes were not drawn from a law."""
+    hold: Hold = lambda _: False
     waiting: deque[tuple[int, Command]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
@@ -61,6 +66,16 @@ class Turns:
         """Whether a prompt of the session, or what the target says of it, is still to be read."""
         owed = self.owed.get(session)
         return (owed is not None and owed.type in (Opened, Fed)) or any(n == session and isinstance(command, Open | Feed) for n, command in self.waiting)
+
+    @property
+    def reading(self) -> bool:
+        """Whether a prompt of any session is still to be read."""
+        return any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(isinstance(c, Open | Feed) for _, c in self.waiting)
+
+    def orders(self) -> Iterator[tuple[int, bool]]:
+        """The sessions that are served next, in their order, and whether it is a proposal that each wants."""
+        yield from ((session, owed.type is Drafted) for session, owed in self.owed.items())
+        yield from ((session, isinstance(command, Draft)) for session, command in self.waiting)
 
     def answered(self, session: int, answer: Owed) -> bool:
         """Whether the worker owed this session this answer, and it is wanted; it does no more."""
@@ -104,6 +119,8 @@ class Turns:
             first.setdefault(s, c)  # what a session asked for before is done before
         ready = {s: c for s, c in first.items() if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
         ready = dict([*ready.items()][:most])
+        if most == MAX_SESSIONS and len(first) == len(ready) and self.hold((*ready,)):
+            return None
         together = self._together([*ready.values()])  # nothing is owed and nothing is dropped for a message that cannot be built
         self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], Verify) and entry[0] in ready))
         self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())

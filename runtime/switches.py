@@ -32,6 +32,8 @@ TRY_ROUNDS = 2
 TRY_MARGIN = 1.03
 LASTING = 32
 """Rounds of drafting after which it is taken to pay."""
+FIRST_OF_MANY = 2
+"""Rounds without drafting before it is first tried where several sessions run: so many tell what a pass over their roots takes."""
 
 
 @dataclass
@@ -60,12 +62,15 @@ class Experience:
 
 
 class Switch:
-    """On, off or trying, for one session."""
+    """On, off or trying, for one session, or for all sessions that run at once."""
 
-    def __init__(self, experience: Experience) -> None:
-        self._experience = experience
-        self.state: Literal["on", "off", "try"] = "off" if experience.losing else "on"
-        self._rounds = 0
+    def __init__(self, experience: Experience, *, many: bool = False) -> None:
+        """`many`: it is told the rounds of several sessions that run at once, and begins without drafting, which has yet to show that it pays."""
+        self._experience, self._many = experience, many
+        self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
+        self.era = 0
+        """Counts the changes of state: a round that began before one says nothing of what is now."""
+        self._rounds = 0.0
         """Of drafting since it began, or without since it ended."""
         self._failed = 0
         self._balance = 0.0
@@ -81,25 +86,38 @@ class Switch:
     def drafting(self) -> bool:
         return self.state != "off"
 
-    def plain(self, seconds: float, alone_s: float) -> str | None:
-        """A round without drafting has passed; what follows from it, in words, if anything does."""
-        self._experience.earn(seconds, alone_s)
+    def begin(self) -> None:
+        """A session comes to run at this load: how often trying has failed before it came is forgotten, what it may cost is not."""
+        self._failed = 0
+
+    def plain(self, seconds: float, alone_s: float, *, among: int = 1, worth_trying: bool = True) -> str | None:
+        """A round without drafting has passed; what follows from it, in words, if anything does.
+
+        `among`: sessions that run at once, each of which has such a round in the time of one.
+        """
+        self._experience.earn(seconds / among, alone_s)
         if self.state != "off":
             return None
-        self._rounds += 1
-        if self._rounds < FIRST_TRY << min(self._failed, MOST_DOUBLINGS) or not self._experience.affordable:
+        self._rounds += 1 / among
+        if not worth_trying or self._rounds < self._patience or not self._experience.affordable:
             return None
-        words = f"drafting is tried again after {self._rounds} rounds without it: {self.last_rates(alone_s)}"
+        last = self.last_rates(alone_s) if self._experience.rate else f"the target alone brings {1 / alone_s:.1f} tokens/s"
+        words = f"drafting is tried again after {self._rounds:.0f} rounds without it: {last}"
         self._enter("try")
         return words
 
-    def drafted(self, tokens: float, seconds: float, alone_s: float) -> str | None:
+    @property
+    def _patience(self) -> int:
+        """Rounds without drafting before it is tried."""
+        return FIRST_OF_MANY if self._many and not self.era else FIRST_TRY << min(self._failed, MOST_DOUBLINGS)
+
+    def drafted(self, tokens: float, seconds: float, alone_s: float, *, among: int = 1) -> str | None:
         """A round with drafting has brought so many tokens; what follows from it, in words, if anything does. `alone_s`: a round of the target alone."""
-        self._experience.earn(seconds, alone_s)
-        self._rounds += 1
-        won = tokens - seconds / alone_s
+        self._experience.earn(seconds / among, alone_s)
+        self._rounds += 1 / among
+        won = (tokens - (WORTH if self._many else 1.0) * seconds / alone_s) / among
         if self.state == "try":
-            return self._tested(tokens, seconds, alone_s, won)
+            return self._tested(tokens, seconds, alone_s, won, among)
         self._count(tokens, seconds)
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER)
@@ -107,7 +125,7 @@ class Switch:
         self._worst_s = max(self._worst_s, -won * alone_s)
         if self._rounds >= LASTING and self._balance == 0.0:
             self._failed, self._tried, self._experience.losing = 0, False, False
-        if self._balance <= (LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS):
+        if self._balance <= (LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS) / among**0.5:  # the more rounds, the less is chance
             return None
         if self._tried:  # the try had promised too much
             self._experience.credit_s -= self._balance * alone_s
@@ -116,21 +134,21 @@ class Switch:
         self._experience.try_s = TRY_ROUNDS * self._worst_s
         return self._judged("off", "drafting stops, it loses", alone_s)
 
-    def _tested(self, tokens: float, seconds: float, alone_s: float, won: float) -> str | None:
+    def _tested(self, tokens: float, seconds: float, alone_s: float, won: float, among: int) -> str | None:
         self._cost_s += max(0.0, -won * alone_s)
-        if self._rounds == 1:
+        if self._rounds < 1.0 + 0.5 / among:
             return None
         self._count(tokens, seconds)
         self._balance += won
-        judged = self._rounds - 1
+        judged = self._rounds - 1.0 + 0.5 / among  # a half for what sums of fractions lack
         if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds):
             self._pay()
             self._tried, self._experience.losing = True, False
             return self._judged("on", "drafting resumes, it pays again", alone_s)
-        if self._balance <= -TRY_LOSS or judged >= MOST_TRY:
+        if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
-            return self._judged("off", f"the try ends after {self._rounds} rounds, drafting does not pay", alone_s)
+            return self._judged("off", f"the try ends after {self._rounds:.0f} rounds, drafting does not pay", alone_s)
         return None
 
     def last_rates(self, alone_s: float) -> str:
@@ -148,7 +166,8 @@ class Switch:
         self._experience.try_s = self._cost_s
 
     def _enter(self, state: Literal["on", "off", "try"]) -> None:
-        self.state, self._rounds, self._balance, self._cost_s, self._worst_s = state, 0, 0.0, 0.0, 0.0
+        self.state, self.era = state, self.era + 1
+        self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
         self._tokens = self._seconds = 0.0
 
     def _count(self, tokens: float, seconds: float) -> None:

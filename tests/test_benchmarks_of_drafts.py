@@ -27,8 +27,8 @@ from support.models import reference_tokens, tiny_llama
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 PROMPT = (3, 17, 9, 30, 8, 22, 41, 5)
 KEY = bytes(range(16))
-TREE = TreeSettings(policy="dynamic", gamma=6, depth=4, width=3)
-STATIC = TreeSettings(policy="static", gamma=12, depth=3, width=4)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=3)
+STATIC = TreeSettings(policy="static", insist=True, gamma=12, depth=3, width=4)
 TOKENS = 20
 Play = Callable[..., Reply]
 
@@ -68,7 +68,7 @@ def test_whatever_the_draft_is_told_the_reply_is_the_target_s(target: Path, draf
 
 
 def test_a_target_as_its_own_draft_is_accepted_to_the_bottom_with_its_noise_and_less_without(target: Path) -> None:
-    chain = TreeSettings(policy="dynamic", gamma=4, depth=4, width=1)
+    chain = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=4, width=1)
     coupled, matched = play(target, target, SAMPLED, chain), play(target, target, SAMPLED, chain, drafting=GREEDY)
     assert coupled.rounds == -(-coupled.decoded // (chain.depth + 1))
     assert matched.rounds > coupled.rounds

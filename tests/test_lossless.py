@@ -22,7 +22,9 @@ from support.stacks import PROMPTS, complete_all, running, submit
 
 TREES = {
     f"{t.gamma}/{t.depth}/{t.width}": t
-    for t in (TreeSettings(policy="dynamic", gamma=g, depth=d, width=w) for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8)))
+    for t in (
+        TreeSettings(policy="dynamic", insist=True, gamma=g, depth=d, width=w) for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8))
+    )
 }
 """Of a policy that drafts whether that pays or not."""
 REPEATING = ["Repeat after me: one two three four five, one two three four five, one two three four five, one two"]

@@ -13,16 +13,16 @@ from support.stacks import PROMPTS, complete_all, running, submit
 
 SUBSTITUTE = {"draft.kind": "substitute", "draft.device": "cpu"}
 SHARED = {**SUBSTITUTE, "draft.share": "true"}
-DYNAMIC = TreeSettings(policy="dynamic", gamma=15, depth=8, width=4)
-BEAM = TreeSettings(policy="beam", gamma=288, depth=48, width=6)
+DYNAMIC = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
+BEAM = TreeSettings(policy="beam", insist=True, gamma=288, depth=48, width=6)
 """SubSpec's."""
 TREES = {
     "dynamic": DYNAMIC,
-    "static": TreeSettings(policy="static", gamma=12, depth=4, width=4),
-    "budget": TreeSettings(policy="budget", gamma=32, depth=8, width=8),
+    "static": TreeSettings(policy="static", insist=True, gamma=12, depth=4, width=4),
+    "budget": TreeSettings(policy="budget", insist=True, gamma=32, depth=8, width=8),
     "goodput": TreeSettings(),
     "beam": BEAM,
-    "narrow": TreeSettings(policy="dynamic", gamma=1, depth=1, width=1),
+    "narrow": TreeSettings(policy="dynamic", insist=True, gamma=1, depth=1, width=1),
 }
 PLACED = {
     "split": {"target.split.device": "cpu", "target.split.layers": "3"},

@@ -14,7 +14,7 @@ from support.losslessness import difference
 from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit
 
 HEAD = {"draft.kind": "dovetail", "draft.device": "cpu", "target.inflate": "64MiB"}
-TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 TOKENS = 160
 TEMPERATURES = (0.0, 1.0)
 

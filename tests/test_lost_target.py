@@ -13,7 +13,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, submit, wait_for
 
-TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 TOKENS = 120
 TEMPERATURES = (0.0, 1.0)
 QUIET_S = 0.3

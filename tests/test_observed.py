@@ -12,7 +12,7 @@ from dovetail.protocol.spans import NAMES
 from dovetail.runtime.client import Client
 from support.stacks import PROMPTS, running
 
-TREE = TreeSettings(policy="dynamic", gamma=8, depth=5, width=6)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=5, width=6)
 PASS = {"linears", "attention", "other", "head"}
 
 

@@ -20,7 +20,7 @@ pytestmark = needs_kernels
 
 LAYERS = 8
 """Of the embedded target."""
-TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TOKENS = 40
 CPU = {"draft.device": "cpu"}
 SPLITS = {f"split after {LAYERS - n}": {"target.split.device": "cpu", "target.split.layers": str(n)} for n in range(1, LAYERS)}

@@ -21,7 +21,7 @@ from support.losslessness import difference
 from support.stacks import started
 
 PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-EAGLE_1 = TreeSettings(policy="static", gamma=25, depth=5)
+EAGLE_1 = TreeSettings(policy="static", insist=True, gamma=25, depth=5)
 REJECTED = Sampling(temperature=1.0, acceptance="rejection")
 TOKENS = 40
 
@@ -108,4 +108,4 @@ def test_at_temperature_0_rejection_gives_the_greedy_tokens(client: Client) -> N
 
 def test_a_request_whose_rule_and_policy_do_not_go_together_is_refused(client: Client) -> None:
     with pytest.raises(RequestError, match=r"set tree\.policy to 'static', not 'budget'"):
-        ask(client, 0, sampling=REJECTED, tree=TreeSettings(policy="budget"))
+        ask(client, 0, sampling=REJECTED, tree=TreeSettings(policy="budget", insist=True))

@@ -20,7 +20,7 @@ from support.models import tiny_llama
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 PROMPT = (3, 17, 9, 30, 8, 22, 41, 5)
-TREE = TreeSettings(policy="dynamic", gamma=10, depth=4, width=3)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=10, depth=4, width=3)
 
 
 def drawn(count: int, sureness: float, seed: int = 0) -> list[tuple[float, bool]]:

@@ -25,7 +25,7 @@ def test_the_turns_of_a_conversation_are_the_same_whether_they_go_on_from_the_la
     described = client.describe()
     assert described.limits.kept > 0
     text = TextCodec(described.tokenizer.data, described.vocabulary)
-    tree = TreeSettings(policy="dynamic")
+    tree = TreeSettings(policy="dynamic", insist=True)
     log = text.encode_turns(PROMPTS[0])
     for question in ("", *QUESTIONS):
         prompt = (*log, *(text.encode(question) if question else ()))

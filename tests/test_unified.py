@@ -24,7 +24,7 @@ from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, s
 pytestmark = pytest.mark.slow
 
 UNIFIED = {"draft.kind": "substitute", "draft.share": "true", "target.inflate": "32MiB", "coordinator.recovery_s": "60"}
-TREE = TreeSettings(policy="dynamic", gamma=8, depth=4, width=3)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=4, width=3)
 TOKENS = 120
 GONE_S = 60.0
 

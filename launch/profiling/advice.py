@@ -172,7 +172,7 @@ class Forecast:
         """`offers`: none where nothing is drafted; `exposed_s`: drafting that a round of the settings in force waits for, and `rate`: its tokens a second,
         where they were measured; `tree`, `width` and `ahead` are these settings; `hit_rate`: of rounds that were drafted ahead, where there were any;
         `alone_from`: how the rate of the target alone is known; `reads`: whether the draft is a head, which makes a pass in any case; `cuts`: whether the
-        policy is goodput."""
+        tree's size follows what pays."""
         self.offers, self.prices, self.rate, self.tree, self.width, self.ahead, self.reads, self.cuts = offers, prices, rate, tree, width, ahead, reads, cuts
         self.hit_rate, self.alone_from = hit_rate, alone_from
         self._factor = 1.0
@@ -333,6 +333,8 @@ class Situation:
 
     policy: str
     """UNKNOWN where others' requests were watched."""
+    cuts: bool
+    """Whether a tree's size follows what pays."""
     draft_kind: str
     reads: bool
     """Whether the draft is a head, which reads its target's states."""
@@ -399,7 +401,7 @@ def _policy(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     if forecast.cuts or situation.policy == UNKNOWN:
         return
     depth, outcome = max(((depth, forecast.goodput(depth)) for depth in range(1, forecast.most.depth + 1)), key=lambda pair: pair[1].rate)
-    flags = ("--tree.policy=goodput", f"--tree.gamma={max(forecast.tree.gamma, forecast.most.gamma)}", f"--tree.depth={max(forecast.tree.depth, depth)}")
+    flags = ("--tree.policy=goodput", "--tree.insist=false", f"--tree.gamma={max(forecast.tree.gamma, forecast.most.gamma)}", f"--tree.depth={max(forecast.tree.depth, depth)}")
     basis = "replayed: its cut over the offered trees, at the prices measured; it also drafts no more levels than pay"
     yield replace(_advice("policy", "let the tree's size follow what pays: policy goodput", flags, outcome, forecast.now), basis=basis)
 

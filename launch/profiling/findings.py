@@ -319,7 +319,7 @@ def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> For
         hit_rate=_share_of([record.hit for record in drafted]) if evidence.ahead else None,
         alone_from=_alone_from(plain, costs),
         reads=situation.reads,
-        cuts=situation.policy == "goodput",
+        cuts=situation.cuts,
     )
 
 

@@ -88,6 +88,7 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
         settings.tree.width,
         _went_ahead(watch) if ahead is None else ahead,
         settings.tree.policy,
+        not settings.tree.insist,
         settings.draft.kind,
         bool(set(layout.target.cores) & set(layout.draft.cores)),
         len(spare),
@@ -130,11 +131,11 @@ def attached(owned: ExitStack, configuration: Configuration, address: str, promp
         with progress_bar(len(prompts), "replies") as step, _watched(watch):
             workload.run(prompts, watch, step)
         words = f"{counted(len(prompts), 'prompt')} on a server that runs"
-        policy = settings.tree.policy
+        policy, cuts = settings.tree.policy, not settings.tree.insist
     else:
         with progress_bar(int(seconds), "s") as step, _watched(watch):
             watch_others(watch, seconds, step)
-        words, policy = "a server that was watched", UNKNOWN
+        words, policy, cuts = "a server that was watched", UNKNOWN, False
     _check_rounds(watch)
     status = client.status()
     target = _role(status.workers, "target")
@@ -142,7 +143,7 @@ def attached(owned: ExitStack, configuration: Configuration, address: str, promp
     tree = Tree(max(record.verified for record in records), max((max(levels_of(r.parents[: r.verified]), default=0) for r in records), default=0))
     limits = _known_limits(target) if target.host == socket.gethostname() else None
     kind = HEAD if any(worker.feature_bytes for worker in status.workers) else SMALL
-    facts = _Facts(status, Soundings(), tree, None, _went_ahead(watch), policy, kind, _share_cores(watch), 0, None, limits, None, {}, words)
+    facts = _Facts(status, Soundings(), tree, None, _went_ahead(watch), policy, cuts, kind, _share_cores(watch), 0, None, limits, None, {}, words)
     return facts.evidence(watch), watch
 
 
@@ -242,6 +243,7 @@ class _Facts:
     width: int | None
     ahead: bool
     policy: str
+    cuts: bool
     kind: str
     """Of the draft, as the settings name it."""
     shared: bool
@@ -299,6 +301,7 @@ class _Facts:
         kind = self.kind if self.kind != "auto" else HEAD if head else SMALL
         return Situation(
             policy=self.policy,
+            cuts=self.cuts,
             draft_kind=kind,
             reads=head or kind in HEAD_KINDS,
             ahead_possible=not self.shared,

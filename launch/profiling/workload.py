@@ -88,7 +88,7 @@ class Workload:
         """A tree of that size that is grown level by level; rejection sampling knows static ones alone."""
         tree = self.settings.tree
         policy = tree.policy if self.settings.sampling.acceptance == "rejection" else "dynamic"
-        return tree.model_copy(update={"policy": policy, "gamma": gamma, "depth": depth, "thresholds": ()})
+        return tree.model_copy(update={"policy": policy, "insist": True, "gamma": gamma, "depth": depth, "thresholds": ()})
 
     def _decode(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.configure import SETTINGS, Configuration, parse_setting
+from dovetail.launch.bench_methods import tree_of
 from dovetail.launch.simulation.recording import About
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA, POLICIES, TreeSettings
@@ -38,7 +39,7 @@ def read_method(base: Configuration, text: str, about: About) -> Method:
     head, *parts = text.split(",")
     if head not in POLICIES:
         raise UserError(f"--method {head!r} is no tree policy: choose {', '.join(POLICIES)}, with settings behind it such as gamma=59 or ahead=false")
-    values: dict[str, object] = {"tree.policy": head}
+    values: dict[str, object] = dict(tree_of(head))
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals:

@@ -17,6 +17,7 @@ from benchmarks.levels import levels
 from benchmarks.limit import limit
 from benchmarks.links import links
 from benchmarks.loading import loading
+from benchmarks.loads import loads
 from benchmarks.losses import losses
 from benchmarks.memory import memory
 from benchmarks.observed import observed
@@ -49,6 +50,7 @@ for command in (
     bytes_command,
     accuracy,
     loading,
+    loads,
     memory,
     substitute,
     coupling,

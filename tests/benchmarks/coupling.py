@@ -29,7 +29,7 @@ GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 REJECTED = Sampling(temperature=1.0, acceptance="rejection")
 MATCHING_FIGURE, REJECTION_FIGURE = 1.5, 1.05
 """Of tau: against top-k matching, and against rejection on the same static tree."""
-PLAIN = TreeSettings(policy="dynamic", gamma=0)
+PLAIN = TreeSettings(policy="dynamic", insist=True, gamma=0)
 PROMPTS = DEMO_FOLDER / "prompts.jsonl"
 
 
@@ -87,7 +87,7 @@ their logits alone: that is top-k matching."""
 def shape(name: str, tree: tuple[int, int, int], static: tuple[int, int, int]) -> TreeSettings:
     """The tree of a variant."""
     gamma, depth, width = static if name == "static" else tree
-    return TreeSettings(policy="static" if name == "static" else "dynamic", gamma=gamma, depth=depth, width=width)
+    return TreeSettings(policy="static", insist=True if name == "static" else "dynamic", gamma=gamma, depth=depth, width=width)
 
 
 # -- replies -----------------------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def http(tokens: int, streams: int, connections: int, requests: int, pairs: int,
     with progress_bar(2 * pairs + requests, "steps") as step, backend(target=False, draft=False) as house:
         for kind, role in ((ScriptedTarget, "target"), (ScriptedDraft, "draft")):
             house.add(kind, role, limits={"context": CONTEXT, "sessions": 1024})
-        with api(house.address, "--http.receive_s=3600", f"--http.connections={connections + 1000}", "--policy=dynamic") as server:
+        with api(house.address, "--http.receive_s=3600", f"--http.connections={connections + 1000}", "--policy=dynamic", "--tree.insist=true") as server:
             server.chat(max_tokens=2)
             drafted, plain, alone, among = [], [], [], []
             for _ in range(pairs):

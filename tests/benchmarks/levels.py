@@ -69,7 +69,7 @@ def levels(
                         tokens,
                         list_keys(name, 1)[0],
                         Sampling(temperature=temperature),
-                        TreeSettings(policy="dynamic", gamma=gamma, depth=depth, width=width),
+                        TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width),
                         max_tokens,
                     )
                 )

@@ -25,7 +25,7 @@ from dovetail.protocol.messages import Emitted, Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
-TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=4)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
 BEFORE = 24
 """Tokens of a reply after which something happens; rounds are timed until then."""
 TOKENS = 160

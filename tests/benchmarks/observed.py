@@ -148,7 +148,7 @@ def _cpu_ns(do: Callable[[], object]) -> float:
 def observed(draft: str, weights: str, inflate: str, tree: Sequence[int], prompts: Path, limit: int, max_tokens: int, as_json: bool) -> None:
     """The sum of a round's spans over the round, spans a round, and the processor time that recording them takes of it; all spans, fine ones too."""
     gamma, depth, width = tree
-    wanted = TreeSettings(policy="dynamic", gamma=gamma, depth=depth, width=width)
+    wanted = TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width)
     configuration = settings_of({"target.weights": weights, "target.inflate": inflate, **draft_of(draft)})
     found: list[list[Sum]] = []
     ours, theirs, coarse = 0, 0, 0

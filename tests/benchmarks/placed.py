@@ -90,7 +90,7 @@ def work(verifier: Verifier, context: int, size: int) -> None:
     rounds = ROUNDS * 4
     capacity = min(context, CACHED_ROWS - NODES)
     prompt = [token % size for token in range(capacity - rounds)]
-    tree = TreeSettings(policy="beam", gamma=NODES, depth=NODES // BRANCHES, width=BRANCHES)
+    tree = TreeSettings(policy="beam", insist=True, gamma=NODES, depth=NODES // BRANCHES, width=BRANCHES)
     sampling = Sampling(temperature=1.0, top_p=0.95, repetition_penalty=1.1, min_tokens=rounds)
     for _ in verifier.open(1, key=session_key(1, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=tree):
         pass

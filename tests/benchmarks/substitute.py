@@ -47,7 +47,7 @@ DRAFTS: Mapping[str, Mapping[str, str]] = {
     "dovetail": {"draft.kind": "dovetail"},
     **{f"substitute {weights}": {"draft.kind": "substitute", "draft.weights": weights} for weights in ("int8", "int4", "int3", "int2")},
 }
-TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=4)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
 """Of the comparison of drafts."""
 
 
@@ -150,7 +150,7 @@ def ablation(
             logs = []
             for step in STEPS:
                 limited.waits = step.waits
-                tree = TreeSettings(policy="beam", gamma=gamma, depth=depth, width=width, sharpening=step.sharpening)
+                tree = TreeSettings(policy="beam", insist=True, gamma=gamma, depth=depth, width=width, sharpening=step.sharpening)
                 verifier, drafter = pair(target, models[step.shared], shared=step.shared)
                 log, rounds, seconds = decode(verifier, drafter, text, number, max_tokens, sampling, tree)
                 found[step.name].append((len(log) - 1, rounds, seconds))

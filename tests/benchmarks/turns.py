@@ -25,7 +25,7 @@ from dovetail.runtime.client import Client
 
 REPLY, NEW = 32, 12
 """Tokens of the first reply and of the second turn."""
-TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=4)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
 """Drafts in every round, so that a draft's rows are as many as they are where drafting pays."""
 
 

@@ -56,7 +56,7 @@ def pictures(out: Path, inflate: str, whole: bool) -> None:
         step = opened.enter_context(progress_bar(len(SIZES) + 2, "pictures"))
         step("decoding")
         stack, _ = opened.enter_context(started({"draft.device": "cpu", "target.inflate": inflate}))
-        server = opened.enter_context(api(stack.address, "--policy=dynamic", "--http.model=demo"))
+        server = opened.enter_context(api(stack.address, "--policy=dynamic", "--tree.insist=true", "--http.model=demo"))
         browser = opened.enter_context(chromium(program))
         opened.enter_context(talking(server.url))
         _look_for(server, WARM_S)

@@ -29,5 +29,5 @@ def page(browser: Browser) -> Iterator[Page]:
 @pytest.fixture(scope="session")
 def server(stack: Stack) -> Iterator[Api]:
     """The embedded pair over HTTP, with two chats that go on and on."""
-    with api(stack.address, "--policy=dynamic") as started, talking(started.url):
+    with api(stack.address, "--policy=dynamic", "--tree.insist=true") as started, talking(started.url):
         yield started

@@ -172,7 +172,7 @@ def test_what_peers_call_themselves_and_what_models_say_is_never_html(page: Page
     with backend(target=False, draft=False) as house:
         house.add(ScriptedTarget, "target", prefix="<b>", name=EVIL, model=f"/models/{EVIL}")
         house.add(ScriptedDraft, "draft", prefix="<b>", name=f"{EVIL}2", binding=EVIL)
-        with api(house.address, "--policy=dynamic") as server:
+        with api(house.address, "--policy=dynamic", "--tree.insist=true") as server:
             page.open(server.url)
             page.until(LIVE)
             for first in range(50):

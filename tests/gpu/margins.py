@@ -11,7 +11,7 @@ from dovetail.runtime.comparison import NEAR_TIE, first_difference
 from gpu.report import Report
 from support.stacks import PROMPTS, running, submit
 
-TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TEMPERATURES = (0.0, 1.0)
 TIES = {"fp32": NEAR_TIE, "half": NEAR_TIE, "int8": 0.3}
 """Margins that rounding decides. In int8 an input that is rounded the other way moves a logit by up to 3 % of the largest, which is about 10."""

@@ -50,9 +50,9 @@ CONTEXT_ROWS = 256
 PROMPT_ROWS = 2048
 PCIE4_GB_S = 25.0
 """Of 16 lanes, as measured from pinned memory on such machines; the link of the papers' tables."""
-BEAM = TreeSettings(policy="beam", gamma=288, depth=48, width=6, sharpening=SUBSTITUTE_SHARPENING)
+BEAM = TreeSettings(policy="beam", insist=True, gamma=288, depth=48, width=6, sharpening=SUBSTITUTE_SHARPENING)
 """SubSpec's tree."""
-SMALL_BEAM = TreeSettings(policy="beam", gamma=24, depth=6, width=4, sharpening=SUBSTITUTE_SHARPENING)
+SMALL_BEAM = TreeSettings(policy="beam", insist=True, gamma=24, depth=6, width=4, sharpening=SUBSTITUTE_SHARPENING)
 KEY = bytes(16)
 LOOP = 20
 """Tokens; of longer replies that repeat so many the rest does not count."""

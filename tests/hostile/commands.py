@@ -148,7 +148,7 @@ def _requests() -> Iterator[Tried]:
 
 @contextmanager
 def _server() -> Iterator[Any]:
-    with backend() as house, api(house.address, "--policy=dynamic") as server:
+    with backend() as house, api(house.address, "--policy=dynamic", "--tree.insist=true") as server:
         yield server
 
 

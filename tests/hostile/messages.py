@@ -76,13 +76,19 @@ def direction(name: str, *unions: Any, others: Sequence[Message] = ()) -> Direct
     return Direction(name, tuple(tuple(encode(message)) for message in (*examples, *others)))
 
 
-SHORT = messages.Submit(epoch=1, request=1, tokens=(5, 6, 7), sampling=Sampling(), max_tokens=4, tree=TreeSettings(policy="dynamic"))
+SHORT = messages.Submit(epoch=1, request=1, tokens=(5, 6, 7), sampling=Sampling(), max_tokens=4, tree=TreeSettings(policy="dynamic", insist=True))
 """A request that is served, where the representative one has three prompts and is refused."""
 INBOUND = direction("coordinator", messages.Event, messages.Request, others=(SHORT,))
 PROMPT = (0, 3, 17, 9)
 _SESSION: Mapping[str, Any] = {"epoch": 1, "session": 1}
 _OPEN = messages.Open(
-    **_SESSION, key=bytes(16), prompt=PROMPT, capacity=20, vocabulary_size=48, sampling=Sampling(temperature=1.0), tree=TreeSettings(policy="dynamic", gamma=6)
+    **_SESSION,
+    key=bytes(16),
+    prompt=PROMPT,
+    capacity=20,
+    vocabulary_size=48,
+    sampling=Sampling(temperature=1.0),
+    tree=TreeSettings(policy="dynamic", insist=True, gamma=6),
 )
 _ITEM = messages.VerifyItem(session=1, round=1, prefix=5, tokens=(7, 8, 9), parents=(-1, -1, 0))
 _DRAFT = messages.Draft(**_SESSION, round=1, prefix=5, accepted=(), bonus=6, max_nodes=6, max_depth=3, max_width=3)

@@ -53,7 +53,7 @@ class Healthy:
         """Whether a request is answered as the target alone would."""
         self._prompt = 1 + self._prompt % 90
         prompt = (self._prompt, 9)
-        request = self._client.submit(tokens=prompt, max_tokens=TOKENS, seed=1, tree=TreeSettings(policy="dynamic"))
+        request = self._client.submit(tokens=prompt, max_tokens=TOKENS, seed=1, tree=TreeSettings(policy="dynamic", insist=True))
         ends: list[Finished | Failed] = []
 
         def ended() -> bool:

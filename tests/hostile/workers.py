@@ -158,7 +158,7 @@ class _Coordinator:
         return answers
 
     def _commands(self) -> Iterator[Command]:
-        tree = TreeSettings(policy="dynamic", gamma=6, depth=3, width=3, sharpening=1.0)
+        tree = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=3, width=3, sharpening=1.0)
         about: dict[str, Any] = {"epoch": EPOCH, "session": HEALTHY}
         sampling, key, reads = Sampling(temperature=1.0), session_key(0, 0, PROMPT), self._hello.reads
         yield Open(**about, key=key, prompt=PROMPT, capacity=20, vocabulary_size=VOCABULARY, sampling=sampling, tree=tree, features=reads)

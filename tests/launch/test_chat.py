@@ -32,7 +32,7 @@ COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 COLOUR = re.compile(r"\x1b\[36m|\x1b\[0m")
 MODES = re.compile(r"\x1b\[\?2004[hl]\r?")
 """What readline says to the terminal."""
-SPECULATED = ("--policy", "dynamic")
+SPECULATED = ("--policy", "dynamic", "--tree.insist", "true")
 """The embedded target is so cheap that no tree pays."""
 TALK_S = 60.0
 
@@ -284,7 +284,7 @@ def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
 def url(stack: Stack) -> Iterator[str]:
     """The HTTP API of the embedded pair."""
     with Supervisor() as supervisor:
-        child = supervisor.start("http", ["http", f"--connect={stack.address}", "--http.port=0", "--tree.policy=dynamic"], reads=True)
+        child = supervisor.start("http", ["http", f"--connect={stack.address}", "--http.port=0", "--tree.policy=dynamic", "--tree.insist=true"], reads=True)
         assert child.process.stdout is not None
         yield child.process.stdout.readline().decode().strip()
 

@@ -243,31 +243,31 @@ def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_o
 def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_session_s() -> None:
     some, every = a_result(rounds=40, plain_rounds=12), a_result(rounds=5, plain_rounds=5)
     decisions = ("session 1: drafting stops", "session 2: drafting stops, it loses", "a and b: drafting ahead pays")
-    told = without_speculation(some, decisions, policy="goodput", last=3)
+    told = without_speculation(some, decisions, insists=False, last=3)
     assert told == "without speculation in 12 of 40 rounds: session 2: drafting stops, it loses"
-    assert without_speculation(every, (), policy="goodput", last=1) == "without speculation in every round"
+    assert without_speculation(every, (), insists=False, last=1) == "without speculation in every round"
     measured = a_result(rounds=14, plain_rounds=2, control_rounds=2)
-    told = without_speculation(measured, (), policy="goodput", last=2)
+    told = without_speculation(measured, (), insists=False, last=2)
     assert told == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
-    assert without_speculation(measured, decisions, policy="goodput", last=2).endswith("a single row; session 2: drafting stops, it loses")
-    told = without_speculation(some, (), policy="goodput", last=3, missing="its draft worker was lost")
+    assert without_speculation(measured, decisions, insists=False, last=2).endswith("a single row; session 2: drafting stops, it loses")
+    told = without_speculation(some, (), insists=False, last=3, missing="its draft worker was lost")
     assert told == "without speculation in 12 of 40 rounds: its draft worker was lost"
 
 
 @pytest.mark.parametrize(
-    ("plain", "finish", "last", "policy", "reason"),
+    ("plain", "finish", "last", "insists", "reason"),
     [
-        (1, "length", 1, "heterospec", "the last, which had room for a single token"),
-        (1, "stop", 1, "dynamic", "1 in which the draft offered nothing"),
-        (1, "length", 2, "dynamic", "1 in which the draft offered nothing"),
-        (4, "length", 1, "goodput", f"the last, which had room for a single token; 3 in which {NOTHING_PAID}"),
+        (1, "length", 1, True, "the last, which had room for a single token"),
+        (1, "stop", 1, True, "1 in which the draft offered nothing"),
+        (1, "length", 2, True, "1 in which the draft offered nothing"),
+        (4, "length", 1, False, f"the last, which had room for a single token; 3 in which {NOTHING_PAID}"),
     ],
 )
-def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_their_policy_leaves_as_the_reason(
-    plain: int, finish: str, last: int, policy: str, reason: str
+def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_was_asked_for_as_the_reason(
+    plain: int, finish: str, last: int, insists: bool, reason: str
 ) -> None:
     result = a_result(rounds=13, plain_rounds=plain, finish_reason=finish)
-    assert without_speculation(result, (), policy=policy, last=last) == f"without speculation in {plain} of 13 rounds: {reason}"
+    assert without_speculation(result, (), insists=insists, last=last) == f"without speculation in {plain} of 13 rounds: {reason}"
 
 
 def test_a_reply_that_has_room_for_one_token_more_says_so(run: Run, stack: Stack) -> None:

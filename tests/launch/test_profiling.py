@@ -204,7 +204,7 @@ def flat(rows: int) -> float:
 
 
 PRICES = Prices(flat, beside_s=0.001, plain_beside_s=0.001)
-PLAIN = Situation("dynamic", "small", False, True, "fp32", True, 1, 0)
+PLAIN = Situation("dynamic", False, "small", False, True, "fp32", True, 1, 0)
 
 
 def forecast(rounds: list[RoundRecord]) -> Forecast:
@@ -286,7 +286,7 @@ def test_goodput_is_worth_at_least_the_best_tree_of_one_size_where_the_scores_te
 
 def test_more_threads_and_smaller_weights_gain_what_the_hardware_allows() -> None:
     twice = Limits(bandwidth_gb_s=40.0, peak_gflop_s={"fp32": 200.0, "int8": 800.0}, probe="made up")
-    situation = Situation("dynamic", "small", False, False, "fp32", True, 1, 1, Roofline(MODEL, LIMITS), Roofline(MODEL, twice))
+    situation = Situation("dynamic", False, "small", False, False, "fp32", True, 1, 1, Roofline(MODEL, LIMITS), Roofline(MODEL, twice))
     by_flags = {advice.flags: advice for advice in advise(Forecast([], PRICES, tree=Tree(0, 0), ahead=False), situation)}
     assert by_flags[("--target.threads=2",)].gain == pytest.approx(0.021 / 0.011)
     assert by_flags[("--target.weights=half",)].gain == pytest.approx(0.021 / 0.011)

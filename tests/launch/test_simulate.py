@@ -37,7 +37,7 @@ from dovetail.workers.target import TargetWorker, open_target_worker
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Children = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]
 
-CHAIN = TreeSettings(policy="static", gamma=3, depth=3, width=1, sharpening=1.0)
+CHAIN = TreeSettings(policy="static", insist=True, gamma=3, depth=3, width=1, sharpening=1.0)
 T_V = curve((1, 2, 4), (0.010, 0.011, 0.013))
 T_D = curve((1, 4), (0.001, 0.002))
 COSTS = Costs((ContextCurve(context=0, t_v=T_V),), T_D, proposal_s=0.0005, hop_s=0.0001, coordinator_s=0.0002)

@@ -24,7 +24,7 @@ from support.losslessness import difference
 from support.stacks import PROMPTS, SILENCE_S, complete_all, started, submit
 
 INFLATE = {"target.inflate": "64MiB", "draft.device": "cpu"}
-TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 STREAMS, TOKENS = 8, 160
 GONE_S = 60.0
 

@@ -17,7 +17,7 @@ from support.fleets import Fleet
 from support.machines import Machine, network
 from support.stacks import PROMPTS, complete_all, submit
 
-TREE = TreeSettings(policy="dynamic", gamma=6, depth=4, width=4)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=4)
 TOKENS = 192
 TEMPERATURES = (0.0, 1.0)
 ANYWHERE = "0.0.0.0"

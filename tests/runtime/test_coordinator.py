@@ -58,7 +58,7 @@ def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
 @pytest.mark.parametrize("tree", [(1, 1, 1), (2, 8, 1), (15, 8, 10), (64, 3, 4)])
 def test_output_does_not_depend_on_the_tree(tree: tuple[int, int, int]) -> None:
     gamma, depth, width = tree
-    finished = House().complete(tree=TreeSettings(policy="dynamic", gamma=gamma, depth=depth, width=width))
+    finished = House().complete(tree=TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width))
     assert list(finished.result.token_ids) == continuation(PROMPT, 60)
 
 
@@ -495,7 +495,7 @@ def test_however_many_clients_there_are_a_worker_finds_its_place() -> None:
 
 @pytest.mark.parametrize("max_tokens", range(2, 12))
 def test_no_more_is_accepted_than_was_drafted(max_tokens: int) -> None:
-    result = House().complete(max_tokens=max_tokens, tree=TreeSettings(policy="dynamic", gamma=2, depth=1, width=2)).result
+    result = House().complete(max_tokens=max_tokens, tree=TreeSettings(policy="dynamic", insist=True, gamma=2, depth=1, width=2)).result
     assert result.accepted_tokens <= result.drafted_tokens
     assert result.drafted_tokens <= 2 * result.rounds
 
@@ -804,7 +804,7 @@ def test_features_that_are_not_as_asked_for_cost_a_session_its_draft_and_nothing
 # -- drafts whose guesses are drawn at random ---------------------------------------------------------------------------------------------------
 
 REJECTION = Sampling(temperature=1.0, acceptance="rejection")
-STATIC = TreeSettings(policy="static", gamma=6, depth=3, width=2)
+STATIC = TreeSettings(policy="static", insist=True, gamma=6, depth=3, width=2)
 
 
 def test_what_nodes_were_drawn_from_reaches_the_target_in_sessions_that_reject() -> None:
@@ -856,7 +856,7 @@ def test_laws_that_the_target_finds_impossible_are_the_drafts_fault_and_not_the_
 
 def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
     house = House()
-    house.submit(sampling=REJECTION, tree=TreeSettings(policy="dynamic"))
+    house.submit(sampling=REJECTION, tree=TreeSettings(policy="dynamic", insist=True))
     failed = next(r for r in house.replies() if isinstance(r, Failed))
     assert failed.code == "settings"
     assert "set tree.policy to 'static'" in failed.text
@@ -952,7 +952,7 @@ def test_drafting_goes_on_ahead_where_it_is_asked_for_or_no_device_is_shared(ask
 
 def test_what_is_drawn_at_random_is_never_drafted_ahead() -> None:
     house = House()
-    house.submit(ahead=True, tree=TreeSettings(policy="static"), sampling=REJECTION)
+    house.submit(ahead=True, tree=TreeSettings(policy="static", insist=True), sampling=REJECTION)
     house.run()
     assert house.draft is not None
     assert [c.ahead for c in house.draft.seen if isinstance(c, Draft)] == [False]  # the scripted draft draws nothing, and is done without after it
@@ -982,7 +982,7 @@ def test_every_round_is_recorded_after_its_tokens_and_before_the_end() -> None:
 
 def test_thresholds_that_are_a_files_name_are_refused() -> None:
     house = House()
-    house.submit(tree=TreeSettings(policy="heterospec", thresholds="bins.toml"))
+    house.submit(tree=TreeSettings(policy="heterospec", insist=True, thresholds="bins.toml"))
     (failed,) = (r for r in house.replies() if isinstance(r, Failed))
     assert failed.code == "settings"
     assert "bins.toml" in failed.text

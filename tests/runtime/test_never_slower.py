@@ -203,11 +203,11 @@ def test_sessions_that_begin_together_draft_though_no_pass_has_a_single_row() ->
         assert result.plain_rounds <= 4
 
 
-def test_sessions_that_share_a_pass_are_cut_together_and_others_are_left_whole() -> None:
+def test_sessions_that_share_a_pass_are_cut_together_and_one_that_insists_is_left_whole() -> None:
     house = TimedHouse(Costs(right=lambda _: 0.8, pass_s=lambda rows, _: 0.01 + 0.004 * rows))
     house.complete(TOKENS)
     house.target.seen.clear()
-    trees = [TreeSettings(policy=policy, gamma=6, depth=6) for policy in ("goodput", "goodput", "static")]
+    trees = [TreeSettings(policy=policy, gamma=6, depth=6, insist=policy == "static") for policy in ("goodput", "goodput", "static")]
     results = together(house, trees, 60)
     assert len({result.token_ids for result in results}) == 1
     passes = [command for command in house.target.seen if isinstance(command, Verify) and len(command.items) > 1]

@@ -55,7 +55,7 @@ def pair_of(*, alone_s: float = 0.01, tokens: int = 0, reads: bool = False) -> P
 
 
 def pilot_of(pair: Pair, *, policy: Literal["goodput", "dynamic"] = "goodput", say: Callable[[str], None] = lambda _: None) -> Pilot:
-    return Pilot(1, tree=TreeSettings(policy=policy), pair=pair, costs=pair.costs, greedy=True, ahead=None, say=say)
+    return Pilot(1, tree=TreeSettings(policy=policy, insist=policy != "goodput"), pair=pair, costs=pair.costs, greedy=True, ahead=None, say=say)
 
 
 @pytest.mark.parametrize(("tokens", "lag_s", "waits"), [(4, 0.002, True), (4, 0.008, False), (1, 0.002, False), (0, 0.002, False), (4, None, False)])

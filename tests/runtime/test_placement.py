@@ -84,7 +84,7 @@ def test_sessions_spread_over_several_drafts_and_targets_and_each_gets_its_own_c
     targets = [house.target, *(house.add(ScriptedTarget, "target", name=f"target-{i}") for i in range(2))]
     drafts = [house.draft, *(house.add(ScriptedDraft, "draft", name=f"draft-{i}") for i in range(2))]
     house.coordinator.pump()
-    requests = {house.submit((i, 3), max_tokens=40, tree=TreeSettings(policy="dynamic")): (i, 3) for i in range(1, 10)}
+    requests = {house.submit((i, 3), max_tokens=40, tree=TreeSettings(policy="dynamic", insist=True)): (i, 3) for i in range(1, 10)}
     house.coordinator.pump()
     held = [[worker.sessions for worker in house.coordinator.registry.workers.values() if worker.plays(role)] for role in ("target", "draft")]
     assert held == [[3, 3, 3], [3, 3, 3]]

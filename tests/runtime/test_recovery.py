@@ -457,7 +457,7 @@ def test_a_session_that_draws_at_random_goes_on_with_its_draft_too() -> None:
     assert house.target is not None
     house.add(DrawingDraft, "draft")
     another_target(house)
-    tree = TreeSettings(policy="static", gamma=6, depth=3, width=2)
+    tree = TreeSettings(policy="static", insist=True, gamma=6, depth=3, width=2)
     request = house.submit(prompt=ENDLESS, max_tokens=60, sampling=Sampling(temperature=1.0, acceptance="rejection"), tree=tree)
     small_steps(house, 30)
     house.lose(house.target)

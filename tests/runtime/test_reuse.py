@@ -18,7 +18,7 @@ from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, Script
 
 PROMPT = next(prompt for first in range(1, 60) if len(continuation(prompt := tuple(range(first, first + 30)), 60)) == 60)
 REJECTION = Sampling(temperature=1.0, acceptance="rejection")
-STATIC = TreeSettings(policy="static", gamma=6, depth=3, width=2)
+STATIC = TreeSettings(policy="static", insist=True, gamma=6, depth=3, width=2)
 
 
 def turn(house: House, prompt: Sequence[int], **options: object) -> Finished:

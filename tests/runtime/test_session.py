@@ -48,7 +48,7 @@ def new_session(
         seed=1,
         sampling=sampling or Sampling(),
         max_tokens=max_tokens,
-        tree=tree or TreeSettings(policy="dynamic", gamma=4, depth=3, width=2),
+        tree=tree or TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2),
         end=(END,),
         vocabulary_size=VOCABULARY,
         stop=stop,

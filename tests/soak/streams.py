@@ -9,7 +9,7 @@ from dovetail.protocol.messages import Emitted, Failed, Finished, Reply
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
-TREE = TreeSettings(policy="dynamic", gamma=8, depth=5, width=4)
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=5, width=4)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dovetail.runtime.recording import Recorder
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
 
 PROMPT = (5, 6, 7)
-DYNAMIC = TreeSettings(policy="dynamic")
+DYNAMIC = TreeSettings(policy="dynamic", insist=True)
 
 
 class House:

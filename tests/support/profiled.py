@@ -102,7 +102,7 @@ def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False, rooflin
         tree=Tree(nodes, LEVELS),
         width=WIDTH,
         ahead=False,
-        situation=Situation("dynamic", "small", False, True, "fp32", True, 1, 0, limits),
+        situation=Situation("dynamic", False, "small", False, True, "fp32", True, 1, 0, limits),
         title="target made-up (fp32) · draft made-up",
         workload="1 prompt, temperature 0, seed 0, policy dynamic, 15/8/2",
     )

@@ -190,7 +190,7 @@ class TimedHouse:
 
     def complete(self, tokens: int = 400, *, prompt: int = 8, policy: str = "goodput", gamma: int = 15, depth: int = 8, **options: object) -> Finished:
         """Decode so many tokens."""
-        tree = TreeSettings(policy=policy, gamma=gamma, depth=depth)
+        tree = TreeSettings(policy=policy, gamma=gamma, depth=depth, insist=policy != "goodput")
         asked = {"seed": 1, "tree": tree, "sampling": Sampling(), **options}
         return self.client.complete(self.client.submit(tokens=[3] * prompt, max_tokens=tokens, **asked))  # type: ignore[arg-type]
 

@@ -15,5 +15,5 @@ def house() -> Iterator[Backend]:
 
 @pytest.fixture(scope="session")
 def server(house: Backend) -> Iterator[Api]:
-    with api(house.address, "--http.receive_s=2", "--policy=dynamic") as started:
+    with api(house.address, "--http.receive_s=2", "--policy=dynamic", "--tree.insist=true") as started:
         yield started

@@ -29,7 +29,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keyed(house: Backend, key_file: Path) -> Iterator[Api]:
-    with api(house.address, f"--http.api_key_file={key_file}", "--policy=dynamic") as started:
+    with api(house.address, f"--http.api_key_file={key_file}", "--policy=dynamic", "--tree.insist=true") as started:
         yield started
 
 
@@ -177,7 +177,7 @@ def test_names_and_texts_of_peers_are_told_as_they_are_and_never_as_html() -> No
     with backend(target=False, draft=False) as house:
         house.add(ScriptedTarget, "target", prefix="<b>", name=evil, model=f"/models/{evil}")
         house.add(ScriptedDraft, "draft", prefix="<b>", name=f"{evil}2")
-        with api(house.address, "--policy=dynamic") as server:
+        with api(house.address, "--policy=dynamic", "--tree.insist=true") as server:
             told = told_of_a_tree(server, server)
             assert server.client.get(STATE_PATH).headers["content-type"] == "application/json"
     assert [worker["name"] for worker in told["workers"]] == [evil, f"{evil}2"]

@@ -1,0 +1,294 @@
+"""Scripted workers under load, each on a clock of its own: sessions draft while the target computes, and wait for each other as they would.
+
+The coordinator is the real one, on a hub of the simulator's. What passes, levels and prompts take is said; nothing else takes any time but messages.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, StillHub
+from dovetail.launch.simulation.costs import Costs as Messages
+from dovetail.protocol.codec import REPLY, encode
+from dovetail.protocol.messages import (
+    Close,
+    Closed,
+    Command,
+    Draft,
+    Drafted,
+    Emitted,
+    Event,
+    Failed,
+    Finished,
+    Hello,
+    Limits,
+    Open,
+    Opened,
+    Result,
+    Submit,
+    Verified,
+    VerifiedItem,
+    Verify,
+    VerifyItem,
+)
+from dovetail.protocol.noise import mix
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.tree import ROOT
+from dovetail.runtime.coordinator import Coordinator
+from support.scripted import VOCABULARY, hello
+from support.timed import choice
+
+CLIENT = b"\1client"
+EPOCH = 900
+TICK_NS = 250_000_000
+LIMITS = Limits(context=1 << 16)
+GOODPUT = TreeSettings(policy="goodput", gamma=15, depth=8)
+FIXED = TreeSettings(policy="dynamic", gamma=15, depth=8)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What things take, in seconds, and how good guesses are."""
+
+    pass_s: Callable[[int], float] = lambda rows: 0.02 + 0.0003 * rows
+    """Of the target, over so many rows."""
+    level_s: float = 0.001
+    """Of the draft, for each node of its chains."""
+    right: Callable[[int, int], float] = lambda prompt, place: 0.8
+    """How likely a guess is right, in the reply to the prompt of so many tokens, at that length of the log."""
+    belief: float | None = None
+    """How likely the draft thinks it is; None: as it is."""
+    prompt_s: float = 0.01
+    draft_prompt_s: float = 0.01
+    hop_s: float = 1e-4
+    coordinator_s: float = 5e-5
+
+
+class Scripted:
+    """One worker of either role."""
+
+    def __init__(self, role: str, epoch: int, clock: Clock, pace: Pace, **changes: object) -> None:
+        self._role, self._epoch, self._clock, self._pace, self._changes = role, epoch, clock, pace, changes
+        self.logs: dict[int, list[int]] = {}
+        self._prompts: dict[int, int] = {}
+        self._last: dict[int, Drafted] = {}
+        self.passes: list[Verify] = []
+        self.orders: list[Draft] = []
+
+    @property
+    def sessions(self) -> int:
+        return len(self.logs)
+
+    def hello(self, epoch: int) -> Hello:
+        self._epoch = epoch
+        return hello(self._role, **{"epoch": epoch, "limits": LIMITS, "cores": (), "states": None, **self._changes})  # type: ignore[arg-type]
+
+    def idle(self) -> bool:
+        return False
+
+    def handle(self, command: Command) -> Iterable[Event]:
+        match command:
+            case Open():
+                yield self._open(command)
+            case Verify():
+                yield self._verify(command)
+            case Draft():
+                yield self._draft(command)
+            case Close():
+                self.logs.pop(command.session, None)
+                yield Closed(epoch=self._epoch, session=command.session)
+
+    def _spent(self, seconds: float) -> tuple[str, int, int]:
+        began_ns = self._clock()
+        self._clock.advance(seconds)
+        return ("work", began_ns, self._clock() - began_ns)
+
+    def _open(self, command: Open) -> Opened:
+        log = self.logs[command.session] = list(command.prompt)
+        self._prompts[command.session] = len(log)
+        if self._role == "draft":
+            self._spent(self._pace.draft_prompt_s)
+            return Opened(epoch=self._epoch, session=command.session)
+        span = self._spent(self._pace.prompt_s)
+        log.append(choice(log))
+        return Opened(epoch=self._epoch, session=command.session, bonus=log[-1], margin=1.0, spans=(span,))
+
+    def _verify(self, command: Verify) -> Verified:
+        self.passes.append(command)
+        span = self._spent(self._pace.pass_s(sum(1 + len(item.tokens) for item in command.items)))
+        return Verified(epoch=self._epoch, items=tuple(map(self._verdict, command.items)), spans=(span,))
+
+    def _verdict(self, item: VerifyItem) -> VerifiedItem:
+        log, accepted, node = self.logs[item.session], list[int](), ROOT
+        assert item.prefix == len(log)
+        while (child := item.tree.children.get(node, {}).get(choice(log))) is not None:
+            accepted.append(child)
+            log.append(item.tokens[child])
+            node = child
+        log.append(choice(log))
+        margins = (1.0,) * (len(accepted) + 1)
+        return VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=log[-1], margins=margins)
+
+    def _draft(self, command: Draft) -> Drafted:
+        self.orders.append(command)
+        log = self.logs[command.session]
+        last = self._last.get(command.session)
+        log += [*(last.tokens[node] for node in command.accepted if last), command.bonus, *command.more]
+        assert command.prefix == len(log)
+        drafted = self._last[command.session] = self._chain(command, [*log], self._prompts[command.session])
+        return drafted
+
+    def _chain(self, command: Draft, path: list[int], prompt: int) -> Drafted:
+        """As long as its next token is worth the price of a level."""
+        pace, began_ns = self._pace, self._clock()
+        tokens, scores, score, passes = list[int](), list[float](), 1.0, list[tuple[int, int]]()
+        for _ in range(min(command.max_depth, command.max_nodes)):
+            right = pace.right(prompt, len(path))
+            score *= max(1e-6, right if pace.belief is None else pace.belief)
+            late = command.deadline_ms is not None and self._clock() - began_ns > command.deadline_ms * 1e6
+            if late or score < command.floor or (command.rate is not None and score - command.floor < command.rate * pace.level_s):
+                break
+            _, _, duration_ns = self._spent(pace.level_s)
+            passes.append((1, duration_ns))
+            token = choice(path)
+            if mix(path[-1] + (len(path) << 32) + 12345) % 10_000 >= 10_000 * right:
+                token = 1 + token % (VOCABULARY - 1)
+            tokens.append(token)
+            scores.append(score)
+            path.append(token)
+        return Drafted(
+            epoch=self._epoch,
+            session=command.session,
+            round=command.round,
+            tokens=tuple(tokens),
+            parents=tuple(range(-1, len(tokens) - 1)),
+            scores=tuple(min(0.0, _log(score)) for score in scores),
+            grown=len(tokens),
+            hit=False,
+            passes=tuple(passes),
+            spans=(("draft", began_ns, self._clock() - began_ns),),
+        )
+
+
+def _log(value: float) -> float:
+    import math
+
+    return math.log(value)
+
+
+@dataclass
+class Stream:
+    """What a client asked for and what it was told."""
+
+    result: Result
+    began_ns: int
+    """When its first token came; `ended_ns`: its last one."""
+    ended_ns: int
+
+
+@dataclass
+class Crowded:
+    """A coordinator, targets with a draft and clients, each on its own clock."""
+
+    pace: Pace = field(default_factory=Pace)
+    targets: int = 1
+    profiled: bool = False
+    """Whether the target says from the beginning what its passes take."""
+
+    def __post_init__(self) -> None:
+        self.agenda = Agenda()
+        self.hub = StillHub(self.agenda, Messages((), RowsSeconds(rows=(1,), seconds=(0.0,)), 0.0, self.pace.hop_s, self.pace.coordinator_s))
+        self.coordinator = Coordinator(self.hub, clock_ns=self.hub.time, later=self.hub.later)
+        self.hub.pump = self.coordinator.pump
+        self.hub.join(CLIENT, self._hear)
+        self._requests, self._began, self._told = 0, dict[int, int](), dict[int, Stream]()
+        self._post(Hello(epoch=EPOCH, roles=("client",), name="client", host="client.simulated", pid=3))
+        rows = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        curve = ContextCurve(context=0, t_v=RowsSeconds(rows=rows, seconds=tuple(map(self.pace.pass_s, rows))))
+        self.workers: dict[str, Scripted] = {}
+        for number, role in enumerate(["target"] * self.targets + ["draft"]):
+            clock = Clock()
+            name = f"{role}{number}" if role == "target" else role
+            curves = (curve,) if self.profiled and role == "target" else ()
+            worker = self.workers[name] = Scripted(role, 0, clock, self.pace, name=name, pid=number, curves=curves)
+            Process(bytes([10 + number]) + name.encode(), worker, clock, self.hub).start()
+        self._settle()
+
+    def _settle(self) -> None:
+        while self.agenda.step():
+            pass
+
+    @property
+    def target(self) -> Scripted:
+        return self.workers["target0"]
+
+    @property
+    def draft(self) -> Scripted:
+        return self.workers["draft"]
+
+    def _post(self, message: Hello | Submit) -> None:
+        self.hub.post(CLIENT, encode(message), self.hub.clock())
+
+    def _hear(self, frames: list[bytes], time_ns: int) -> None:
+        match reply := REPLY.decode(frames):
+            case Emitted():
+                self._began.setdefault(reply.request, time_ns)
+            case Finished():
+                self._told[reply.request] = Stream(reply.result, self._began[reply.request], time_ns)
+            case Failed():
+                raise AssertionError(reply.text)
+
+    def run(
+        self,
+        streams: int,
+        tokens: int = 64,
+        *,
+        tree: TreeSettings = GOODPUT,
+        speculate: bool = True,
+        apart_s: float = 0.0,
+        prompt: int = 8,
+        temperature: float = 0.0,
+    ) -> list[Stream]:
+        """So many streams, each with a prompt of its own length, that come at once or one after the other."""
+        asked = []
+        for number in range(streams):
+            self._requests += 1
+            asked.append(self._requests)
+            submit = Submit(
+                epoch=EPOCH,
+                request=self._requests,
+                tokens=(3,) * (prompt + number),
+                max_tokens=tokens,
+                seed=1,
+                tree=tree,
+                speculate=speculate,
+                sampling=Sampling(temperature=temperature),
+            )
+            sent_ns = self.hub.clock() + round(1e9 * apart_s * number)
+            self.agenda.plan(sent_ns, lambda _, submit=submit, sent_ns=sent_ns: self.hub.post(CLIENT, encode(submit), sent_ns))
+        self._tick(asked)
+        while not all(request in self._told for request in asked):
+            assert self.agenda.step(), "nobody has anything to do, and not all replies are finished"
+        self._settle()
+        return [self._told.pop(request) for request in asked]
+
+    def _tick(self, asked: Sequence[int]) -> None:
+        """The coordinator's loop, until everything has been answered."""
+
+        def tick(_: int) -> None:
+            self.coordinator.tick()
+            if not all(request in self._told for request in asked):
+                self.agenda.plan(self.hub.clock() + TICK_NS, tick)
+
+        self.agenda.plan(self.hub.clock() + TICK_NS, tick)
+
+
+def rate(streams: Sequence[Stream]) -> float:
+    """Tokens a second of all of them, from the first token of the first to the end of the last."""
+    tokens = sum(stream.result.completion_tokens - 1 for stream in streams)
+    return tokens / (max(stream.ended_ns for stream in streams) - min(stream.began_ns for stream in streams)) * 1e9
+
+
+def drafted(streams: Sequence[Stream]) -> int:
+    """Rounds in which nodes were verified."""
+    return sum(stream.result.rounds - stream.result.plain_rounds for stream in streams)
