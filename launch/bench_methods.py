@@ -207,7 +207,7 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
     return [read_method(base, text) for text in texts]
 
 
-def tree_of(policy: str) -> dict[str, Any]:
+def tree_of(policy: str) -> dict[str, object]:
     """The settings of a tree that is compared with others by its policy: as it is, but for that which adapts itself."""
     return {"tree.policy": policy, "tree.insist": policy != "goodput"}
 

@@ -321,7 +321,7 @@ def _missing_draft(before: Reported, after: Reported) -> str:
 
 def without_speculation(result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = "") -> str:
     """How many rounds the target decoded alone, and why: to be measured, for want of room behind the token that a round brings in any case, and by what the
-    coordinator last decided. `insists`: whether the whole tree was asked for; `last`: tokens that the last round brought; `missing`: that there is no draft, in words.
+    coordinator last decided. `insists`: whether the request did; `last`: tokens that the last round brought; `missing`: that there is no draft, in words.
     """
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers

@@ -401,7 +401,12 @@ def _policy(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     if forecast.cuts or situation.policy == UNKNOWN:
         return
     depth, outcome = max(((depth, forecast.goodput(depth)) for depth in range(1, forecast.most.depth + 1)), key=lambda pair: pair[1].rate)
-    flags = ("--tree.policy=goodput", "--tree.insist=false", f"--tree.gamma={max(forecast.tree.gamma, forecast.most.gamma)}", f"--tree.depth={max(forecast.tree.depth, depth)}")
+    flags = (
+        "--tree.policy=goodput",
+        "--tree.insist=false",
+        f"--tree.gamma={max(forecast.tree.gamma, forecast.most.gamma)}",
+        f"--tree.depth={max(forecast.tree.depth, depth)}",
+    )
     basis = "replayed: its cut over the offered trees, at the prices measured; it also drafts no more levels than pay"
     yield replace(_advice("policy", "let the tree's size follow what pays: policy goodput", flags, outcome, forecast.now), basis=basis)
 

@@ -18,7 +18,7 @@ from benchmarks.figures import ahead_figure
 from benchmarks.ledger import Ledger
 from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_methods import read_prompt_set
+from dovetail.launch.bench_methods import read_prompt_set, tree_of
 from dovetail.launch.chart import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.configure import Configuration
 from dovetail.launch.terminal import note, print_table
@@ -186,7 +186,7 @@ def _name(policy: str, goes_on: bool) -> str:
 
 
 def _wish(policy: str, *, goes_on: bool) -> dict[str, Any]:
-    return {"tree.policy": policy, "draft.ahead": goes_on}
+    return {**tree_of(policy), "draft.ahead": goes_on}
 
 
 def told_size(size: int) -> str:

@@ -32,9 +32,9 @@ AS_IT_WAS = "as it was"
 POINTS = 0.05
 """How far busy shares from spans and from the sampler may be apart."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
-    "too many nodes": {"tree.policy": "dynamic", "tree.gamma": 63, "tree.depth": 8, "tree.width": 10, "draft.ahead": False},
-    "too few nodes": {"tree.policy": "dynamic", "tree.gamma": 2, "tree.depth": 2, "tree.width": 2, "draft.ahead": False},
-    "too many levels": {"tree.policy": "dynamic", "tree.gamma": 15, "tree.depth": 24, "tree.width": 4, "draft.ahead": False},
+    "too many nodes": {"tree.policy": "dynamic", "tree.insist": True, "tree.gamma": 63, "tree.depth": 8, "tree.width": 10, "draft.ahead": False},
+    "too few nodes": {"tree.policy": "dynamic", "tree.insist": True, "tree.gamma": 2, "tree.depth": 2, "tree.width": 2, "draft.ahead": False},
+    "too many levels": {"tree.policy": "dynamic", "tree.insist": True, "tree.gamma": 15, "tree.depth": 24, "tree.width": 4, "draft.ahead": False},
     "no draft": {"draft.kind": NONE},
 }
 """Name -> settings that leave something to be gained, with the embedded pair."""

@@ -20,7 +20,7 @@ from benchmarks.figures import ADVERSARY, BEST_FIXED, RIVALS
 from benchmarks.ledger import Ledger
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_methods import NONE, PromptSet, read_prompt_set
+from dovetail.launch.bench_methods import NONE, PromptSet, read_prompt_set, tree_of
 from dovetail.launch.configure import DEMO_FOLDER, Configuration
 from dovetail.launch.terminal import note, print_table
 from dovetail.protocol.errors import UserError
@@ -85,7 +85,7 @@ def variants(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def tree(policy: str, shape: Shape) -> dict[str, Any]:
     gamma, depth, width = shape
-    return {"tree.policy": policy, "tree.gamma": gamma, "tree.depth": depth, "tree.width": width}
+    return {**tree_of(policy), "tree.gamma": gamma, "tree.depth": depth, "tree.width": width}
 
 
 Place = tuple[str, float]

@@ -19,7 +19,7 @@ from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, open_draft, open_target
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench_figures import baseline, row
-from dovetail.launch.bench_methods import NONE, Method, PromptSet, contenders, read_method, read_prompt_set
+from dovetail.launch.bench_methods import NONE, Method, PromptSet, contenders, read_method, read_prompt_set, tree_of
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.embedded import with_draft, with_target
@@ -78,7 +78,7 @@ def configuration(
 ) -> Configuration:
     """The settings of `dynamic`, over which the parts join."""
     gamma, depth, width = tree
-    shape = {"tree.policy": DYNAMIC, "tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "tree.thresholds": thresholds}
+    shape = {**tree_of(DYNAMIC), "tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "tree.thresholds": thresholds}
     models = {"target.model": target, "target.inflate": inflate, "draft.device": "cpu", "draft.ahead": False}
     named = read_method(configure(environment=environment or {}), draft).configuration
     return named.over("heterospec", {**models, **shape, "sampling.max_tokens": max_tokens})

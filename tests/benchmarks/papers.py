@@ -17,7 +17,7 @@ from benchmarks.coupling import PROMPTS
 from benchmarks.measure import estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench_figures import baseline, row
-from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, contenders, read_method
+from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, contenders, read_method, tree_of
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import Curve, draw
 from dovetail.launch.configure import DEMO_FOLDER, Configuration, configure
@@ -137,7 +137,7 @@ def configuration(*, target: str, inflate: str, max_tokens: int, tree: tuple[int
     """The settings that all rows share. As in the papers nothing is fitted to what the target accepts, and a draft waits while its target verifies."""
     gamma, depth, width = tree
     values = {"target.model": target, "target.inflate": inflate, "draft.model": small, "draft.device": "cpu", "draft.ahead": False}
-    shape = {"tree.policy": "dynamic", "tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "tree.sharpening": 1.0}
+    shape = {**tree_of("dynamic"), "tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "tree.sharpening": 1.0}
     return configure(environment={}).over("papers", {**values, **shape, "sampling.max_tokens": max_tokens})
 
 

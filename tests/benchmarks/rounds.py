@@ -18,7 +18,7 @@ from benchmarks.duels import draft_of, ring, settings_of
 from benchmarks.figures import ACCOUNTED, ADDS_UP
 from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_methods import NONE, Ours, Task, read_prompt_set
+from dovetail.launch.bench_methods import NONE, Ours, Task, read_prompt_set, tree_of
 from dovetail.launch.bench_turns import prepare
 from dovetail.launch.terminal import note, print_table
 from dovetail.protocol.messages import RoundRecord
@@ -46,7 +46,7 @@ def rounds(policies: Sequence[str], prompts: Path, limit: int, temperature: floa
     shape = {"tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "sampling.max_tokens": settings["max_tokens"]}
     base = settings_of({**target, **shape, **draft_of(settings["draft"])})
     seen: dict[str, list[Waterfall]] = {policy: [] for policy in policies}
-    with ring(base, {policy: {"tree.policy": policy} for policy in policies}) as found:
+    with ring(base, {policy: tree_of(policy) for policy in policies}) as found:
         alone = found[NONE]
         assert isinstance(alone, Ours)
         for number, prompt in enumerate(read_prompt_set(prompts, limit).prompts):

@@ -5,6 +5,7 @@ The coordinator is the real one, on a hub of the simulator's. What passes, level
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import log
 
 from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, StillHub
 from dovetail.launch.simulation.costs import Costs as Messages
@@ -104,14 +105,14 @@ class Scripted:
         return ("work", began_ns, self._clock() - began_ns)
 
     def _open(self, command: Open) -> Opened:
-        log = self.logs[command.session] = list(command.prompt)
-        self._prompts[command.session] = len(log)
+        told = self.logs[command.session] = list(command.prompt)
+        self._prompts[command.session] = len(told)
         if self._role == "draft":
             self._spent(self._pace.draft_prompt_s)
             return Opened(epoch=self._epoch, session=command.session)
         span = self._spent(self._pace.prompt_s)
-        log.append(choice(log))
-        return Opened(epoch=self._epoch, session=command.session, bonus=log[-1], margin=1.0, spans=(span,))
+        told.append(choice(told))
+        return Opened(epoch=self._epoch, session=command.session, bonus=told[-1], margin=1.0, spans=(span,))
 
     def _verify(self, command: Verify) -> Verified:
         self.passes.append(command)
@@ -119,23 +120,22 @@ class Scripted:
         return Verified(epoch=self._epoch, items=tuple(map(self._verdict, command.items)), spans=(span,))
 
     def _verdict(self, item: VerifyItem) -> VerifiedItem:
-        log, accepted, node = self.logs[item.session], list[int](), ROOT
-        assert item.prefix == len(log)
-        while (child := item.tree.children.get(node, {}).get(choice(log))) is not None:
+        told, accepted, node = self.logs[item.session], list[int](), ROOT
+        assert item.prefix == len(told)
+        while (child := item.tree.children.get(node, {}).get(choice(told))) is not None:
             accepted.append(child)
-            log.append(item.tokens[child])
+            told.append(item.tokens[child])
             node = child
-        log.append(choice(log))
+        told.append(choice(told))
         margins = (1.0,) * (len(accepted) + 1)
-        return VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=log[-1], margins=margins)
+        return VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=told[-1], margins=margins)
 
     def _draft(self, command: Draft) -> Drafted:
         self.orders.append(command)
-        log = self.logs[command.session]
-        last = self._last.get(command.session)
-        log += [*(last.tokens[node] for node in command.accepted if last), command.bonus, *command.more]
-        assert command.prefix == len(log)
-        drafted = self._last[command.session] = self._chain(command, [*log], self._prompts[command.session])
+        told, last = self.logs[command.session], self._last.get(command.session)
+        told += [*(last.tokens[node] for node in command.accepted if last), command.bonus, *command.more]
+        assert command.prefix == len(told)
+        drafted = self._last[command.session] = self._chain(command, [*told], self._prompts[command.session])
         return drafted
 
     def _chain(self, command: Draft, path: list[int], prompt: int) -> Drafted:
@@ -162,18 +162,12 @@ class Scripted:
             round=command.round,
             tokens=tuple(tokens),
             parents=tuple(range(-1, len(tokens) - 1)),
-            scores=tuple(min(0.0, _log(score)) for score in scores),
+            scores=tuple(min(0.0, log(score)) for score in scores),
             grown=len(tokens),
             hit=False,
             passes=tuple(passes),
             spans=(("draft", began_ns, self._clock() - began_ns),),
         )
-
-
-def _log(value: float) -> float:
-    import math
-
-    return math.log(value)
 
 
 @dataclass
@@ -245,11 +239,12 @@ class Crowded:
         *,
         tree: TreeSettings = GOODPUT,
         speculate: bool = True,
+        plain: Sequence[int] = (),
         apart_s: float = 0.0,
         prompt: int = 8,
         temperature: float = 0.0,
     ) -> list[Stream]:
-        """So many streams, each with a prompt of its own length, that come at once or one after the other."""
+        """So many streams, each with a prompt of its own length, that come at once or one after the other; those of the numbers in `plain` without a draft."""
         asked = []
         for number in range(streams):
             self._requests += 1
@@ -261,7 +256,7 @@ class Crowded:
                 max_tokens=tokens,
                 seed=1,
                 tree=tree,
-                speculate=speculate,
+                speculate=speculate and number not in plain,
                 sampling=Sampling(temperature=temperature),
             )
             sent_ns = self.hub.clock() + round(1e9 * apart_s * number)

@@ -187,7 +187,7 @@ class Reader:
                 sampling=Sampling(),
                 max_tokens=wish.tokens,
                 seed=1,
-                tree=TreeSettings(policy=wish.policy, gamma=6, depth=4, width=2),
+                tree=TreeSettings(policy=wish.policy, insist=wish.policy != "goodput", gamma=6, depth=4, width=2),
                 speculate=wish.speculate,
                 stop=wish.stop,
                 logprobs=wish.logprobs,
