@@ -137,7 +137,7 @@ def _play(configuration: Configuration, prompts: Sequence[Prompt], seed: int, ke
 
 def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: int) -> Reply:
     """Answer all turns of a prompt."""
-    tree = settings.tree.model_copy(update={"policy": "heterospec", "thresholds": ""})  # one bin: the trees are those of dynamic
+    tree = settings.tree.model_copy(update={"policy": "heterospec", "insist": True, "thresholds": ""})  # one bin: the trees are those of dynamic
     history: list[str] = []
     rounds: list[Round] = []
     for turn in prompt.turns:

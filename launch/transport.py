@@ -145,7 +145,7 @@ def measure_overhead(rounds: int) -> Overhead:
 
 def _segment(client: Client, rounds: int) -> Result:
     """Decode so many rounds through the real coordinator."""
-    tree = TreeSettings(policy="dynamic", gamma=NODES, depth=8, width=10)
+    tree = TreeSettings(policy="dynamic", insist=True, gamma=NODES, depth=8, width=10)
     request = client.submit(tokens=[FIRST_TOKEN] * 16, max_tokens=1 + rounds * (ACCEPTED + 1), tree=tree, seed=0)
     return client.complete(request).result
 

@@ -21,7 +21,7 @@ from dovetail.runtime.swap import Action, Change, End, Keep, LetGo, Move, Party,
 TRIAL_TEXT = "one two three, one two three, one two three, one"
 """Its words come again, so that a draft that looks back has something to find."""
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
-TRIAL_TREE = TreeSettings(policy="dynamic", gamma=4, depth=3, width=2)
+TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 """A policy that every kind of draft knows, and that drafts whether it pays or not."""
 
 

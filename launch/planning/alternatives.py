@@ -117,7 +117,9 @@ def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: boo
 
     option, library = found.option, recorded.library
     assert option.tree is not None
-    tree = TreeSettings(**{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}, sharpening=library.about.sharpening)
+    tree = TreeSettings(
+        **{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}, insist=True, sharpening=library.about.sharpening
+    )
     plays, _ = play_all(library, costs_of(planner, option), tree, ahead=None if ahead and not library.about.head else False)
     told = figures([play.result for play in plays])
     return replace(found, tokens_per_s=told.tokens_per_s, tau=told.tau, draft_s=told.draft_s, played=True)

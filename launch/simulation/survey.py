@@ -67,7 +67,7 @@ class Order:
 
     @property
     def tree(self) -> TreeSettings:
-        return TreeSettings(policy="budget", gamma=self.nodes, depth=self.depth, width=self.width, sharpening=self.sharpening)
+        return TreeSettings(policy="budget", insist=True, gamma=self.nodes, depth=self.depth, width=self.width, sharpening=self.sharpening)
 
 
 def processors(sampling: Sampling) -> Sampling:

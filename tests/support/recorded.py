@@ -7,7 +7,7 @@ logic, see with `dovetail replay FILE` where it now goes another way, and if tha
 
 `sky.messages` is an example. It was made, and is made anew when a release cannot read it any more, by
 
-    dovetail generate --draft dovetail --draft.ahead false --tree.sharpening 1.0 --temperature 1 --seed 7 --max-tokens 16 \
+    dovetail generate --policy dynamic --tree.insist true --draft dovetail --draft.ahead false --tree.sharpening 1.0 --temperature 1 --seed 7 --max-tokens 16 \
         --record-messages FOLDER "Why is the sky blue?"
 """
 
