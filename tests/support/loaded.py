@@ -75,6 +75,8 @@ class Scripted:
         self._last: dict[int, Drafted] = {}
         self.passes: list[Verify] = []
         self.orders: list[Draft] = []
+        self.late_s = 0.0
+        """By how much later than its pace it answers orders."""
 
     @property
     def sessions(self) -> int:
@@ -132,6 +134,7 @@ class Scripted:
 
     def _draft(self, command: Draft) -> Drafted:
         self.orders.append(command)
+        self._spent(self.late_s)
         told, last = self.logs[command.session], self._last.get(command.session)
         told += [*(last.tokens[node] for node in command.accepted if last), command.bonus, *command.more]
         assert command.prefix == len(told)
