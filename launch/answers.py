@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import append, refusal
 from dovetail.protocol.messages import Result
 
 BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
@@ -23,14 +24,13 @@ ID = re.compile(rb'(?:[^"\\]|\\.)*')
 class Answers:
     """The open file and the ids that are done."""
 
-    def __init__(self, file: IO[bytes], done: set[str]) -> None:
-        self._file, self.done = file, done
+    def __init__(self, file: IO[bytes], path: Path, done: set[str]) -> None:
+        self._file, self._path, self.done = file, path, done
 
     def write(self, id: str, results: Sequence[Result]) -> None:
         """Append a prompt's results, one for each of its turns."""
         line = json.dumps({"id": id, "results": [result.model_dump() for result in results]}, ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        append(self._file, self._path, "the answers", line.encode() + b"\n")
         self.done.add(id)
 
 
@@ -42,13 +42,13 @@ def open_answers(path: Path) -> Iterator[Answers]:
     try:
         file = path.open("a+b")
     except OSError as error:
-        raise UserError(f"cannot write the answers to {path}: {error.strerror}") from None
+        raise UserError(f"cannot write the answers to {path}: {refusal(error)}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing its answers to {path}: wait for it, or choose another --out") from None
-        yield Answers(file, _repair(path, file))
+        yield Answers(file, path, _repair(path, file))
 
 
 def _repair(path: Path, file: IO[bytes]) -> set[str]:

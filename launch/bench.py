@@ -31,6 +31,7 @@ from dovetail.launch.sweep import VALUES, Sweep, draw_sweep, points_of, read_swe
 from dovetail.launch.terminal import explained, spinner
 from dovetail.launch.transport import measure_overhead
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import writing
 
 TRANSPORT_ROUNDS = 4000
 
@@ -95,7 +96,8 @@ def command(
             say("measuring the transport")
             overhead = measure_overhead(rounds)
         if out is not None:
-            out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
+            with writing(out, "the result"):
+                out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
         _report(overhead.as_json(), as_json, lambda: show_overhead(overhead))
         return
     chosen = read_methods(configuration, methods)
@@ -114,9 +116,12 @@ def command(
             result = {**result, "sweep": {"setting": sweeping.setting, "values": sweeping.values, "points": points}}
         journal.end(result)
     if table is not None:
-        table.write_text(csv_text(result), encoding="utf-8", newline="")
+        with writing(table, "the table"):
+            table.write_text(csv_text(result), encoding="utf-8", newline="")
     if plot is not None:
-        plot.write_text(draw_sweep(sweeping, chosen, result["sweep"]["points"]) if sweeping else draw_speedups(every, result), encoding="utf-8")
+        drawn = draw_sweep(sweeping, chosen, result["sweep"]["points"]) if sweeping else draw_speedups(every, result)
+        with writing(plot, "the plot"):
+            plot.write_text(drawn, encoding="utf-8")
     _report(result, as_json, lambda: _show_swept(sweeping, result) if sweeping else show(result))
     context.exit(1 if differs else 0)
 

@@ -24,6 +24,7 @@ from dovetail.launch.prompts import Prompt
 from dovetail.launch.terminal import counted, note
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import append, refusal
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.profile import machine_key
 
@@ -130,8 +131,7 @@ class Journal:
 
     def _write(self, told: Mapping[str, Any]) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(told).encode() + b"\n")
-            self.file.flush()
+            append(self.file, Path(self.file.name), "what is measured", json.dumps(told).encode() + b"\n")
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = path.open("a+b")
     except OSError as error:
-        raise UserError(f"cannot write what is measured to {path}: {error.strerror}") from None
+        raise UserError(f"cannot write what is measured to {path}: {refusal(error)}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

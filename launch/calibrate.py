@@ -32,6 +32,7 @@ from dovetail.launch.terminal import counted, note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
+from dovetail.protocol.files import writing
 from dovetail.protocol.profile import Calibration, ContextCurve, DeviceCosts, Entry, ProfileKey, Reading, load_profile, update_profile
 from dovetail.protocol.settings import HEAD_KINDS
 
@@ -96,7 +97,8 @@ def command(configuration: Configuration, contexts: tuple[int, ...], seconds: fl
         if drafted is not None and levels is not None:
             _keep(profile, drafted["key"], lambda entry: entry.with_levels(levels))
     if plot is not None:
-        plot.write_text(_chart(found), encoding="utf-8")
+        with writing(plot, "the plot"):
+            plot.write_text(_chart(found), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(found))
         return

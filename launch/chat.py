@@ -25,6 +25,7 @@ from dovetail.launch.prompts import is_unicode
 from dovetail.launch.terminal import note, print_table, unwound_by_signals
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
+from dovetail.protocol.files import decode, writing
 from dovetail.protocol.messages import Result
 
 PROMPT = "you> "
@@ -104,11 +105,7 @@ class Chat:
     def filter(self) -> None:
         """Answer the lines of standard input; the first mistake ends it."""
         for number, line in enumerate(sys.stdin.buffer, start=1):
-            try:
-                text = line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"line {number} of standard input is no UTF-8 text: {error}") from None
-            self._take(text)
+            self._take(decode(line, f"line {number} of standard input", zeros=True))
             if self._ended:
                 return
 
@@ -198,7 +195,8 @@ class Chat:
         if path.exists():
             raise UserError(f"{path} is there already: choose another name")
         check_output(path, "the conversation")
-        path.write_text(self._conversation.as_json(), encoding="utf-8")
+        with writing(path, "the conversation"):
+            path.write_text(self._conversation.as_json(), encoding="utf-8")
         note(f"{path} has what was said")
 
 

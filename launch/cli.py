@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.files import refusal
 
 COMMANDS = {
     "generate": ("dovetail.launch.generate", "Decode one prompt, or a file of prompts."),
@@ -97,8 +98,8 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
     except DovetailError as error:
         return _complain(str(error), 1)
     except OSError as error:  # a full disk or a full stdout, where it hurts no more than this command
-        where = f" ({error.filename})" if error.filename is not None else ""
-        return _complain(f"the system refused to read or write: {error.strerror or error}{where}", 1)
+        where = f" {error.filename}" if error.filename is not None else ""
+        return _complain(f"the system refused to read or write{where}: {refusal(error)}", 1)
 
 
 def main() -> NoReturn:

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.files import decode
 from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings, misfit
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -212,9 +213,9 @@ def parse_setting(name: str, text: str, origin: str) -> Any:
 def read_file(path: Path) -> dict[str, Any]:
     """Dotted name -> value of a TOML file of settings."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the settings file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        content = tomllib.loads(decode(path.read_bytes(), f"the settings file {path}"))
+    except OSError as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"the settings file {path} is no TOML: {error}") from None
     values: dict[str, Any] = {}

@@ -23,6 +23,7 @@ from dovetail.launch.terminal import counted, note, progress_bar
 from dovetail.launch.travels import leaves_the_machine, of_request
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
+from dovetail.protocol.files import decode
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Reported, Result
 from dovetail.runtime.trace import write_trace
 
@@ -189,10 +190,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise UserError("there is no prompt: write it as an argument, pipe it in, or name a file with --prompts")
     if prompt is None or prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"the prompt on standard input is no UTF-8 text: {error}") from None
+        prompt = decode(sys.stdin.buffer.read(), "the prompt on standard input", zeros=True)
     if not prompt.strip():
         raise UserError("the prompt is empty: write some text")
     if not is_unicode(prompt):

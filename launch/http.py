@@ -19,6 +19,7 @@ from dovetail.launch.configure import Configuration, SettingsCommand, settings_f
 from dovetail.launch.connection import ahead_of
 from dovetail.launch.logs import log_to_stderr
 from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count
 from dovetail.runtime.http.app import Service, Terms, open_app
@@ -89,9 +90,9 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
         return ()
     path = Path(settings.api_key_file).expanduser()
     try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"http.api_key_file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        mode, text = path.stat().st_mode, decode(path.read_bytes(), f"http.api_key_file {path}")
+    except OSError as error:
+        raise SettingsError(f"http.api_key_file {path} cannot be read: {error.strerror}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())

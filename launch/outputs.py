@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal
 
 
 class _Folder(click.Path):
@@ -30,4 +31,4 @@ def check_output(path: Path | None, what: str) -> None:
             if not known:
                 path.unlink()
     except OSError as error:
-        raise UserError(f"cannot write {what} to {path}: {error.strerror}") from None
+        raise UserError(f"cannot write {what} to {path}: {refusal(error)}") from None

@@ -23,6 +23,7 @@ from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.terminal import counted, explained, in_print, note, print_table
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.trace import write_trace
 
 SHIPPED = 4
@@ -118,7 +119,7 @@ def _made(out: Path) -> Iterator[None]:
         result.open("ab").close()
     except OSError as error:
         _clear(new)
-        raise UserError(f"the report cannot be written to {out}: {error.strerror}") from None
+        raise UserError(f"cannot write the report to {out}: {refusal(error)}") from None
     try:
         yield
     except BaseException as error:
@@ -142,14 +143,19 @@ def _clear(folders: list[Path]) -> None:
 def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
     """All files; the result, which names them."""
     drawn = report.pictures(findings)
-    for name, svg in drawn.items():
-        (out / f"{name}.svg").write_text(svg, encoding="utf-8")
     made = f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail {installed_version()}"
-    (out / REPORT).write_text(report.page(findings, drawn, made), encoding="utf-8")
+    texts = {**{f"{name}.svg": svg for name, svg in drawn.items()}, REPORT: report.page(findings, drawn, made)}
+    for name, text in texts.items():
+        _write_text(out / name, text)
     write_trace(out / TRACE, watch.spans, {worker.name: worker.clock_bound_ns for worker in watch.workers})
     told = {**findings.told, "files": [REPORT, TRACE, RESULT, *(f"{name}.svg" for name in drawn)]}
-    (out / RESULT).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    _write_text(out / RESULT, json.dumps(told) + "\n")
     return told
+
+
+def _write_text(file: Path, text: str) -> None:
+    with writing(file, "the report"):
+        file.write_text(text, encoding="utf-8")
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import decode
 
 REMEDY = 'write a line such as {"id": "a", "turns": ["Why is the sky blue?"]} for each prompt'
 
@@ -21,9 +22,10 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file, in its order; `UserError` names the line that is none."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 and its like may stand in a JSON text
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prompts in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"the prompts in {path} cannot be read: {error.strerror}; name a file of prompts, one JSON object a line") from None
+    lines = decode(content, str(path)).split("\n")  # not splitlines: U+2028 and its like may stand in a JSON text
     prompts = [_prompt(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise UserError(f"{path} holds no prompts: {REMEDY}")
@@ -43,8 +45,10 @@ def is_unicode(text: str) -> bool:
 def _prompt(where: str, line: str) -> Prompt:
     try:
         content: Any = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error}): {REMEDY}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is no JSON ({error.msg}, column {error.colno}): {REMEDY}") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise UserError(f"{where} has a number that is too long: {REMEDY}") from error
     except RecursionError:
         raise UserError(f"{where} is nested too deep to be a prompt: {REMEDY}") from None
     if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:

@@ -14,6 +14,7 @@ from typing import IO
 from pydantic import ValidationError
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import append, refusal
 from dovetail.protocol.messages import RoundRecord
 
 
@@ -29,13 +30,13 @@ class RecordedReply:
 class RecordFile:
     """The open file."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file, self._path = file, path
 
     def write(self, id: str, turn: int, record: RoundRecord) -> None:
         """Append a round."""
         line = json.dumps({"id": id, "turn": turn, "record": record.model_dump(mode="json")}, ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
+        append(self._file, self._path, "the records", line.encode() + b"\n")
 
 
 @contextmanager
@@ -47,11 +48,11 @@ def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
     try:
         file = path.open("r+b" if path.exists() else "w+b")
     except OSError as error:
-        raise UserError(f"cannot write the records to {path}: {error.strerror}") from None
+        raise UserError(f"cannot write the records to {path}: {refusal(error)}") from None
     with file:
         file.truncate(whole if go_on else 0)
         file.seek(0, 2)
-        yield RecordFile(file)
+        yield RecordFile(file, path)
 
 
 def read_records(path: Path) -> list[RecordedReply]:

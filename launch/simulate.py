@@ -29,6 +29,7 @@ from dovetail.launch.sweep import read_sweep
 from dovetail.launch.terminal import counted, explained, note, print_table, progress_bar, spinner
 from dovetail.launch.worker import THREAD_VARIABLES
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import writing
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH, TreeSettings
 
 NODES, LEVELS, CHILDREN = 384, 12, 32
@@ -177,9 +178,11 @@ def run(
         rows = _play(library, price, points)
     told = {"title": title, "recording": library.about.model_dump(mode="json"), "replies": len(library.recordings), "sweep": sweep, "rows": rows}
     if plot is not None:
-        plot.write_text(_chart(title, sweep, rows), encoding="utf-8")
+        with writing(plot, "the plot"):
+            plot.write_text(_chart(title, sweep, rows), encoding="utf-8")
     if out is not None:
-        out.write_text(json.dumps(told) + "\n", encoding="utf-8")
+        with writing(out, "the result"):
+            out.write_text(json.dumps(told) + "\n", encoding="utf-8")
     if as_json:
         click.echo(json.dumps(told))
         return

@@ -24,6 +24,7 @@ from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.launch.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.thresholds import MADE_FOR, draft_facts, write_thresholds
 from dovetail.protocol.errors import RequestError, UserError
+from dovetail.protocol.files import writing
 from dovetail.protocol.messages import Result, RoundRecord
 from dovetail.protocol.settings import Settings, TreeSettings
 
@@ -82,7 +83,8 @@ def command(
     fitted_on = {"prompts": prompts.name, "replies": len(replies), "rounds": len(rounds), "max_tokens": configuration.settings.sampling.max_tokens}
     write_thresholds(out, strata.thresholds, {"holds_for": holds_for, "fitted_on": fitted_on}, _bins_told(strata))
     if plot is not None:
-        plot.write_text(chart(rounds, strata, configuration.settings.tree.gamma), encoding="utf-8")
+        with writing(plot, "the plot"):
+            plot.write_text(chart(rounds, strata, configuration.settings.tree.gamma), encoding="utf-8")
     if as_json:
         click.echo(json.dumps({"thresholds": strata.thresholds, "bins": _bins_told(strata), "holds_for": holds_for, "fitted_on": fitted_on}))
         return
@@ -177,7 +179,7 @@ def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], N
     def keep(reply: Reply) -> None:
         if path is None:
             return
-        with path.open("a", encoding="utf-8") as file:
+        with writing(path, "the rounds"), path.open("a", encoding="utf-8") as file:
             if not file.tell():
                 file.write(json.dumps({"holds_for": holds_for}) + "\n")
             file.write(json.dumps(asdict(reply)) + "\n")

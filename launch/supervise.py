@@ -305,8 +305,8 @@ def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout:
 
 def check_stack(configuration: Configuration) -> None:
     """`UserError` for what these settings ask for and cannot be started, as far as a look at the models tells."""
-    _check_pair(configuration)
     check_target(configuration.settings)
+    _check_pair(configuration)
     if configuration.settings.draft.kind != "none":
         check_draft(configuration.settings)
     check_memory(configuration.settings, ("coordinator", *processes_of(configuration.settings)), node=only_node(layout_of(configuration.settings).target))

@@ -25,6 +25,7 @@ from typing import Any
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.embedded import with_draft
 from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.files import decode, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings
 
 MADE_FOR = ("depth", "width", "sharpening")
@@ -60,9 +61,9 @@ def thresholds_of(named: str | tuple[float, ...], settings: Settings, *, local: 
 def read_thresholds(path: Path) -> Thresholds:
     """The content of a file; `SettingsError` where there is none, or where it is no such file."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the thresholds in {path} cannot be read: {getattr(error, 'strerror', None) or error}; `dovetail stratify` makes them") from None
+        content = tomllib.loads(decode(path.read_bytes(), f"the file of thresholds {path}"))
+    except OSError as error:
+        raise SettingsError(f"the thresholds in {path} cannot be read: {error.strerror}; `dovetail stratify` makes them") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"the thresholds in {path} are damaged ({error}): make them anew with `dovetail stratify`") from None
     bounds, holds_for = _bounds(content.get("thresholds")), content.get("holds_for")
@@ -81,7 +82,8 @@ def write_thresholds(path: Path, thresholds: Sequence[float], sections: Mapping[
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
     for stratum in bins:
         lines += ["", "[[bins]]", *(f"{key} = {json.dumps(value)}" for key, value in stratum.items())]
-    path.write_text("\n".join((*lines, "")), encoding="utf-8")
+    with writing(path, "the thresholds"):
+        path.write_text("\n".join((*lines, "")), encoding="utf-8")
 
 
 def draft_facts(draft: DraftSettings) -> dict[str, str]:

@@ -19,6 +19,7 @@ from dovetail.launch.answering import Show
 from dovetail.launch.configure import Configuration
 from dovetail.launch.conversation import Answer, Manner, Paint
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
+from dovetail.protocol.files import decode
 from dovetail.protocol.messages import Result
 
 CONNECT_S = 10.0
@@ -43,9 +44,9 @@ def api_key(configuration: Configuration) -> str:
     if not file:
         return os.environ.get(KEY_VARIABLE, "").strip()
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the file of API keys {file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        lines = decode(Path(file).expanduser().read_bytes(), f"the file of API keys {file}").splitlines()
+    except OSError as error:
+        raise UserError(f"the file of API keys {file} cannot be read: {error.strerror}") from None
     return next((line.strip() for line in lines if line.strip()), "")
 
 

@@ -29,6 +29,10 @@ class CheckpointError(UserError):
         super().__init__(printable(text))
 
 
+class OutputError(DovetailError):
+    """A file that the system does not let us write: names the file, what the system says and the remedy."""
+
+
 class KeysError(UserError):
     """CURVE keys that are missing, unreadable or readable by others."""
 

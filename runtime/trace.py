@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dovetail.protocol.files import writing
 from dovetail.protocol.messages import SeenSpan
 from dovetail.runtime.observing import OURS
 
@@ -59,7 +60,9 @@ def _lanes(spans: Sequence[SeenSpan]) -> Iterator[tuple[SeenSpan, int, int]]:
 
 def write_trace(path: Path, spans: Iterable[SeenSpan], bounds: Mapping[str, int | None] | None = None) -> None:
     """Write a trace file; open it in ui.perfetto.dev."""
-    path.write_text(json.dumps({"traceEvents": trace_events(spans, bounds), "displayTimeUnit": "ms"}), encoding="utf-8")
+    text = json.dumps({"traceEvents": trace_events(spans, bounds), "displayTimeUnit": "ms"})
+    with writing(path, "the trace"):
+        path.write_text(text, encoding="utf-8")
 
 
 def _label(process: str, bound_ns: int | None) -> str:

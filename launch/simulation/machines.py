@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import decode
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
 
@@ -165,10 +166,10 @@ def read_machine(name: str) -> Machine:
     """The machine of that name, or in that file; `UserError` says what is wrong with it."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        return Machine.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return Machine.model_validate(tomllib.loads(decode(path.read_bytes(), f"the machine in {path}")))
     except FileNotFoundError:
         raise UserError(f"there is no machine {name!r}: choose {', '.join(machine_names())}, or name a file that ends in .toml") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"the machine in {path} cannot be read: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]

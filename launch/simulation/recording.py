@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal, writing
 from dovetail.protocol.settings import Frozen, Sampling
 from dovetail.protocol.tree import ROOT
 
@@ -151,7 +152,7 @@ class Folder:
                     raise UserError(f"{path} holds something else than a recording: name a new folder")
                 there.write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"a recording cannot be written to {path}: {error.strerror}") from None
+            raise UserError(f"a recording cannot be written to {path}: {refusal(error)}") from None
         if (before := read_about(path)) != about:
             changed = [name for name in About.model_fields if getattr(before, name) != getattr(about, name)]
             raise UserError(f"{path} holds a recording with another {', '.join(changed)}: name a new folder, or ask for the same")
@@ -163,7 +164,7 @@ class Folder:
         """Add a reply; the file is there whole or not at all."""
         file = self._file(number, recording.id)
         part = file.with_suffix(".part")
-        with part.open("wb") as stream:
+        with writing(part, "a recording"), part.open("wb") as stream:
             np.savez_compressed(stream, **_arrays(recording))
         part.replace(file)
 

@@ -91,7 +91,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("generate", "hello", "--policy", "goodputt"), "there is no tree policy 'goodputt'"),
         (("generate", "hello", "--sampling.acceptance", "rejection"), "set tree.policy to 'static', not 'dynamic'"),
         (("generate", "hello", "--draft", "ngram", "--policy", "beam"), "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'"),
-        (("generate", "hello", "--target", "/no/such/model"), "--draft"),
+        (("generate", "hello", "--target", "/no/such/model"), "the target model /no/such/model is not there"),
         (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
         (("generate", "hello", "--connect", "http://host"), "http://host"),
         (("generate", "hello", "--connect", "127.0.0.1:8200"), "write http://127.0.0.1:8200 for a server over HTTP; ipc://PATH or tcp://HOST:PORT"),
@@ -157,13 +157,13 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(monkeypatch: py
 
     monkeypatch.setattr(cli.group, "main", fail)
     assert cli.run([]) == 1
-    assert capsys.readouterr().err == "dovetail: the system refused to read or write: No space left on device (/some/file)\n"
+    assert capsys.readouterr().err == "dovetail: the system refused to read or write /some/file: No space left on device; free some space there, or choose another place\n"
 
 
 @pytest.mark.parametrize(
     ("line", "code", "complaint"),
     [
-        ("config show >/dev/full", 1, "dovetail: the system refused to read or write: No space left on device\n"),
+        ("config show >/dev/full", 1, "dovetail: the system refused to read or write: No space left on device; free some space there, or choose another place\n"),
         ("config show >/dev/full 2>&1", 1, ""),
         ("config show >&-", 0, ""),
         ("config show <&- 2>&-", 0, ""),

@@ -24,6 +24,7 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.workers.models.architecture import refuse_content, refuse_elsewhere
 from dovetail.workers.models.digests import Identity, Part, Source, all_finite, digest_of, refuse_changed
 from dovetail.workers.progress import count_bytes
 
@@ -125,7 +126,7 @@ class Checkpoint:
 def open_checkpoint(source: str) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked; `CheckpointError` names the file and the tensor."""
     folder = find_folder(source)
-    _refuse_elsewhere(folder)
+    refuse_content(read_json(folder / "config.json"), folder / "config.json")
     weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
     weights = open_weights(folder)
@@ -134,7 +135,7 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 def open_weights(folder: Path) -> Weights:
     """The weights of a folder, without what is said of a vocabulary: a draft head has none of its own."""
-    _refuse_elsewhere(folder)
+    refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
     files = weight_files(folder)
     configuration = _read(folder / "config.json")
     read = [_read_header(file) for file in files]
@@ -146,7 +147,7 @@ def open_weights(folder: Path) -> Weights:
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Where every tensor of a folder stands, by the headers of its weight files alone; what is read of them is to be checked then."""
-    _refuse_elsewhere(folder)
+    refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
     return {name: stored for file in weight_files(folder) for name, stored in _read_header(file)[1].items()}
 
 
@@ -277,6 +278,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
         )
     content = _read(file)
     config = read_json(folder / "config.json")
+    refuse_content(config, folder / "config.json")
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     try:
         digest = vocabulary_digest(read_vocabulary(content))
@@ -345,14 +347,3 @@ def _read(file: Path) -> bytes:
 def reason(error: BaseException) -> str:
     """The first lines of an error as one: what some libraries say first is only where something went wrong."""
     return " ".join(" ".join(str(error).split("\n")[:3]).split())[:300] or type(error).__name__
-
-
-def _refuse_elsewhere(folder: Path) -> None:
-    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised, or in a file that config.json names."""
-    config = read_json(folder / "config.json")
-    if named := config.get("transformers_weights"):
-        key = f"transformers_weights is {str(named)[:100]!r}"
-        raise CheckpointError(f"{folder / 'config.json'} names weights of its own ({key}), which are not read; remove the key")
-    if quantisation := config.get("quantization_config"):
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-        raise CheckpointError(f"{folder} is quantised ({method}); take the original weights of that model")

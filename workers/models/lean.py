@@ -26,12 +26,22 @@ def hidden(*packages: str) -> Iterator[None]:
 
 with hidden(*UNUSED) if "transformers" not in sys.modules else nullcontext():
     import transformers
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AttentionInterface,
+        AutoConfig,
+        AutoModelForCausalLM,
+        DynamicCache,
+        LlamaConfig,
+    )
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.pytorch_utils import Conv1D
 
 __all__ = [
+    "CONFIG_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
     "ROPE_INIT_FUNCTIONS",
     "AttentionInterface",
     "AutoConfig",

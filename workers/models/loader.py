@@ -9,23 +9,42 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.devices import is_out_of_memory
 from dovetail.workers.models import attention
+from dovetail.workers.models.architecture import (
+    REMEDY,
+    bidirectional,
+    refuse_config,
+    refuse_content,
+    refuse_unknown,
+    shown,
+    why_not,
+)
 from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json, reason
-from dovetail.workers.models.lean import AutoConfig, AutoModelForCausalLM, Conv1D, get_checkpoint_conversion_mapping, transformers
+from dovetail.workers.models.lean import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Conv1D,
+    get_checkpoint_conversion_mapping,
+    transformers,
+)
 from dovetail.workers.models.memory import refuse_beyond
 from dovetail.workers.progress import loading
 
-SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
-ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+CORRECT = "correct it, or take the config.json that belongs to the weights"
 
 log = logging.getLogger(__name__)
 
@@ -97,16 +116,12 @@ def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) ->
     """The model of a config.json, with random numbers of type `stored` as if from a checkpoint, cut or stretched to `layers` layers."""
     attention.register()
     file = folder if folder.is_file() else folder / "config.json"
-    refuse_empty(file)
-    with _refusing(file.parent):
-        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
-        refuse_unsupported(config, file)
-        if layers is not None:
-            config.num_hidden_layers = layers
-            if kinds := getattr(config, "layer_types", None):
-                config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
-        with _quiet():
-            model = _skeleton(config)
+    config = _read_config(file)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+    model = _with_buffers(_built(config, file))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     transposed = _linearise(model)
     generator = torch.Generator().manual_seed(0)
@@ -125,7 +140,7 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers and "." in name:
             return name, module
-    raise CheckpointError(f"a {model.config.model_type} model has no list of decoder layers")
+    raise CheckpointError(f"model type {model.config.model_type} has no list of num_hidden_layers decoder layers in transformers; {REMEDY}")
 
 
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
@@ -135,7 +150,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     name = str(dtype).removeprefix("torch.")
     refuse_beyond(checkpoint.source, held, f"all of it as {name}")
     size = sum(stored.size_bytes for stored in checkpoint.tensors.values())
-    with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False), loading("loading", size) as count:
+    with _refusing(checkpoint, config), _quiet(), torch.inference_mode(False), loading("loading", size) as count:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
@@ -155,6 +170,19 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+@contextlib.contextmanager
+def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
+    """What transformers raises at tensors is whatever its lines happen to stumble over: any of it is a `CheckpointError` of one line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CheckpointError) or is_out_of_memory(error):
+            raise
+        why = f": {said}" if (said := _said(error)) else ""
+        text = f"transformers cannot load these tensors as a model of type {config.model_type}{why}; fetch config.json and weights again, of one revision"
+        raise CheckpointError(f"{checkpoint.source}: {text}") from error
+
+
 def _report_superfluous(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     if unexpected := sorted(names):
         log.warning("%s has %d tensors that the model does not use, such as %s", checkpoint.source, len(unexpected), unexpected[0])
@@ -164,31 +192,100 @@ def _configured(checkpoint: Checkpoint) -> Any:
     """The model of a checkpoint's config.json, without numbers; what cannot be decoded or has other shapes is refused before memory is taken for any."""
     attention.register()
     file = checkpoint.folder / "config.json"
-    refuse_empty(file)
-    with _refusing(checkpoint.folder):
-        config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False, local_files_only=True)
-        refuse_unsupported(config, file)
-    with _refusing(checkpoint.folder), _quiet(), torch.inference_mode(False):
-        layers = config.num_hidden_layers
-        if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
-            raise CheckpointError(f"{checkpoint.folder} has {len(checkpoint.tensors)} tensors in all, where its config.json calls for {layers} layers")
-        model = _skeleton(config)
-        refuse_misshapen(model, checkpoint)
+    config = _read_config(file)
+    layers = config.num_hidden_layers
+    if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
+        found = len(checkpoint.tensors)
+        raise CheckpointError(f"{checkpoint.folder} has {found} tensors in all, where its config.json calls for {layers} layers; fetch the model again")
+    model = _built(config, file)
+    refuse_misshapen(model, checkpoint)
+    return _with_buffers(model)
+
+
+def _read_config(file: Path) -> Any:
+    """transformers' configuration of a config.json; `CheckpointError` for one that it cannot read or of a model that cannot be decoded."""
+    content = read_json(file)
+    refuse_content(content, file)
+    refuse_unknown(content, file, known=content["model_type"] in CONFIG_MAPPING, version=transformers.__version__)
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever transformers' lines happen to stumble over
+        why = _said(error) or _culprit(content, CONFIG_MAPPING[content["model_type"]].from_dict)
+        raise CheckpointError(f"{file} is not what transformers reads for model type {content['model_type']}: {why}; {CORRECT}") from error
+    refuse_config(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), file)
+    return config
+
+
+def _built(config: Any, file: Path) -> Any:
+    """The model on no device at all; `CheckpointError` for one that cannot be built with our attention."""
+    try:
+        model = _empty(config, attention.IMPLEMENTATION)
+    except Exception as error:
+        raise CheckpointError(f"{file}: model type {config.model_type} cannot be {_why_not_built(config, error)}") from error
+    if getattr(config, "is_decoder", None) is False and any(getattr(module, "is_causal", None) is False for module in model.modules()):
+        raise CheckpointError(bidirectional(config, "is_decoder", file))
     return model
 
 
-def _skeleton(config: Any) -> Any:
-    """The model on no device at all, but for the buffers that no checkpoint holds, such as rotary frequencies."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False)
+def _with_buffers(model: Any) -> Any:
+    """The model with the buffers that no checkpoint holds, such as rotary frequencies."""
     for module in model.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        for name, buffer in buffers.items():
-            module._buffers[name] = torch.full_like(buffer, float("nan"), device="cpu") if buffer.is_floating_point() else None
-        if buffers:
-            model._init_weights(module)
+        if buffers := dict(module.named_buffers(recurse=False)):
+            _fill_buffers(model, module, buffers)
     model.requires_grad_(False)
     return model.eval()
+
+
+def _empty(config: Any, implementation: str) -> Any:
+    """The model on no device."""
+    with _quiet(), torch.inference_mode(False), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False)
+
+
+def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Compute what no checkpoint holds; what transformers does not compute is None, or NaN, for the whole model to be loaded by it (`_maps_one_to_one`)."""
+    for name, buffer in buffers.items():
+        module._buffers[name] = torch.full_like(buffer, float("nan"), device="cpu") if buffer.is_floating_point() else None
+    try:
+        model._init_weights(module)
+    except Exception:  # it fills buffers that are there, and these are not
+        module._buffers.update(dict.fromkeys(buffers))
+
+
+def _why_not_built(config: Any, error: Exception) -> str:
+    """The end of the sentence for a class that cannot be built with our attention: with transformers' own it can, or its configuration is to blame."""
+    try:
+        model = _empty(config, "eager")
+    except Exception:
+        why = _said(error) or _culprit(config.to_dict(), lambda fields: _empty(type(config).from_dict(fields), "eager"))
+        return f"built by transformers from this config.json: {why}; {CORRECT}"
+    return f"decoded here: {why_not(config, type(model))}; {REMEDY}"
+
+
+def _said(error: Exception) -> str:
+    """What an error says that was raised for people to read, empty for one that a line of code stumbled into."""
+    lines = traceback.extract_tb(error.__traceback__)
+    deliberate = isinstance(error, ValueError | ImportError | OSError | StrictDataclassClassValidationError)
+    if not deliberate or not lines or not (lines[-1].line or "").startswith("raise"):
+        return ""
+    return re.sub(r"\b\w+Error: ", "", reason(error))
+
+
+def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]) -> str:
+    """The first field of a configuration without which an attempt that fails with it succeeds, and its value."""
+
+    def works(fields: dict[str, Any]) -> bool:
+        with contextlib.suppress(Exception), _quiet():
+            attempt(fields)
+            return True
+        return False
+
+    if not works(dict(content)):
+        for name, value in content.items():
+            if name != "model_type" and works({key: other for key, other in content.items() if key != name}):
+                return f"{name} is {shown(value)}"
+    return "its fields do not fit together"
 
 
 def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
@@ -221,36 +318,6 @@ def _linearise(model: Any) -> frozenset[str]:
             model.set_submodule(name, linear.requires_grad_(False))
             transposed.add(f"{name}.weight")
     return frozenset(transposed)
-
-
-@contextlib.contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    """What transformers raises at a configuration is whatever its lines happen to stumble over: any of it is a `CheckpointError` of one line."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be loaded by transformers ({type(error).__name__}: {reason(error)})") from error
-
-
-def refuse_empty(file: Path) -> None:
-    """`CheckpointError` naming a size in config.json that is not positive; transformers divides by some before it says what is wrong."""
-    content = read_json(file)
-    for name in (*SIZES, "num_key_value_heads", "intermediate_size", "head_dim"):
-        number = content.get(name)
-        if isinstance(number, int | float) and number < 1:
-            raise CheckpointError(f"{file}: {name} is {number}; it must be at least 1")
-
-
-def refuse_unsupported(config: Any, file: Path) -> None:
-    """`CheckpointError` naming what in a configuration cannot be decoded with trees and several sessions in a pass."""
-    kind = config.model_type
-    for name in SIZES:
-        if not isinstance(getattr(config, name, None), int):
-            raise CheckpointError(f"{file}: a {kind} model has no {name}; only dense decoder models can be decoded here")
-    if strange := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES):
-        raise CheckpointError(f"{file}: layers of type {strange[0]} ({kind}) are not supported")
 
 
 def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, cast
 import numpy as np
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import decode
 from dovetail.workers.training.examples import Example
 
 Role = Literal["system", "user", "assistant"]
@@ -55,14 +56,12 @@ class RefusedError(Exception):
 
 def read_chats(file: Path) -> Iterator[Chat]:
     """The chats of a file; `UserError` names the first line that is none."""
-    number = 0
     try:
-        with file.open(encoding="utf-8", newline="\n") as lines:
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _chat(f"{file}, line {number}", line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}, behind line {number}: no UTF-8 ({error.reason})") from None
+                where = f"{file}, line {number}"
+                if (text := decode(line, where)).strip():
+                    yield _chat(where, text)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import append, writing
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
@@ -176,12 +177,14 @@ def regenerate(chats: Sequence[Chat], model: LanguageModel, renderer: Renderer, 
     left_out = Counter[str]()
     jobs = [job for number, chat in enumerate(chats, 1) for job in _jobs(chat, number, writing, left_out)]
     done = _read_done(out, {job.id: job for job in jobs}, model.checkpoint_digest)
-    with out.open("a", encoding="utf-8") as file:
+    with writing(out, "the answers"):
+        file = out.open("ab")
+    with file:
         scribe, answered, begin = Scribe(model), len(done), time.monotonic()
         for job in _write(scribe, deque(job for job in jobs if job.id not in done), renderer, writing):
             if job.said:
                 answered += 1
-                _append(file, job, model.checkpoint_digest)
+                _append(file, out, job, model.checkpoint_digest)
             else:
                 left_out[NO_ROOM] += 1
             ended = answered + left_out[NO_ROOM]
@@ -240,7 +243,7 @@ def _ask(scribe: Scribe, asked: dict[_Session, _Job], job: _Job, renderer: Rende
     return True
 
 
-def _append(file: IO[str], job: _Job, digest: str) -> None:
+def _append(file: IO[bytes], out: Path, job: _Job, digest: str) -> None:
     line = {
         "id": job.id,
         "messages": [{"role": message.role, "content": message.content} for message in job.said],
@@ -248,14 +251,14 @@ def _append(file: IO[str], job: _Job, digest: str) -> None:
         "temperature": job.temperature,
         "target": digest,
     }
-    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    file.flush()
+    append(file, out, "the answers", json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
     """The ids that a file holds; a line that was broken off is removed from its end. `UserError` where the file is not of these chats and this target."""
     if not out.is_file():
-        out.parent.mkdir(parents=True, exist_ok=True)
+        with writing(out, "the answers"):
+            out.parent.mkdir(parents=True, exist_ok=True)
         return set()
     content = out.read_bytes()
     whole = content.rfind(b"\n") + 1

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import append, writing
 from dovetail.workers.training.examples import Examples
 from dovetail.workers.training.run import Callback, Progress, silent
 from dovetail.workers.training.states import DTYPES, Origin, StatesReader
@@ -71,13 +72,19 @@ def begin(folder: Path, planned: Index, examples: Examples) -> Index:
         _refuse_another(folder, found, planned)
         _check_disk(folder, found)
         return found
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "features"):
+        folder.mkdir(parents=True, exist_ok=True)
     if strange := sorted(file.name for file in folder.iterdir()):
         raise UserError(f"{folder} is not empty ({strange[0]}) and holds no features: give another folder, or empty it")
     _check_disk(folder, planned)
-    np.concatenate([row.tokens for row in examples.rows]).astype("<u4").tofile(folder / "tokens.bin")
-    np.concatenate([row.learn for row in examples.rows]).astype(np.uint8).tofile(folder / "learn.bin")
-    np.array([len(row.tokens) for row in examples.rows], dtype="<u4").tofile(folder / "lengths.bin")
+    numbers = {
+        "tokens.bin": np.concatenate([row.tokens for row in examples.rows]).astype("<u4"),
+        "learn.bin": np.concatenate([row.learn for row in examples.rows]).astype(np.uint8),
+        "lengths.bin": np.array([len(row.tokens) for row in examples.rows], dtype="<u4"),
+    }
+    for name, content in numbers.items():
+        with writing(folder / name, "features"):
+            content.tofile(folder / name)
     _write_index(folder, planned)
     return planned
 
@@ -90,15 +97,17 @@ def write(folder: Path, index: Index, examples: Examples, reader: StatesReader, 
         first, last = index.shards[shard], (*index.shards, index.count)[shard + 1]
         file = _shard_file(folder, shard)
         beside = file.with_suffix(".new")
-        with beside.open("wb") as out:
+        with writing(beside, "features"):
+            out = beside.open("wb")
+        with out:
             for states in reader.read([torch.from_numpy(row.tokens) for row in examples.rows[first:last]]):
-                out.write(states.contiguous().view(torch.int16).numpy().astype("<i2", copy=False).tobytes())
+                append(out, beside, "features", states.contiguous().view(torch.int16).numpy().astype("<i2", copy=False).tobytes())
                 written += len(states)
                 share = (done + written) / index.tokens
                 note = f"{share * index.bytes / 1e9:.3g} of {index.bytes / 1e9:.3g} GB"
                 progress(Progress("features", share, shard, written, spent_s=time.monotonic() - begin, note=note))
-            out.flush()
-            os.fsync(out.fileno())
+            with writing(beside, "features"):
+                os.fsync(out.fileno())
         beside.replace(file)
         index = dataclasses.replace(index, written=shard + 1)
         _write_index(folder, index)
@@ -163,7 +172,7 @@ def read_index(folder: Path) -> Index:
 
 def _write_index(folder: Path, index: Index) -> None:
     beside = folder / "index.json.new"
-    with beside.open("w", encoding="utf-8") as out:
+    with writing(beside, "features"), beside.open("w", encoding="utf-8") as out:
         out.write(json.dumps({"format": FORMAT, **dataclasses.asdict(index)}, indent=1) + "\n")
         out.flush()
         os.fsync(out.fileno())

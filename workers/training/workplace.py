@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import writing
 
+OS_ERROR = re.compile(r"os error (\d+)")
+"""As safetensors says what the system refused it."""
 OURS = {"checkpoint.safetensors", "checkpoint.safetensors.new", "result", "replaced"}
 TORN = ".tmp"
 """With this begin the files that safetensors leaves behind when it is killed."""
@@ -64,8 +68,8 @@ class Workplace:
         """A new folder to be filled in; then it takes the place of `out`, and nothing is unfinished any more."""
         new = self.folder / "result"
         shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        with telling_the_system(new):
+        with writing(new, f"the trained {self.what}"), telling_the_system(new):
+            new.mkdir()
             yield new
         for file in new.iterdir():
             file.chmod(0o644)
@@ -102,7 +106,8 @@ def _names(folder: Path) -> list[str]:
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Hold a folder against other processes that write it, making it if need be; it is left only if there is something in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "a folder"):
+        folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,7 +127,7 @@ def held(folder: Path) -> Iterator[None]:
 def replace_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file in place of an older one, which is there until the new one is whole."""
     beside = file.with_name(file.name + ".new")
-    with telling_the_system(beside):
+    with writing(beside, "the state of the training"), telling_the_system(beside):
         save_file(dict(tensors), beside, metadata=dict(metadata))
     beside.replace(file)
 
@@ -133,4 +138,5 @@ def telling_the_system(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(path)) from None
+        code = int(found[1]) if (found := OS_ERROR.search(str(error))) else errno.EIO
+        raise OSError(code, os.strerror(code) if found else str(error), str(path)) from None

@@ -1,0 +1,69 @@
+"""Files that are written for a user, and texts that are read for one: what is refused is told with the name of the file and a remedy."""
+
+import codecs
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from dovetail.protocol.errors import OutputError, UserError
+
+ELSEWHERE = "choose another place"
+REMEDIES = {
+    errno.ENOSPC: f"free some space there, or {ELSEWHERE}",
+    errno.EDQUOT: f"free some of your quota there, or {ELSEWHERE}",
+    errno.EFBIG: f"raise the limit of a file's size (ulimit -f), or {ELSEWHERE}",
+    errno.EACCES: f"let your user write there, or {ELSEWHERE}",
+    errno.EPERM: f"let your user write there, or {ELSEWHERE}",
+    errno.EROFS: f"that disk is read-only: {ELSEWHERE}",
+    errno.EISDIR: "that is a folder: name a file",
+    errno.ENOTDIR: "a part of that path is a file: name a folder before the last /",
+    errno.ENOENT: "make its folder first",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: f"the disk fails: {ELSEWHERE}",
+}
+
+
+def refusal(error: OSError) -> str:
+    """What the system says, and what to do about it."""
+    said = error.strerror or str(error)
+    return f"{said}; {REMEDIES[error.errno]}" if error.errno in REMEDIES else said
+
+
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """`OutputError` where the system refuses to write `what` to the file or folder `path`; nothing else may be read or written in this block."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {what} to {path}: {refusal(error)}") from None
+
+
+def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
+    """Write to the end of an open file at once, past its own buffer: what is refused is told here, and not a second time when the file is closed."""
+    with writing(path, what):
+        left = memoryview(content)
+        while left:
+            left = left[os.write(file.fileno(), left) :]
+
+
+def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
+    """The text in UTF-8, without a byte order mark; `UserError` names the line and the byte of `what` that is none. `zeros`: there may be zero bytes."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{what} is UTF-16 text, as its first two bytes say: save it as UTF-8, such as with `iconv -f UTF-16 -t UTF-8`")
+    zero = -1 if zeros else content.find(b"\0")
+    if zero >= 0:
+        raise UserError(f"{what} is no text in UTF-8: byte {zero} ({_line(content, zero)}) is zero, as in UTF-16 or a binary file; save it as UTF-8 text")
+    start = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    try:
+        return content[start:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong = start + error.start
+        where = f"byte {wrong} ({_line(content, wrong)}) is 0x{content[wrong]:02x}"
+    raise UserError(f"{what} is no text in UTF-8: {where}; save it as UTF-8, such as with `iconv -f LATIN1 -t UTF-8`")
+
+
+def _line(content: bytes, place: int) -> str:
+    return f"line {content.count(10, 0, place) + 1}"
