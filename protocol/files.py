@@ -24,6 +24,8 @@ REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: f"the disk fails: {ELSEWHERE}",
 }
+MARKS = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+"""Byte order marks; that of UTF-32 begins with one of UTF-16."""
 
 
 def refusal(error: OSError) -> str:
@@ -51,8 +53,9 @@ def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
 
 def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
     """The text in UTF-8, without a byte order mark; `UserError` names the line and the byte of `what` that is none. `zeros`: there may be zero bytes."""
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{what} is UTF-16 text, as its first two bytes say: save it as UTF-8, such as with `iconv -f UTF-16 -t UTF-8`")
+    for name, marks in MARKS.items():
+        if content.startswith(marks):
+            raise UserError(f"{what} is {name} text, as its first bytes say; save it as UTF-8, such as with `iconv -f {name} -t UTF-8`")
     zero = -1 if zeros else content.find(b"\0")
     if zero >= 0:
         raise UserError(f"{what} is no text in UTF-8: byte {zero} ({_line(content, zero)}) is zero, as in UTF-16 or a binary file; save it as UTF-8 text")

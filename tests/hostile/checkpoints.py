@@ -252,7 +252,7 @@ CONFIGURATIONS = (
     Bad("a hundred thousand end tokens", lambda p: config(p, "generation_config.json", eos_token_id=[1] * 100_000), ("end",)),
     Bad("an unknown model_type", lambda p: config(p, model_type="no-such-model"), ("no-such-model",)),
     Bad("a model_type that is a path", lambda p: config(p, model_type="../../evil"), ("../../evil",)),
-    Bad("classes in a file beside it (auto_map)", code, ("cannot be loaded",)),
+    Bad("classes in a file beside it (auto_map)", code, ("auto_map",)),
     Bad("weights in four bits", lambda p: config(p, quantization_config={"quant_method": "gptq", "bits": 4}), ("gptq",)),
     Bad("quantization by code of its own", lambda p: config(p, quantization_config={"quant_method": "../evil"}), ("../evil",)),
 )

@@ -157,13 +157,18 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(monkeypatch: py
 
     monkeypatch.setattr(cli.group, "main", fail)
     assert cli.run([]) == 1
-    assert capsys.readouterr().err == "dovetail: the system refused to read or write /some/file: No space left on device; free some space there, or choose another place\n"
+    full = "No space left on device; free some space there, or choose another place"
+    assert capsys.readouterr().err == f"dovetail: the system refused to read or write /some/file: {full}\n"
 
 
 @pytest.mark.parametrize(
     ("line", "code", "complaint"),
     [
-        ("config show >/dev/full", 1, "dovetail: the system refused to read or write: No space left on device; free some space there, or choose another place\n"),
+        (
+            "config show >/dev/full",
+            1,
+            "dovetail: the system refused to read or write: No space left on device; free some space there, or choose another place\n",
+        ),
         ("config show >/dev/full 2>&1", 1, ""),
         ("config show >&-", 0, ""),
         ("config show <&- 2>&-", 0, ""),

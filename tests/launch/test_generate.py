@@ -489,6 +489,33 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, words: str
         read_prompts(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"id": "a", "turns": ["caf\u00e9"]}'.encode("latin-1"), r"byte 26 \(line 1\) is 0xe9; save it as UTF-8"),
+        ('{"id": "a", "turns": ["x"]}\n'.encode("utf-16"), "is UTF-16 text"),
+        (b"\x1f\x8b\x08\x00\x00", r"byte 3 \(line 1\) is zero"),
+        (b"hello\n", r"line 1 is no JSON \(Expecting value, column 1\): write a line such as"),
+    ],
+)
+def test_a_file_that_is_no_text_of_prompts_is_named_with_the_place(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{path} .*{words}"):
+        read_prompts(path)
+
+
+def test_prompts_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('\ufeff{"id": "a", "turns": ["x"]}\n'.encode())
+    assert read_prompts(path) == [Prompt("a", ("x",))]
+
+
+def test_a_folder_in_place_of_prompts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"the prompts in {tmp_path} cannot be read: Is a directory; name a file of prompts"):
+        read_prompts(tmp_path)
+
+
 def test_prompts_keep_their_order_and_blank_lines_are_nothing(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('\n{"id": "b", "turns": ["x", "y"], "more": 1}\n\n{"id": "a", "turns": ["z"]}\n')

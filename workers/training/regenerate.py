@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from dovetail.protocol import files as disk
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import append, writing
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
@@ -177,7 +177,7 @@ def regenerate(chats: Sequence[Chat], model: LanguageModel, renderer: Renderer, 
     left_out = Counter[str]()
     jobs = [job for number, chat in enumerate(chats, 1) for job in _jobs(chat, number, writing, left_out)]
     done = _read_done(out, {job.id: job for job in jobs}, model.checkpoint_digest)
-    with writing(out, "the answers"):
+    with disk.writing(out, "the answers"):
         file = out.open("ab")
     with file:
         scribe, answered, begin = Scribe(model), len(done), time.monotonic()
@@ -251,13 +251,13 @@ def _append(file: IO[bytes], out: Path, job: _Job, digest: str) -> None:
         "temperature": job.temperature,
         "target": digest,
     }
-    append(file, out, "the answers", json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    disk.append(file, out, "the answers", json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
     """The ids that a file holds; a line that was broken off is removed from its end. `UserError` where the file is not of these chats and this target."""
     if not out.is_file():
-        with writing(out, "the answers"):
+        with disk.writing(out, "the answers"):
             out.parent.mkdir(parents=True, exist_ok=True)
         return set()
     content = out.read_bytes()
