@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
@@ -265,11 +264,11 @@ def _why_not_built(config: Any, error: Exception) -> str:
 
 def _said(error: Exception) -> str:
     """What an error says that was raised for people to read, empty for one that a line of code stumbled into."""
-    lines = traceback.extract_tb(error.__traceback__)
-    deliberate = isinstance(error, ValueError | ImportError | OSError | StrictDataclassClassValidationError)
-    if not deliberate or not lines or not (lines[-1].line or "").startswith("raise"):
-        return ""
-    return re.sub(r"\b\w+Error: ", "", reason(error))
+    for raised in (error, error.__cause__):
+        if isinstance(raised, ValueError | ImportError | OSError):
+            lines = traceback.extract_tb(raised.__traceback__)
+            return reason(raised) if lines and (lines[-1].line or "").startswith("raise") else ""
+    return ""
 
 
 def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]) -> str:
