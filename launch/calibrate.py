@@ -260,8 +260,9 @@ def measure(configuration: Configuration, role: Role, cores: str, memory_nodes: 
     os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
     from dovetail.workers.calibration import calibrate
     from dovetail.workers.device_costs import measure_device
-    from dovetail.workers.devices import is_out_of_memory, open_device
+    from dovetail.workers.devices import open_device
     from dovetail.workers.draft_costs import calibrate_draft
+    from dovetail.workers.models.memory import is_out_of_memory
 
     found: dict[str, Any]
     device = _device(configuration)

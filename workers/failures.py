@@ -23,7 +23,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     """torch has errors of its own for it, which can only come up where torch has been imported; a draft without a model does without it."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
-    from dovetail.workers.devices import is_out_of_memory
+    from dovetail.workers.models.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

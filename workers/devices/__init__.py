@@ -55,11 +55,6 @@ def against_int4(device: torch.device) -> str:
     return f"torch's int4 products need a GPU of compute capability 8.0 or more, and {device} has {found[0]}.{found[1]}"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that the memory of a device is exhausted; torch says so of the CPU's in words only."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that is free for what lives on a device."""
     return cpu.free_bytes() if device.type == "cpu" else cuda.free_bytes(device)

@@ -101,7 +101,7 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
     if text is not config:
         raise CheckpointError(composite(config.model_type, text.model_type, file))
     if model_class is None:
-        raise CheckpointError(f"{what} has no causal language model in transformers, so there is nothing to decode with; {REMEDY}")
+        raise CheckpointError(f"{what} has no class among those of transformers' AutoModelForCausalLM, so there is nothing to decode with; {REMEDY}")
     for name in SIZES:
         if not isinstance(getattr(config, name, None), int):
             why = why_not(config, model_class) if closed(model_class) else f"its configuration has no {name}"
@@ -138,7 +138,7 @@ def why_not(config: Any, model_class: Any) -> str:
     name = model_class.__name__
     if closed(model_class):
         return f"transformers' {name} computes attention, masks or positions by itself, and token trees need other ones"
-    return f"transformers' {name} does not compute its attention as one function of queries, keys, values and a mask in heads of one size"
+    return f"a trial of its layers with the attention that token trees need fails within transformers' {name}"
 
 
 def shown(value: object) -> str:

@@ -22,6 +22,8 @@ from dovetail.workers.progress import beat
 IMPLEMENTATION = "dovetail"
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
 """Keywords that change nothing of what attention computes. Any other that is given refuses the model rather than have it computed wrongly."""
+KNOWN = {"s_aux": "sinks (s_aux)", "position_bias": "biases of positions (position_bias)"}
+"""What some of the others are called."""
 
 
 class Masks:
@@ -168,7 +170,7 @@ def attend(
     if blocks is None:
         raise ValueError("what the model is given does not reach its attention")
     if strange := sorted(name for name, value in others.items() if value is not None and name not in HARMLESS):
-        raise ValueError(f"attention with {strange[0]} is not supported")
+        raise ValueError(f"attention with {KNOWN.get(strange[0], strange[0])} is not supported")
     if attention_mask is not None:
         raise ValueError("attention with a mask of its own is not supported")
     if dropout or is_causal is False:
@@ -179,7 +181,7 @@ def attend(
     if notes is not None:
         notes(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap, value.shape[3]), query, key)
     with timing("attention"):
-        return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).unsqueeze(0), None
+        return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).contiguous().unsqueeze(0), None
 
 
 def attend_blocks(

@@ -17,19 +17,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.protocol.messages import MAX_TOKENS, VocabularyFacts
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models import fused
+from dovetail.workers.models.architecture import REMEDY, why_not
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, read_json, reason
+from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
 from dovetail.workers.models.library import Library, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against
-from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton
-from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton, said_by
+from dovetail.workers.models.memory import is_out_of_memory, release_memory
 from dovetail.workers.models.oracle import Oracle, UnprovableError, UnsupportedError
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
@@ -240,10 +241,14 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
     """Kernels where that is wanted and can be; else the library."""
     why_not = _against_kernels(wanted)
     if not why_not:
+        skeleton = skeleton_of()
+        kind = skeleton.model.config.model_type
         try:
-            return _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=True, choice="the C++ kernels compute it")
+            return _assemble(skeleton, checkpoint, digest, wanted, kernels=True, choice="the C++ kernels compute it")
         except UnsupportedError as error:
-            why_not = f"the C++ kernels cannot compute this model: {error}"
+            why_not = f"the C++ kernels cannot compute model type {kind}: {error}"
+        except StumbledError:
+            why_not = f"the C++ kernels cannot compute model type {kind}, which is built in a way that they do not know"
     if wanted.stage is not None:
         raise CheckpointError(
             f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, and {why_not}; "
@@ -257,9 +262,10 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
         raise CheckpointError(f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32")
     if wanted.weights == "bf16" and wanted.asked == "half":
         raise CheckpointError(f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; or use weights fp32 or bf16")
+    model = _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, since %s", checkpoint.source, why_not)
-    return _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
+    return model
 
 
 def _against_kernels(wanted: _Wanted) -> str:
@@ -298,7 +304,7 @@ def assemble(
     types = Types(None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None)  # dead units get numbers of the type that is wanted
     name, layers = decoder_layers(model)
     prefixes = [f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))]
-    with loading("loading", _stored_bytes(checkpoint, prefixes)), _provable(checkpoint):
+    with loading("loading", _stored_bytes(checkpoint, prefixes)), _provable(checkpoint, model):
         skeleton.fill(model, "", types, but=layers)  # transformers' own forward runs around the layers, and proves them
         back_end = open_back_end(model, plan)
         for index, layer in enumerate(layers):
@@ -313,9 +319,9 @@ def assemble(
     release_memory()
     real = range(len(layers)) if plan is None else plan.real
     language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real)
-    check_attention(language_model)
-    if isinstance(back_end, Library):
-        with _provable(checkpoint):
+    with _provable(checkpoint, model):
+        check_attention(language_model)
+        if isinstance(back_end, Library):
             prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE))
     return language_model
 
@@ -327,13 +333,25 @@ def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
     return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
+class StumbledError(CheckpointError):
+    """A model in whose classes a line stumbles: nobody foresaw how it is built."""
+
+
 @contextlib.contextmanager
-def _provable(checkpoint: Checkpoint) -> Iterator[None]:
-    """What no back end can be proved to compute is refused."""
+def _provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
+    """What no back end can be proved to compute is refused, and what stumbles too, by what its configuration and class tell."""
+    what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:
         yield
+    except (UserError, UnsupportedError):
+        raise
     except UnprovableError as error:
-        raise CheckpointError(f"{checkpoint.source}: {error}") from error
+        stumbled = error.__cause__ is not None and not said_by(error.__cause__)
+        raise CheckpointError(f"{what}: {why_not(model.config, type(model)) if stumbled else error}; {REMEDY}") from error
+    except Exception as error:  # a model that is not ours may stumble in any way
+        if is_out_of_memory(error):
+            raise
+        raise StumbledError(f"{what}: {said_by(error) or why_not(model.config, type(model))}; {REMEDY}") from error
 
 
 def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: bool) -> BackEnd:
@@ -364,7 +382,7 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
         grow_skeleton(model, plan)
         for index, layer in enumerate(decoder_layers(model)[1]):
             grow_layer(layer, index, plan)
-    with _provable(checkpoint):
+    with _provable(checkpoint, model):
         back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights], oracle=_oracle_of(model))
         for index, layer in enumerate(decoder_layers(model)[1]):
             back_end.prove(layer, index)
@@ -393,7 +411,7 @@ def context_of(config: Any) -> int:
 
 
 def check_attention(model: LanguageModel) -> None:
-    """Prove on three tokens that the model leaves attention, slots and positions to us; `CheckpointError` if it does not.
+    """Prove on three tokens that the model leaves attention, slots and positions to us; `UnprovableError` if it does not.
 
     Two tokens in a row must give the same logits as the same two with a sibling in the slot between them.
     """
@@ -402,14 +420,12 @@ def check_attention(model: LanguageModel) -> None:
         if isinstance(cache, KVCache):
             cache.rows.fill_(float("nan"))
     paths = Paths.of(0, [[0], [0, 1], [0, 2]])
-    try:
-        expected = model.forward(torch.tensor([0, 1]), torch.tensor([0, 1]), [Segment(plain, 0, 2)])[1]
-        found = model.forward(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)])[2]
-    except Exception as error:  # a model that is not ours may stumble in any way
-        raise CheckpointError(f"{model.checkpoint.source}: this model's attention is not supported ({reason(error)})") from error
+    expected = model.forward(torch.tensor([0, 1]), torch.tensor([0, 1]), [Segment(plain, 0, 2)])[1]
+    found = model.forward(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)])[2]
     if not bool(torch.isfinite(expected).all()):
-        raise CheckpointError(f"{model.checkpoint.source}: the model computes no finite logits with {model.weights} weights")
+        remedy = "fetch the model again" if model.weights == "fp32" else "use weights fp32, or fetch the model again"
+        raise CheckpointError(f"{model.checkpoint.source}: the model computes no finite logits with {model.weights} weights; {remedy}")
     unwritten = isinstance(plain, KVCache) and not bool(torch.isfinite(plain.rows).all())
     tolerance = PER_TENSOR_SLACK if model.weights == "int8-per-tensor" else 0.05
     if unwritten or float((expected - found).norm()) > tolerance * float(expected.norm()):
-        raise CheckpointError(f"{model.checkpoint.source}: this model does not leave masks and positions to its attention function; it is not supported")
+        raise UnprovableError("it does not leave masks and positions to its attention function")

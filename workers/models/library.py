@@ -123,6 +123,8 @@ def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> Noted:
         raise
     except Exception as error:  # a layer that nobody here has seen may stumble in any way
         raise UnprovableError(f"{what} cannot be computed with attention of our own: {' '.join(str(error).split())[:200]}") from error
+    if not notes:
+        raise UnprovableError(f"{what} computes attention by itself, where token trees need to replace it")
     if len(notes) != 1:
         raise UnprovableError(f"{what} computes {len(notes)} attentions, where one is supported")
     oracle.check_window(index, notes[0].window)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.devices import is_out_of_memory
 from dovetail.workers.models import attention
 from dovetail.workers.models.architecture import (
     REMEDY,
@@ -40,7 +39,7 @@ from dovetail.workers.models.lean import (
     get_checkpoint_conversion_mapping,
     transformers,
 )
-from dovetail.workers.models.memory import refuse_beyond
+from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
 from dovetail.workers.progress import loading
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
@@ -177,7 +176,7 @@ def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, CheckpointError) or is_out_of_memory(error):
             raise
-        why = f": {said}" if (said := _said(error)) else ""
+        why = f": {said}" if (said := said_by(error)) else ""
         text = f"transformers cannot load these tensors as a model of type {config.model_type}{why}; fetch config.json and weights again, of one revision"
         raise CheckpointError(f"{checkpoint.source}: {text}") from error
 
@@ -210,7 +209,7 @@ def _read_config(file: Path) -> Any:
         with _quiet():
             config = AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever transformers' lines happen to stumble over
-        why = _said(error) or _culprit(content, CONFIG_MAPPING[content["model_type"]].from_dict)
+        why = said_by(error) or _culprit(content, CONFIG_MAPPING[content["model_type"]].from_dict)
         raise CheckpointError(f"{file} is not what transformers reads for model type {content['model_type']}: {why}; {CORRECT}") from error
     refuse_config(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), file)
     return config
@@ -222,6 +221,10 @@ def _built(config: Any, file: Path) -> Any:
         model = _empty(config, attention.IMPLEMENTATION)
     except Exception as error:
         raise CheckpointError(f"{file}: model type {config.model_type} cannot be {_why_not_built(config, error)}") from error
+    try:
+        decoder_layers(model)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
     if getattr(config, "is_decoder", None) is False and any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise CheckpointError(bidirectional(config, "is_decoder", file))
     return model
@@ -257,17 +260,17 @@ def _why_not_built(config: Any, error: Exception) -> str:
     try:
         model = _empty(config, "eager")
     except Exception:
-        why = _said(error) or _culprit(config.to_dict(), lambda fields: _empty(type(config).from_dict(fields), "eager"))
+        why = said_by(error) or _culprit(config.to_dict(), lambda fields: _empty(type(config).from_dict(fields), "eager"))
         return f"built by transformers from this config.json: {why}; {CORRECT}"
     return f"decoded here: {why_not(config, type(model))}; {REMEDY}"
 
 
-def _said(error: Exception) -> str:
+def said_by(error: BaseException) -> str:
     """What an error says that was raised for people to read, empty for one that a line of code stumbled into."""
     for raised in (error, error.__cause__):
         if isinstance(raised, ValueError | ImportError | OSError):
             lines = traceback.extract_tb(raised.__traceback__)
-            return reason(raised) if lines and (lines[-1].line or "").startswith("raise") else ""
+            return reason(raised).rstrip(".") if lines and (lines[-1].line or "").startswith("raise") else ""
     return ""
 
 

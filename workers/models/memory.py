@@ -2,6 +2,8 @@
 
 import ctypes
 
+import torch
+
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.memory import read_room
 
@@ -11,6 +13,11 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own; other C libraries keep less
     if trim is not None:
         trim(0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the memory of a device is exhausted; torch says so of the CPU's in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def refuse_beyond(source: str, size: int, what: str) -> None:

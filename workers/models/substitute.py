@@ -232,7 +232,7 @@ def load_substitute(
                 model = _assemble(checkpoint, digest, inflate_bytes, weights, "the C++ kernels compute it", lambda model, _: _kernels(model, kind, substitutes))
                 return model, substitutes
             except UnsupportedError as error:
-                why_not = f"the C++ kernels cannot compute this model: {error}"
+                why_not = f"the C++ kernels cannot compute it: {error}"
     dtype = torch.float32 if place.type == "cpu" else GPU_TYPES["bf16"]
     model = _assemble(checkpoint, digest, inflate_bytes, weights, why_not, lambda model, _: _library(model, place, dtype, substitutes))
     return model, substitutes

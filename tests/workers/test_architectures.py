@@ -1,0 +1,138 @@
+"""Every causal model class of the installed transformers, tiny: it is decoded rightly, or refused in one sentence that is true and says what to do."""
+
+import json
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers import kernels
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from support.architectures import VOCABULARY, classes, write_tiny
+
+EVERY = 8
+"""One in so many classes is tried every day, and all of them in the slow run."""
+PROMPT, TREE = 40, 12
+"""Tokens that are read at once, beyond every tiny window, and then a path of a tree."""
+CRYPTIC = re.compile(
+    r"NoneType|has no attribute|Error\b|Exception|Traceback|must match|singleton|expanded size|size of tensor|out of range|positional|keyword|"
+    r"subscriptable|callable|unpack|<class|torch\.|Expected |Input should|None\b|\bself\b|__|\n"
+)
+"""Words of Python and torch that say nothing to who has named a model."""
+REMEDY = re.compile(r"; .*\b(take|use|fetch|correct|choose|upgrade|save|convert|merge|remove|name|leave)\b")
+TOLERANCE = {"fp32": 1e-3, "half": 1e-3, "int8": 0.25}
+DTYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
+
+
+def kinds() -> list[Any]:
+    """All model types; those of the everyday run without the mark."""
+    return [kind if number % EVERY == 0 else pytest.param(kind, marks=pytest.mark.slow) for number, kind in enumerate(sorted(classes()))]
+
+
+@cache
+def tokens() -> list[int]:
+    return torch.randint(3, VOCABULARY, (PROMPT + TREE,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@torch.no_grad()
+def own_logits(folder: Path, ids: list[int]) -> Tensor:
+    """transformers' own eager logits [T, V]."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False).eval()
+        logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def logits_of(model: LanguageModel) -> Tensor:
+    """The logits [T, V] of all tokens: some read at once, the others as a path among strangers in a tree."""
+    prompt, path = tokens()[:PROMPT], tokens()[PROMPT:]
+    cache = model.new_cache(PROMPT + 2 * TREE)
+    read = model.forward(torch.tensor(prompt), torch.arange(PROMPT), [Segment(cache, 0, PROMPT)])
+    cache.keep(range(PROMPT), PROMPT)
+    ids = [other for token in path for other in ((token + 7) % 45 + 3, token)]
+    above: list[int] = []
+    paths = []
+    for slot in range(PROMPT, PROMPT + 2 * TREE):
+        paths.append([*above, slot])
+        if (slot - PROMPT) % 2:
+            above.append(slot)
+    positions = torch.tensor([PROMPT + node // 2 for node in range(2 * TREE)])
+    tree = model.forward(torch.tensor(ids), positions, [Segment(cache, PROMPT, 2 * TREE, Paths.of(PROMPT, paths))])
+    return torch.cat([read, tree[1::2]])
+
+
+def check_sentence(text: str, folder: Path) -> None:
+    """One sentence that names the folder, what kind of model it is and a remedy, in plain words."""
+    config = json.loads((folder / "config.json").read_text())
+    assert str(folder) in text
+    said = text.replace(str(folder), "")
+    assert not CRYPTIC.search(said), text
+    assert REMEDY.search(said), text
+    assert config["model_type"] in said or any(kind in said for kind in config.get("architectures") or [""]), text
+    assert len(said) < 500
+
+
+def check_truth(text: str, folder: Path) -> None:
+    """What a sentence says of a model is so."""
+    content = json.loads((folder / "config.json").read_text())
+    config_class, model_class = classes().get(content["model_type"], (None, None))
+    if "both directions" in text:
+        ids = tokens()
+        one, other = own_logits(folder, ids), own_logits(folder, [*ids[:-1], ids[-1] % 45 + 3])
+        assert not torch.allclose(one[0], other[0], atol=1e-4), "its first token sees the last one"
+    if "recurrent state" in text:
+        layers = str(AutoConfig.from_pretrained(folder).get_text_config().to_dict())
+        assert getattr(model_class, "_is_stateful", False) or "linear_attention" in layers or "hybrid" in layers
+    if "latent attention" in text:
+        assert "kv_lora_rank" in json.dumps(content)
+    if "computes attention, masks or positions by itself" in text:
+        assert not model_class._supports_attention_backend
+    if "together with other parts" in text:
+        assert config_class is not None
+        assert config_class.sub_configs
+
+
+@pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
+@pytest.mark.parametrize("kind", kinds())
+def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence(
+    kind: str, weights: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if weights != "fp32" and not kernels.available():
+        pytest.skip("the C++ kernels are not built")
+    folder = tmp_path / "model"
+    write_tiny(kind, folder, dtype=DTYPES[weights])
+    capfd.readouterr()
+    try:
+        model = load_language_model(str(folder), weights=weights, device="cpu")
+    except CheckpointError as error:
+        assert capfd.readouterr() == ("", ""), "nothing but the sentence is said"
+        check_sentence(str(error), folder)
+        check_truth(str(error), folder)
+    else:
+        assert capfd.readouterr() == ("", "")
+        found = logits_of(model)
+        expected = own_logits(folder, tokens())
+        shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert bool((shares < TOLERANCE[weights]).all()), f"{model.choice}: {shares.tolist()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder")))
+def test_an_encoder_that_is_told_to_be_a_decoder_is_decoded_or_refused_too(kind: str, tmp_path: Path) -> None:
+    write_tiny(kind, tmp_path, is_decoder=True)
+    try:
+        model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
+    except CheckpointError as error:
+        check_sentence(str(error), tmp_path)
+        check_truth(str(error), tmp_path)
+    else:
+        torch.testing.assert_close(logits_of(model), own_logits(tmp_path, tokens()), rtol=1e-3, atol=1e-3)
