@@ -14,9 +14,9 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
 from dovetail.workers.models import placement
+from dovetail.workers.models.architecture import MODEL_FILES, why_no_folder
 from dovetail.workers.models.placement import Sizes, has_sizes, sizes_of, substitute_bytes
 
-MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
 MAX_CONFIG_BYTES = 16 << 20
 BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
 
@@ -72,10 +72,12 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
     if path is None or not (source.startswith(("/", ".", "~")) or path.exists()):
         return
     if not path.is_dir():
-        remedy = MODEL_FILES if path.exists() else "name a folder that there is, or the id of a hub (OWNER/NAME)"
-        raise CheckpointError(f"the {role} model {source} {'is no folder' if path.exists() else 'is not there'}: {remedy}")
+        why = why_no_folder(source) if path.exists() else "is not there: name a folder that there is, or the id of a hub (OWNER/NAME)"
+        raise CheckpointError(f"the {role} model {source} {why}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
+    if not any(path.glob("*.safetensors")) and any(path.glob("*.gguf")):
+        raise CheckpointError(f"the {role} model {source} has only GGUF weights, which llama.cpp reads; take the model's folder of safetensors")
     if not any(path.glob("*.safetensors")) and not (pickled and any(path.glob("*.bin"))):
         allowed = ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
         raise CheckpointError(f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights of another kind (*.bin) first{allowed}")

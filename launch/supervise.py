@@ -378,7 +378,9 @@ def _check_pair(configuration: Configuration) -> None:
     settings = configuration.settings
     if settings.target.model and not settings.draft.model and settings.draft.kind not in MODELLESS_KINDS:
         remedy = "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which need none, or --draft none for the target alone"
-        raise UserError(f"no draft is named for the target {settings.target.model!r}: {remedy}")
+        there = Path(settings.target.model).expanduser().is_dir()
+        looked = "" if there else ", which is no folder here and would be looked for at the Hugging Face hub"
+        raise UserError(f"no draft is named for the target {settings.target.model!r}{looked}: {remedy}")
 
 
 def _unwind(number: signal.Signals) -> NoReturn:

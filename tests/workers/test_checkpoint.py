@@ -13,7 +13,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoint import find_folder, open_checkpoint, read_tokenizer
 from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.models.segment import Segment
-from support.models import VOCABULARY
+from support.models import VOCABULARY, reference_logits
 
 
 @pytest.fixture
@@ -186,7 +186,6 @@ def test_an_adapter_is_refused(folder: Path) -> None:
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"model_type": "no-such-model"}, "model type 'no-such-model' is not known to transformers"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"vocab_size": 0}, "size"),
         ({"eos_token_id": "one"}, "end"),
         ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
@@ -201,6 +200,14 @@ def test_what_cannot_be_decoded_is_refused_by_name(folder: Path, changes: dict[s
     (folder / "generation_config.json").unlink()
     edit_json(folder / "config.json", **changes)
     assert named in refusal(folder)
+
+
+def test_angles_that_grow_beyond_the_context_are_those_of_transformers_within_it(folder: Path) -> None:
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = load_language_model(str(folder), weights="fp32", device="cpu")
+    tokens = [3 + place % 40 for place in range(model.context)]
+    found = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [Segment(model.new_cache(len(tokens)), 0, len(tokens))])
+    torch.testing.assert_close(found, reference_logits(folder, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_configuration_that_transformers_cannot_read_is_refused_in_one_line(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from dovetail.protocol.errors import CheckpointError
 
 REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
+MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 COUNTS = (*SIZES, "num_key_value_heads", "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head", "n_positions", "d_model", "n_layers", "n_heads")
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -29,6 +30,15 @@ LAYER_TYPES = {
 """What layers of a type do that cannot be decoded with token trees; a type is known by its beginning."""
 LONGEST_SHOWN = 60
 """Characters of a value that an error shows."""
+
+
+def why_no_folder(source: str) -> str:
+    """What is wrong with a file where the folder of a model is wanted, and what to name instead."""
+    if source.lower().endswith(".gguf"):
+        return "is a GGUF file, which llama.cpp reads; take the model's folder of safetensors"
+    if source.lower().endswith(".safetensors"):
+        return "is one file of a model; name the folder that it lies in"
+    return f"is a file; {MODEL_FILES}"
 
 
 def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:

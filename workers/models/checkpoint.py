@@ -4,6 +4,7 @@ Everything that could make a loaded model silently wrong is refused here by name
 number, or quantised. Knows files; builds no model.
 """
 
+import errno
 import json
 import re
 import tempfile
@@ -24,7 +25,7 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.workers.models.architecture import refuse_content, refuse_elsewhere
+from dovetail.workers.models.architecture import MODEL_FILES, refuse_content, refuse_elsewhere, shown, why_no_folder
 from dovetail.workers.models.digests import Identity, Part, Source, all_finite, digest_of, refuse_changed
 from dovetail.workers.progress import count_bytes
 
@@ -69,7 +70,7 @@ class Stored:
                 count = file.readinto(content)
                 refuse_changed(self.file, self.identity, file)
         except OSError as error:
-            raise CheckpointError(f"{self.file} cannot be read ({reason(error)})") from None
+            raise unreadable(self.file, error) from None
         kind = {**FLOAT_TYPES, **COUNT_TYPES}.get(self.kind)
         if count != self.size_bytes or kind is None:
             raise CheckpointError(f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; fetch the model again")
@@ -120,7 +121,7 @@ class Checkpoint:
                 with path.open("rb") as file:
                     refuse_changed(path, before, file)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read ({reason(error)})") from None
+                raise unreadable(path, error) from None
 
 
 def open_checkpoint(source: str) -> Checkpoint:
@@ -159,9 +160,9 @@ def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{source} is a file; a model is a folder with config.json, tokenizer.json and *.safetensors")
+        raise CheckpointError(f"{source} {why_no_folder(source)}")
     if not HUB_ID.fullmatch(source):
-        raise CheckpointError(f"{source}: there is no such folder")
+        raise CheckpointError(f"{source}: there is no such folder; check the path")
     return _download(source, files)
 
 
@@ -189,17 +190,21 @@ def weight_files(folder: Path) -> list[Path]:
     pickled = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern))
     if pickled:
         raise CheckpointError(f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; convert them to safetensors")
-    raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+    if found := sorted(f.name for f in folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder} has only GGUF weights ({found[0]}), which llama.cpp reads; take the model's folder of safetensors")
+    others = sorted(f.name for f in folder.glob("*.safetensors"))
+    beside = f", though it has {others[0]}" if others else ""
+    raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}; fetch the model again")
 
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map of tensor names to file names")
+        raise CheckpointError(f"{index} has no weight_map of tensor names to file names; fetch the model again")
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file beside it")
+            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file beside it; fetch the model again")
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, although {index.name} lists it; fetch the model again")
         absent = sorted(t for t, f in weight_map.items() if f == name and t not in set(tensor_names(folder / name)))
@@ -249,7 +254,7 @@ def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
         entries: dict[str, dict[str, Any]] = json.loads(header[8:])
         tensors = {name: _stored(file, entries[name], len(header), identity) for name in names}
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+        raise unreadable(file, error) from None
     except (ValueError, KeyError):
         raise CheckpointError(f"{file} was changed while it was read: wait until it is written, and start again") from None
     ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
@@ -293,8 +298,8 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
             template=_chat_template(folder),
         )
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise CheckpointError(f"{folder}: {FACTS[str(first['loc'][0])]} cannot be used: {first['msg']}") from None
+        first = error.errors(include_url=False)[0]
+        raise CheckpointError(f"{folder}: {FACTS[str(first['loc'][0])]} cannot be {shown(first['input'])} ({first['msg']}); correct it") from None
     return content, facts
 
 
@@ -311,7 +316,7 @@ def _chat_template(folder: Path) -> str:
         try:
             return _read(file).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file} is not UTF-8 ({reason(error)}); save it again as UTF-8") from None
+            raise CheckpointError(f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8") from None
     if not (folder / "tokenizer_config.json").is_file():
         return ""
     template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
@@ -322,12 +327,19 @@ def _chat_template(folder: Path) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` if the file holds none."""
+    text = _read(file)
+    if not text.strip():
+        raise CheckpointError(f"{file} is empty; fetch the model again")
     try:
-        content = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no JSON ({reason(error)})") from None
+        content = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is no text in UTF-8: byte {error.start} is 0x{text[error.start]:02x}; fetch the model again") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is no JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch the model again") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file} is nested too deep, or has a number that is too long; fetch the model again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
+        raise CheckpointError(f"{file} holds no JSON object but {shown(content)}; fetch the model again")
     return content
 
 
@@ -336,14 +348,23 @@ def _read(file: Path) -> bytes:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}") from None
+        raise CheckpointError(f"{file.parent} has no {file.name}; {MODEL_FILES}") from None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+        raise unreadable(file, error) from None
     if len(content) > MAX_FILE_BYTES:
         raise CheckpointError(f"{file} has more than {MAX_FILE_BYTES >> 20} MiB; fetch the model again")
     return content
 
 
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """The error for a file of a model that the system does not let us read."""
+    remedy = "let your user read it" if error.errno in (errno.EACCES, errno.EPERM) else "fetch the model again"
+    return CheckpointError(f"{file} cannot be read ({reason(error)}); {remedy}")
+
+
 def reason(error: BaseException) -> str:
-    """The first lines of an error as one: what some libraries say first is only where something went wrong."""
-    return " ".join(" ".join(str(error).split("\n")[:3]).split())[:300] or type(error).__name__
+    """The first lines of an error as one: what some libraries say first is only where something went wrong. Of the system's errors what it says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).removeprefix("Error while deserializing header: ")
+    return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__

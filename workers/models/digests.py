@@ -253,7 +253,7 @@ def _read_file(
                     read(len(block))
             refuse_changed(source.path, source.identity, file)
     except OSError as error:
-        raise CheckpointError(f"{source.path} cannot be read ({error.strerror or error})") from None
+        raise CheckpointError(f"{source.path} cannot be read ({error.strerror or error}); fetch the model again") from None
 
 
 def _fill(file: Any, block: memoryview) -> int:

@@ -23,8 +23,8 @@ from dovetail.workers.models.checkpoint import (
     find_folder,
     open_weights,
     read_json,
-    reason,
     stored_tensors,
+    unreadable,
 )
 from dovetail.workers.models.head_config import MisfitError, read_config
 from dovetail.workers.models.head_spec import HeadSpec, Kind, Shape, TargetShape, kind_of, listed, names_of, read_spec, refuse_strange
@@ -124,7 +124,7 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from None
+        raise unreadable(file, error) from None
     except Exception as error:  # whatever an unpickler stumbles over; its words may advise to run what is in there
         raise CheckpointError(f"{file} cannot be read as plain tensors ({type(error).__name__}); take a head that is saved as safetensors") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()):

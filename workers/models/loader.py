@@ -162,7 +162,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         count(size)
     checkpoint.refuse_changed()
     if missing := sorted(info["missing_keys"]):
-        raise CheckpointError(f"{checkpoint.source} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}")
+        raise CheckpointError(f"{checkpoint.source} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}; fetch the model again")
     _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)
     return model.eval()
