@@ -242,7 +242,7 @@ class Gateway:
             if not answer.done():
                 answer.set_exception(unavailable(why))
         for tell in told.values():
-            tell(Failed(epoch=self._epoch, code="coordinator_lost", text=f"the coordinator was lost while this ran ({why}): ask again"))
+            tell(Failed(epoch=self._epoch, code="coordinator_lost", text="the coordinator was lost while this ran: ask again"))
 
     def _send(self, message: Message) -> None:
         """Send now or, while the queue is full, soon; then look what has come, since sending may have swallowed the sign of it."""

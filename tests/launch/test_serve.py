@@ -3,9 +3,11 @@
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.holders import check_coordinator, check_port
 from dovetail.launch.service import LOG_BYTES, Ear, registered
 from dovetail.launch.supervise import Supervisor
+from dovetail.launch.watch import MOST_RESTARTS
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
@@ -29,6 +32,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 GONE_S = 60.0
 BACK_S = 60.0
+IMPATIENT = (
+    sys.executable,
+    "-P",
+    "-c",
+    "from dovetail.launch import cli, watch; watch.FIRST_PAUSE_S = 0.01; cli.main()",
+)
 PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
 QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
 
@@ -93,6 +102,11 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
 
     os.kill(found["pids"]["draft worker"], signal.SIGKILL)
     told(process, "the draft worker was killed by SIGKILL; it is started again in 0.5 s")
+    while not (state := ask(found["url"], "/readyz"))[1]["faults"]:
+        time.sleep(0.01)
+    assert (state[0], state[1]["ready"], state[1]["degraded"]) == (200, True, True)
+    (fault,) = state[1]["faults"]
+    assert (fault["part"], fault["why"].startswith("was killed by SIGKILL")) == ("draft worker", True)
     assert ask(found["url"], body=QUESTION)[0] == 200
     told(process, "the draft worker is ready again")
     workers = {worker["name"]: worker["pid"] for worker in json.loads(run("status", "--json").stdout)["workers"]}
@@ -127,6 +141,43 @@ def test_a_server_under_heterospec_goes_by_the_thresholds_of_the_embedded_draft(
     status, said = ask(url, body={"messages": [{"role": "user", "content": "Tell me a story about an owl."}], "max_tokens": 24})
     assert status == 200
     assert said["metrics"]["drafted_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_have_heard_why(start: Start, tmp_path: Path) -> None:
+    models = {name: tmp_path / name for name in ("target", "draft")}
+    for name, folder in models.items():
+        shutil.copytree(DEMO_FOLDER / name, folder)
+    flags = (f"--target={models['target']}", f"--draft={models['draft']}", "--inflate=256MiB")
+    process = start("serve", *PAIR, *flags, command=IMPATIENT)
+    found = ready(process)
+
+    shutil.rmtree(models["draft"])
+    os.kill(found["pids"]["draft worker"], signal.SIGKILL)
+    for _ in range(MOST_RESTARTS + 2):
+        told(process, "the draft worker ended with exit code 2; it is started again in")
+    status, state = ask(found["url"], "/readyz")
+    assert (status, state["ready"], state["degraded"]) == (200, True, True)
+    assert any(fault["part"] == "draft worker" and str(models["draft"]) in fault["why"] for fault in state["faults"])
+    assert ask(found["url"], body=QUESTION)[0] == 200
+
+    place = urlsplit(found["url"])
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    body = {**QUESTION, "max_tokens": 200, "min_tokens": 200, "stream": True}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    stream = connection.getresponse()
+    assert stream.readline().startswith(b"data: ")
+    shutil.rmtree(models["target"])
+    os.kill(found["pids"]["target worker"], signal.SIGKILL)
+    *_, last = (line for line in stream if line.strip())
+    assert "the service is ending: the target worker ended 6 times within 5 minutes" in json.loads(last[6:])["error"]["message"]
+    connection.close()
+    _, said = process.communicate(timeout=GONE_S)
+    assert process.returncode == 1
+    (sentence,) = (line for line in said.splitlines() if line.startswith("dovetail: "))
+    assert "the target worker ended 6 times within 5 minutes, and is not started again" in sentence
+    assert str(models["target"]) in sentence
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
 @pytest.mark.slow
