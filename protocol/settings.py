@@ -47,7 +47,7 @@ def one_of(value: str, available: tuple[str, ...], what: str) -> str:
     return value
 
 
-DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
 
 
 class SplitSettings(Frozen):
@@ -75,7 +75,7 @@ class TargetSettings(Frozen):
         description="fp32, half (the checkpoint's 16 bits) or int8; bf16 and int8-per-tensor change the function, the last one is not lossless",
     )
     backend: str = Field("auto", description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto (kernels where they can)")
-    device: str = Field("cpu", description="cpu or cuda:N")
+    device: str = Field("cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests")
     numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
         "auto", description="memory nodes of the target: auto (the best one), off, a node, or a list such as 0,1"
     )
@@ -134,7 +134,9 @@ class DraftSettings(Frozen):
         description="fp32, fp16, bf16, int8 or, for a head, int4; of a substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
         "a GPU; of a substitute int4",
     )
-    device: str = Field("auto", description="auto (the first GPU if there is one, else the CPU), cpu or cuda:N")
+    device: str = Field(
+        "auto", description="auto (the first GPU if there is one, else the CPU), cpu, cuda:N or, for tests, pretended: the CPU behind the rules of a GPU"
+    )
     share: bool | Literal["auto"] = Field(
         "auto",
         description="whether a substitute is one process with its target and shares embedding, norms, head, resident layers, keys and values with it; auto: no",

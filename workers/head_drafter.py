@@ -362,7 +362,7 @@ class HeadDrafter(Grower[HeadSession]):
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
         wanted = self._contrast and bool((levels == depth - 2).any())
-        predicted = session.levels(tokens, session.states.index_select(0, above), positions, paths, cache.length + first, contrast=wanted)
+        predicted = session.levels(tokens, session.states.index_select(0, above.to(self.head.device)), positions, paths, cache.length + first, contrast=wanted)
         session.states[1 + first : 1 + first + len(nodes)] = predicted.states
         if predicted.contrast is not None:
             session.contrasts.update((int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == depth - 2))

@@ -1,6 +1,6 @@
 """No operation meets tensors of two devices, and none reads numbers that it has not asked the device for: on a pretended GPU that computes the real numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor
 from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
+from dovetail.workers.devices.pretended import POSSIBLE, Elsewhere, PretendedTransfer, capture, device
 from dovetail.workers.head_levels import open_levels
 from dovetail.workers.models.device_codes import load_device_substitute
 from dovetail.workers.models.heads import open_head
@@ -27,7 +28,6 @@ from dovetail.workers.verifier import First, Verdict, Verifier
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
-from support.pretended import POSSIBLE, Elsewhere, PretendedTransfer, capture, pretending
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
@@ -36,13 +36,10 @@ TOLERANCE = {"fp32": 1e-5, "half": 1e-5, "int8": 3e-2}
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Tensors of inference mode cannot be wrapped by those that say they are elsewhere; without gradients they do the same."""
+def there() -> torch.device:
     if not POSSIBLE:
         pytest.skip("this version of torch cannot be told of a device from Python")
-    monkeypatch.setattr(torch._C, "_InferenceMode", lambda _mode: torch.no_grad())
-    with pretending() as place:
-        yield place
+    return device()
 
 
 def test_it_forbids_what_a_gpu_forbids(there: torch.device) -> None:

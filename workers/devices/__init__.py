@@ -1,4 +1,4 @@
-"""Where tensors live and how one waits for them. Filled by `cpu` and `cuda`; nothing else asks which device it is on."""
+"""Where tensors live and how one waits for them. Filled by `cpu`, `cuda` and, for tests, `pretended`; nothing else asks which device it is on."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices import cpu, cuda
+from dovetail.workers.devices import cpu, cuda, pretended
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Device:
     """One device of this process, set up for decoding."""
 
     name: str
-    """cpu or cuda:N."""
+    """cpu, cuda:N or pretended:0."""
     torch_device: torch.device
     library: str
     """What computes here, as it stands in a fingerprint: library, instruction set or chip, threads."""
@@ -28,11 +28,13 @@ class Device:
 
     def transfer(self) -> "cpu.HostTransfer | cuda.CudaTransfer":
         """A way to this device for weights that pass through it."""
+        if self.torch_device.type == pretended.NAME:
+            return pretended.PretendedTransfer()
         return cpu.HostTransfer() if self.torch_device.type == "cpu" else cuda.CudaTransfer(self.torch_device.index)
 
 
 def open_device(name: str, threads: int) -> Device:
-    """The device `name` (cpu or cuda:N), with `threads` CPU threads for this process; makes the settings that hold for the whole process."""
+    """The device `name` (cpu, cuda:N or pretended), with `threads` CPU threads for this process; makes the settings that hold for the whole process."""
     cpu.set_threads(threads)
     if name == "cpu":
         return Device(name, torch.device("cpu"), cpu.library(), "stored")
@@ -40,6 +42,9 @@ def open_device(name: str, threads: int) -> Device:
         index = int(found[1] or 0)
         cuda.open_gpu(index)
         return Device(f"cuda:{index}", torch.device("cuda", index), cuda.library(index), "fp16", partial(cuda.capture, index))
+    if name in (pretended.NAME, f"{pretended.NAME}:0"):
+        place = pretended.device()
+        return Device(str(place), place, f"{cpu.library()}-{pretended.NAME}", "fp16", pretended.capture)
     raise SettingsError(f"there is no device {name!r}; write cpu or cuda:N")
 
 
@@ -57,4 +62,4 @@ def against_int4(device: torch.device) -> str:
 
 def free_bytes(device: torch.device) -> int:
     """Memory that is free for what lives on a device."""
-    return cpu.free_bytes() if device.type == "cpu" else cuda.free_bytes(device)
+    return cpu.free_bytes() if device.type in ("cpu", pretended.NAME) else cuda.free_bytes(device)
