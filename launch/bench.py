@@ -83,8 +83,8 @@ def command(
     assisted (transformers' assisted generation with the same two models) or llama.cpp (llama-cpp-python with the same target as GGUF), with settings
     appended: --method small,tree.gamma=6,draft.ahead=false. Of llama.cpp also threads=N, draft=lookup (its prompt lookup), lookup=N and cache=f16|f32.
 
-    Exit code 1 if a method's tokens differ from those of none by more than a near-tie. llama.cpp computes with types of its own, so its differences are
-    told with their margin and count for nothing.
+    Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a draft failed. llama.cpp computes with types of its own, so its
+    differences are told with their margin and count for nothing.
     """
     _check_options(sweep, values, plot, table, transport=transport)
     _check_apart(out, plot, table)
@@ -123,7 +123,7 @@ def command(
         with writing(plot, "the plot"):
             plot.write_text(drawn, encoding="utf-8")
     _report(result, as_json, lambda: _show_swept(sweeping, result) if sweeping else show(result))
-    context.exit(1 if differs else 0)
+    context.exit(1 if differs or any(row["draft_failures"] for row in result["rows"]) else 0)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 - tokens_per_s is the decoding rate: tokens after the first one over the time after the first one. What a prompt costs before is told apart, end to end.
 - speedup is the summed time per token of `none` over that of the method, on the same prompts; its interval is a paired bootstrap over prompts.
+- a method whose draft failed in a reply has no speed-up: it was the target's own rate from there on.
 - pass is the time of a target's pass as it was called, T_V, over that of `none`, T_T.
 - hit_rate is over the rounds that drafted; plain_share over all. predicted_tokens_per_s is what the cost model expected of the rounds, before each began.
 """
@@ -13,6 +14,7 @@ import numpy as np
 
 from dovetail.launch.bench_methods import NONE, Contender
 from dovetail.launch.bench_turns import Cell
+from dovetail.launch.failed import first_failure
 from dovetail.protocol.messages import Result
 
 RESAMPLES = 2000
@@ -25,7 +27,9 @@ def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
 
 
 def speedup(cell: Cell, baseline: Cell, seed: int) -> tuple[float | None, float | None, float | None]:
-    """(ratio, low, high) of time per token; nothing where nothing was decoded after the first token."""
+    """(ratio, low, high) of time per token; nothing where nothing was decoded after the first token, or where the draft failed."""
+    if any(run.finished.result.draft_failure is not None for run in cell.runs):
+        return None, None, None
     (seconds, tokens), (base_seconds, base_tokens) = cell.decoding(), baseline.decoding()
     if not tokens.sum() or not base_tokens.sum():
         return None, None, None
@@ -72,6 +76,7 @@ def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str
     tokens, rounds = sum(run.decoded_tokens for run in cell.runs), sum(result.rounds for result in results)
     taus = [result.tau for result in results if result.tau is not None]
     ratio, low, high = speedup(cell, baseline, seed)
+    failures, failure = first_failure(results)
     return {
         **_place(cell),
         "tokens_per_s": tokens / seconds if seconds else 0.0,
@@ -87,6 +92,8 @@ def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str
         "draft_share": sum(result.draft_exposed_s for result in results) / seconds if seconds else 0.0,
         "verify_share": sum(result.verify_s for result in results) / seconds if seconds else 0.0,
         "weights": cell.method.weights,
+        "draft_failures": failures,
+        "draft_failure": failure.model_dump() if failure is not None else None,
         **_shape(cell),
         **_speculation(cell, results),
     }

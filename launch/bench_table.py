@@ -6,13 +6,14 @@ from typing import Any
 from dovetail.launch.bench_methods import NONE
 from dovetail.launch.terminal import counted, note, print_table
 from dovetail.launch.transport import Overhead
+from dovetail.protocol.errors import printable
 
 COLUMNS = {
     "method": "as --method names it; none is the target alone",
     "prompts": "name of the file",
     "T": "temperature",
     "tokens/s": "of the tokens after the first of each reply",
-    "speed-up": "over none on the same prompts, with its 95 % interval",
+    "speed-up": "over none on the same prompts, with its 95 % interval; failed: the draft was",
     "tau": "tokens that a round brings",
     "differ": "replies whose tokens are not those of none",
     "predicted": "tokens/s as the cost model expected them before each round",
@@ -49,6 +50,11 @@ def show(result: Mapping[str, Any]) -> None:
 
 def show_notes(result: Mapping[str, Any]) -> None:
     """What has to be known beside a table: cut prompts, peers, medians, differences."""
+    for told in result["rows"]:
+        if told["draft_failures"]:
+            where, first = f"{told['method']} {told['prompts']} T {told['temperature']:g}", told["draft_failure"]
+            replies = counted(told["draft_failures"], "reply", "replies")
+            note(f"FAILED: the draft of {where} in {replies}, first in round {first['round']}: {printable(first['error'])}")
     _note_prompts(result["prompts"])
     _note_peers(result)
     for told in result["medians"]:
@@ -69,6 +75,8 @@ def _line(told: Mapping[str, Any], passes: Mapping[str, Any], differing: Sequenc
 
 def interval(told: Mapping[str, Any]) -> str:
     """A speed-up with its interval; a single prompt has none, since every draw of the bootstrap is that prompt."""
+    if told["draft_failures"]:
+        return "failed"
     if told["speedup"] is None:
         return "-"
     low, high = told["speedup_low"], told["speedup_high"]

@@ -19,6 +19,7 @@ from dovetail.launch.configure import Configuration, SettingsCommand, parse_sett
 from dovetail.launch.connection import ahead_of, connected, speaks_http
 from dovetail.launch.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
 from dovetail.launch.directory import history_path
+from dovetail.launch.failed import failure_told
 from dovetail.launch.generate import check_stops
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import is_unicode
@@ -138,6 +139,8 @@ class Chat:
             self._end_line()
         if answer.text or not answer.interrupted:
             self._conversation = before.with_answer(question, self._manner, answer)
+        if answer.result is not None and answer.result.draft_failure is not None:
+            note(failure_told(answer.result.draft_failure))
         if answer.interrupted:
             forgotten = "the question is forgotten" if before is self._conversation else "the former reply stays"
             note("interrupted: what was said is kept" if answer.text else f"interrupted before the first word: {forgotten}")

@@ -16,6 +16,7 @@ from dovetail.launch.answers import Answers, open_answers
 from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import Connection, ahead_of, connected, is_url, speaks_http
 from dovetail.launch.conversation import Manner
+from dovetail.launch.failed import failure_told
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.records import RecordFile, open_records
@@ -24,7 +25,7 @@ from dovetail.launch.travels import leaves_the_machine, of_request
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
 from dovetail.protocol.files import decode
-from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, Emitted, Failed, Finished, Recorded, Reported, Result
+from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, DraftFailure, Emitted, Failed, Finished, Recorded, Reported, Result
 from dovetail.runtime.trace import write_trace
 
 CANCEL_GRACE_S = 2.0
@@ -108,7 +109,8 @@ def command(
 ) -> None:
     """Decode PROMPT, or what stands on standard input, and stream the reply; or a file of prompts.
 
-    The text goes to stdout, a summary to stderr. A server over HTTP is sent the first API key of the file --http.api_key_file, else $DOVETAIL_API_KEY.
+    The text goes to stdout, a summary to stderr, with a warning where the draft failed, which changes no token. A server over HTTP is sent the
+    first API key of the file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
@@ -142,6 +144,8 @@ def command(
         note(summary(finished.result, connection.models()))
         if finished.result.fingerprints:
             note(other_targets(finished.result))
+        if finished.result.draft_failure is not None:
+            note(failure_told(finished.result.draft_failure))
         most = configuration.settings.sampling.max_tokens
         if finished.result.finish_reason == "length" and finished.result.completion_tokens < most:
             note(f"the reply ends where the context of the target is full, before --max-tokens {most}: prompt and reply share it")
@@ -262,6 +266,8 @@ def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None
     note(summary(answer.result, server.models()))
     if answer.result.fingerprints:
         note(other_targets(answer.result))
+    if answer.result.draft_failure is not None:
+        note(failure_told(answer.result.draft_failure))
     if as_json:
         click.echo(json.dumps(answer.result.model_dump(), ensure_ascii=False))
 
@@ -290,6 +296,8 @@ def summary(result: Result, models: str) -> str:
     if result.hit_rate is not None and result.ahead_nodes:
         parts.append(f"hit {100 * result.hit_rate:.0f} %")
     parts.append(counted(result.rounds, "round"))
+    if result.draft_failure is not None:
+        parts.append(f"draft failed in round {result.draft_failure.round}")
     if result.prefill != "local":
         parts.append(f"prompt read by {result.prefill}")
     if result.moves:
@@ -376,6 +384,8 @@ def _decode_file(wish: Wish, connect: str | None, prompts: list[Prompt], out: Pa
     for prompt, error in errors:
         note(f"{prompt.id}: {error}")
     note(_batch_summary(len(left) - len(errors), batch.tokens, taken_s))
+    if batch.failure is not None:
+        note(f"the draft failed in {counted(batch.failures, 'reply', 'replies')}; the first: {failure_told(batch.failure)}")
     if errors:
         text = f"{len(errors)} of {len(prompts)} prompts were not answered"
         raise UserError(text) if all(isinstance(error, UserError) for _, error in errors) else DovetailError(text)
@@ -394,6 +404,9 @@ class _Batch:
         self._flying: dict[int, _Dialogue] = {}
         self.tokens = 0
         """Of all replies so far."""
+        self.failures = 0
+        """Replies whose draft failed, and the failure of the first one."""
+        self.failure: DraftFailure | None = None
 
     def run(self, prompts: list[Prompt], parallel: int, step: Callable[[str], None]) -> list[tuple[Prompt, DovetailError]]:
         """Decode all; returns those that failed, and why."""
@@ -407,6 +420,8 @@ class _Batch:
                 if isinstance(reply, Finished):
                     dialogue = self._flying.pop(reply.request)
                     self.tokens += reply.result.completion_tokens
+                    self.failures += reply.result.draft_failure is not None
+                    self.failure = self.failure or reply.result.draft_failure
                     if not dialogue.answered(reply.result):
                         self._send(dialogue)
                         continue

@@ -14,10 +14,11 @@ import click
 from dovetail.launch.agreement import Agreement, agreement_of
 from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
+from dovetail.launch.failed import first_failure
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
-from dovetail.protocol.errors import DovetailError, UserError
-from dovetail.protocol.messages import Finished, WorkerState
+from dovetail.protocol.errors import DovetailError, UserError, printable
+from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.comparison import Difference, first_difference
 
@@ -59,10 +60,12 @@ class Check:
     case: str
     tokens: int
     difference: Difference | None
+    failure: DraftFailure | None = None
+    """The first one of the draft: behind it nothing was compared."""
 
     @property
     def ok(self) -> bool:
-        return self.difference is None or self.difference.near_tie
+        return self.failure is None and (self.difference is None or self.difference.near_tie)
 
 
 @click.command(cls=SettingsCommand)
@@ -87,7 +90,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Compare token ids with and without speculation, at several temperatures, truncations and tree sizes, and the target's log-probabilities of a text with
-    transformers' own in fp32; exit code 1 if they differ.
+    transformers' own in fp32; exit code 1 if they differ, or if the draft fails.
 
     A difference where the target's two best choices lay less than 1e-4 apart is a near-tie: rounding decided. It is reported and does not fail.
     """
@@ -105,7 +108,7 @@ def command(
         for case in cases:
             step(case.name)
             checks.append(runs.check(case))
-        if not runs.drafted:
+        if not runs.drafted and not any(check.failure for check in checks):
             raise DovetailError("the draft worker proposed nothing, so nothing was compared: `dovetail status` shows whether one is there")
         note(connection.models())
         agreement = Agreement(why="--text-tokens is 0")
@@ -114,7 +117,16 @@ def command(
                 agreement = agreement_of(connection, chosen, text_tokens, lambda done, of: step(f"layer {done} of {of}") if done < of else None)
     ok = all(check.ok for check in checks) and agreement.ok is not False
     if as_json:
-        rows = [{"case": c.case, "ok": c.ok, "tokens": c.tokens, "margin": c.difference.margin if c.difference else None} for c in checks]
+        rows = [
+            {
+                "case": c.case,
+                "ok": c.ok,
+                "tokens": c.tokens,
+                "margin": c.difference.margin if c.difference else None,
+                "draft_failure": c.failure.model_dump() if c.failure else None,
+            }
+            for c in checks
+        ]
         click.echo(json.dumps({"checks": rows, "transformers": {**asdict(agreement), "ok": agreement.ok}, "ok": ok}))
     else:
         print_table(("case", "ok", "tokens", "margin", ""), [(c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c)) for c in checks])
@@ -130,6 +142,8 @@ def refuse_lossy(workers: Iterable[WorkerState]) -> None:
 
 
 def _remark(check: Check) -> str:
+    if check.failure is not None:
+        return f"the draft failed in round {check.failure.round}: {printable(check.failure.error)}"
     if check.difference is None:
         return ""
     return f"{'near-tie' if check.difference.near_tie else 'differs'} at token {check.difference.position}"
@@ -163,16 +177,18 @@ class _Runs:
     def check(self, case: Case) -> Check:
         """Compare all prompts."""
         tokens = 0
-        differences = []
+        differences, results = [], []
         for prompt in self._prompts:
             alone = self._alone.get((case.sampling, prompt.id)) or self._decode(case, prompt, speculate=False)
             self._alone[case.sampling, prompt.id] = alone
             speculated = self._decode(case, prompt, speculate=True)
+            results.append(speculated.result)
             tokens += speculated.result.completion_tokens
             self.drafted += speculated.result.drafted_tokens
             if (difference := first_difference(alone, speculated)) is not None:
                 differences.append(difference)
-        return Check(case.name, tokens, max(differences, key=lambda d: d.margin, default=None))
+        widest = max(differences, key=lambda d: d.margin, default=None)
+        return Check(case.name, tokens, widest, first_failure(results)[1])
 
     def _decode(self, case: Case, prompt: Prompt, *, speculate: bool) -> Finished:
         turns = prompt.turns[:1]

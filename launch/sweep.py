@@ -20,7 +20,7 @@ from dovetail.protocol.settings import MAX_GAMMA, Settings
 
 VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
 """By what is swept: gamma to the last tree that makes 64 rows, depth to SubSpec's."""
-TAKEN = ("tau", "tokens_per_s", "speedup", "speedup_low", "speedup_high", "hit_rate", "calls", "verified_tokens")
+TAKEN = ("tau", "tokens_per_s", "speedup", "speedup_low", "speedup_high", "hit_rate", "calls", "verified_tokens", "draft_failures")
 """Fields of a row that are told of a point."""
 
 

@@ -17,7 +17,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 8)
+VERSION = (1, 9)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""
@@ -866,6 +866,18 @@ class Recorded(Message):
     record: RoundRecord
 
 
+class DraftFailure(Frozen):
+    """The first failure of a request's draft; whatever was drafted behind it, no token is another."""
+
+    draft: Name
+    """Name of the worker."""
+    error: Name
+    round: Count
+    """In which it failed; 0: before the first."""
+    after_s: Annotated[float, Field(ge=0.0)]
+    """Since the request came."""
+
+
 class Result(Frozen):
     """One request's result: the fields of `--json`. Seconds, except where the name says otherwise; shares 0..1."""
 
@@ -917,6 +929,8 @@ class Result(Frozen):
     """Which of the target's layers were where, in words, of the last one that served it; empty: all on one device."""
     prefill: Name = "local"
     """Who read the prompt: local, those that compute the model; or a device through which the weights streamed."""
+    draft_failure: DraftFailure | None = None
+    """None: its draft never failed."""
 
 
 class Finished(Message):
@@ -1020,6 +1034,8 @@ class Totals(Frozen):
     """Sessions that have ended and whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the sessions that the targets can hold which are open."""
+    draft_failures: Count = 0
+    """Times that a draft could not do what was asked of it, or answered what cannot be, and its session went on without."""
 
 
 class Fault(Frozen):

@@ -30,6 +30,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.changes import Changes
+from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
 from dovetail.runtime.moving import Moving
@@ -76,11 +77,20 @@ class Answers:
     """Takes the events of workers."""
 
     def __init__(
-        self, house: House, live: Mapping[int, Live], registry: Registry, moving: Moving, changes: Changes, observing: Observing, dropped: Dropped
+        self,
+        house: House,
+        live: Mapping[int, Live],
+        registry: Registry,
+        moving: Moving,
+        failing: FailingDrafts,
+        changes: Changes,
+        observing: Observing,
+        dropped: Dropped,
     ) -> None:
         """`live`: the sessions by their numbers."""
         self._house, self._live, self._registry = house, live, registry
-        self._moving, self._changes, self._observing, self._dropped = moving, changes, observing, dropped
+        self._moving, self._failing = moving, failing
+        self._changes, self._observing, self._dropped = changes, observing, dropped
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other exception ends the session that the event is about."""
@@ -219,7 +229,7 @@ class Answers:
     def go_on_alone(self, live: Live, worker: Worker, why: object) -> None:
         log.warning("%s sent what cannot be (%s): session %d goes on without its draft", worker.name, why, live.session.number)
         self._dropped.refused += 1
-        self._moving.drop_draft(live, shun=True)
+        self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot be or cannot be handled ends its session."""
@@ -302,7 +312,7 @@ class Answers:
         """A worker could not do what was asked: a draft is done without, a target that does not have the session is to read it anew, and any other word of a
         target's ends the request."""
         if event.session is None:
-            log.error("%s: %s", worker.name, event.text)
+            self._failed_ahead(worker, event.text)
             return
         live = self._live.get(event.session)
         owed = worker.turns.owed.get(event.session)
@@ -318,8 +328,10 @@ class Answers:
                 self._moving.lose_target(live, "could not do what was asked of it")
                 self._moving.resettle()
             return
-        if (worker is live.draft and worker is not live.target) or owed.type is Refed:
-            self._moving.drop_draft(live, shun=True)
+        if worker is live.draft and worker is not live.target:
+            self._moving.draft_failed(live, event.text)
+        elif owed.type is Refed:
+            self._moving.draft_failed(live, f"the target worker {worker.name} cannot show what it reads: {event.text}")
         elif worker is live.target and event.code == "protocol" and live.session.doubtful:
             self._verify_without_tree(live, event.text)
         elif worker is live.target and event.code in ("session", "prefix") and owed.type is Verified:
@@ -327,6 +339,16 @@ class Answers:
             self._moving.resettle()
         elif worker is live.target:
             self._house.fail(live, RequestError(event.code, event.text))
+
+    def _failed_ahead(self, worker: Worker, why: str) -> None:
+        """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on with what it answers."""
+        log.error("%s failed in what it does ahead of its orders: %s", worker.name, why)
+        now_ns = self._house.now_ns()
+        if worker.plays("draft"):
+            self._failing.failed(worker, None, why, now_ns)
+        for live in self._live.values():
+            if live.draft is worker:
+                note_failure(live, worker, why, now_ns)
 
     def _open_anew(self, live: Live, worker: Worker, event: Failed) -> bool:
         """Whether a worker reads the whole prompt, since it does not have what its session should have gone on from."""

@@ -51,6 +51,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.answers import Answers
 from dovetail.runtime.changes import Changes
 from dovetail.runtime.dispatch import Dispatch
+from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
 from dovetail.runtime.live import Live, load_of
@@ -127,7 +128,8 @@ class Coordinator:
         """Workers that are no longer registered and whose sessions have not been seen to, each with what became of it."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
         self._observing = Observing(clock_ns)
-        self._moving = Moving(self, self.registry, self._placement, settings)
+        self._failing = FailingDrafts()
+        self._moving = Moving(self, self.registry, self._placement, self._failing, settings)
         self._changes = Changes(self, self.registry, self._placement)
         self._post = Post(
             hub,
@@ -140,7 +142,7 @@ class Coordinator:
             unsaid=self._unsaid,
         )
         self._dispatch = Dispatch(self, self._post, self._live, self.registry, reuse=settings.reuse)
-        self._answers = Answers(self, self._live, self.registry, self._moving, self._changes, self._observing, self._dropped)
+        self._answers = Answers(self, self._live, self.registry, self._moving, self._failing, self._changes, self._observing, self._dropped)
         self._intake = Intake(self, self._live, self.registry, self._placement, self._moving, self._changes, self._observing, self._tally)
 
     # -- what arrives ---------------------------------------------------------------------------------------------------------------------------
@@ -399,8 +401,15 @@ class Coordinator:
         live.over(now_ns)
         result = live.session.result(now_ns, finish.reason)
         controls = min(live.pilot.controls, result.plain_rounds)  # the last one may have been cut short
-        result = result.model_copy(update={"predicted_tokens_per_s": live.pilot.predicted_tokens_per_s, "control_rounds": controls})
+        result = result.model_copy(
+            update={
+                "predicted_tokens_per_s": live.pilot.predicted_tokens_per_s,
+                "control_rounds": controls,
+                "draft_failure": live.draft_failure,
+            }
+        )
         if not live.trial:
+            self._failing.drafted(live, result.rounds - result.plain_rounds)
             self._tally.ended[finish.reason] += 1
             self._rounds += result.rounds
             self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
@@ -450,6 +459,10 @@ class Coordinator:
         log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
         if worker.plays("draft") and worker.serves:
             self._lost_drafts[worker.name] = why, self.now_ns()
+            for live in self._live.values():
+                if live.draft is worker:
+                    note_failure(live, worker, f"it {why}", self.now_ns())
+        self._failing.forget(worker)
         self._placement.forget(worker)
         self._gone.append((worker, why))
 
@@ -643,6 +656,7 @@ class Coordinator:
         ]
         lost = self._lost_drafts.items() if self.registry.pick("draft") is None else ()
         ours = [Fault(part=f"{name} worker"[-MAX_WORDS:], why=why, since_s=(now_ns - at_ns) / 1e9) for name, (why, at_ns) in lost]
+        ours += self._failing.faults(now_ns)
         known = {fault.part for fault in told}
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
 
@@ -695,6 +709,7 @@ class Coordinator:
         targets = [worker for worker in self.registry.workers.values() if worker.plays("target") and not worker.standby]
         room = sum(target.limits.sessions for target in targets)
         return self._tally.totals(
+            draft_failures=self._failing.count,
             opening=sum(live.session.state is State.OPENING and not live.session.tokens for live in self._live.values()),
             waiting=sum(live.loss is not None for live in self._live.values()),
             kept=sum(len(target.shelf) for target in targets),

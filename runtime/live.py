@@ -6,7 +6,7 @@ Every nanosecond from the request's arrival on is put down to one account; `mark
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.protocol.messages import Draft, Message, Open, Verify
+from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
 from dovetail.protocol.spans import Span
 from dovetail.runtime.loads import Load
 from dovetail.runtime.metrics import Account, RoundTimes
@@ -66,6 +66,8 @@ class Live:
     """Whether the request is to be drafted for."""
     joining: bool = False
     """Whether its draft has not been ready since it was taken in the midst of the session."""
+    draft_failure: DraftFailure | None = None
+    """The first one of its draft."""
     shunned: set[bytes] = field(default_factory=set)
     """Drafts that the session has parted with for what they did or could not do."""
     loss: Loss | None = None

@@ -122,7 +122,7 @@ class Tally:
         self.accepted_tokens += accepted
         count_depths(self.accepted_at_depth, accepted)
 
-    def totals(self, *, opening: int, waiting: int, kept: int, occupied: float) -> Totals:
+    def totals(self, *, draft_failures: int, opening: int, waiting: int, kept: int, occupied: float) -> Totals:
         """With these gauges."""
         return Totals(
             prompt_tokens=self.prompt_tokens,
@@ -139,6 +139,7 @@ class Tally:
             let_go=self.let_go,
             kept=kept,
             occupied=occupied,
+            draft_failures=draft_failures,
         )
 
 

@@ -13,6 +13,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Refeed
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.briefing import Joining
+from dovetail.runtime.failing import FailingDrafts
 from dovetail.runtime.live import Live
 from dovetail.runtime.placement import Placement
 from dovetail.runtime.recovery import Recovery
@@ -55,8 +56,15 @@ class House(Protocol):
 class Moving:
     """What happens to sessions whose workers go."""
 
-    def __init__(self, house: House, registry: Registry, placement: Placement, settings: CoordinatorSettings) -> None:
-        self._house, self._registry, self._placement = house, registry, placement
+    def __init__(
+        self,
+        house: House,
+        registry: Registry,
+        placement: Placement,
+        failing: FailingDrafts,
+        settings: CoordinatorSettings,
+    ) -> None:
+        self._house, self._registry, self._placement, self._failing = house, registry, placement, failing
         self._recovery = Recovery(settings.recovery_s, settings.move)
         self._stuck_ns = int(settings.stuck_s * 1e9)
 
@@ -90,6 +98,12 @@ class Moving:
             live.interrupted(self._house.now_ns())
         self._house.perform(live, live.session.draft_lost())
 
+    def draft_failed(self, live: Live, why: str) -> None:
+        """Go on with the target alone, since a session's draft cannot do what is asked of it: that is said, and it is not asked again."""
+        if live.draft is not None and not live.trial:
+            self._failing.failed(live.draft, live, why, self._house.now_ns())
+        self.drop_draft(live, shun=True)
+
     def change_draft(self, live: Live) -> None:
         """Have a session part with its draft, which gets no more sessions: at the end of its round, and at once before its first."""
         if live.session.state in (State.OPENING, State.WAITING):
@@ -109,7 +123,9 @@ class Moving:
             live.draft.stuck = True
             seconds, name = self._stuck_ns / 1e9, live.draft.name
             log.warning("draft worker %s has not answered for %.0f s: session %d goes on without it", name, seconds, live.session.number)
-        self.drop_draft(live, shun=True)
+            self.draft_failed(live, f"it has not answered for {seconds:g} s")
+        else:
+            self.draft_failed(live, f"it has been busy with other sessions for {self._stuck_ns / 1e9:g} s")
 
     # -- targets --------------------------------------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,7 @@ means is the worker's business.
 
 import os
 import secrets
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -275,8 +273,9 @@ class _Loop:
         try:
             with self._at_work():
                 worked = self._worker.idle()
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
+        except Exception as error:
+            failure = as_request_error(error)
+            self._send(Failed.model_validate({"epoch": self._epoch, "code": failure.code, "text": str(failure)}))
             return False
         if worked:
             self._beat()

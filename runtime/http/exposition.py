@@ -130,6 +130,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     for fault in reported.faults:
         faults.add_metric((fault.part,), fault.since_s)
     yield faults
+    yield _counter("dovetail_draft_failures", "Times that a draft failed and its session went on without it.", totals.draft_failures)
     yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
     yield _gauge("dovetail_waiting_sessions", "Requests whose target was lost, and that wait for another.", totals.waiting)
     yield _gauge("dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept)

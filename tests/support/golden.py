@@ -377,6 +377,7 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         fingerprints=("another", str(facts.fingerprint)),
         placement=PLACEMENT,
         prefill="cuda:0",
+        draft_failure=m.DraftFailure(draft="draft", error="IndexError: index 7 is out of bounds", round=2, after_s=0.25),
     )
 
 
@@ -416,6 +417,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             let_go=1,
             kept=2,
             occupied=0.125,
+            draft_failures=3,
         ),
     )
 

@@ -1,6 +1,6 @@
 """Whole engines of every draft kind on a pretended GPU: every session is drafted for in every round, and the target's tokens are its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -86,9 +86,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> 
 
 def open_pair(target: Path, settings: DraftSettings, **of_target: object) -> PairOfWorkers:
     wanted = TargetSettings(model=str(target), device="cpu", **of_target)  # type: ignore[arg-type]
-    return PairOfWorkers(
-        open_target_worker(wanted, name="target", threads=1), open_draft_worker(settings, name="draft", threads=1, target=str(target))
-    )
+    return PairOfWorkers(open_target_worker(wanted, name="target", threads=1), open_draft_worker(settings, name="draft", threads=1, target=str(target)))
 
 
 def check(run: Run, folder: Path, sampling: Sampling) -> None:
@@ -126,8 +124,8 @@ def test_an_engine_there_drafts_in_every_round(name: str, target_folder: Path, f
     assert pair.grown_ahead > 0
     pair.close(greedy, keep=True)
     pair.close(sampled, keep=False)
-    kept = len(greedy.log) - 2
-    again = pair.open(3, [*greedy.log[:kept], 7, 8, 9], tokens=TOKENS, sampling=GREEDY, tree=TREE, base=1, kept=kept - 1)
+    kept = len(PROMPT) + 4
+    again = pair.open(3, [*greedy.log[: kept + 1], 7, 8, 9], tokens=TOKENS, sampling=GREEDY, tree=TREE, base=1, kept=kept)
     rounds(pair, again)
     adaptive = pair.open(4, PROMPT, tokens=TOKENS, sampling=PROCESSED, tree=ADAPTIVE)
     drawn = pair.open(5, PROMPT, tokens=TOKENS, sampling=DRAWN, tree=TreeSettings(policy="beam", gamma=8, depth=4, width=2))
@@ -207,8 +205,8 @@ def open_pair_there(folder: Path, weights: str, place: dict[str, object], draft:
 
 
 @pytest.fixture
-def place() -> Iterator[torch.device]:
-    yield device()
+def place() -> torch.device:
+    return device()
 
 
 def test_a_graph_reads_and_writes_the_memory_that_it_was_captured_with(place: torch.device) -> None:

@@ -89,7 +89,7 @@ class Elsewhere(Tensor):
     @staticmethod
     def __new__(cls: Any, held: Tensor) -> "Elsewhere":
         with torch.inference_mode(False):  # views of tensors that are no inference tensors are none
-            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made = Tensor._make_wrapper_subclass(
                 cls,
                 held.shape,
                 strides=held.stride(),
@@ -101,14 +101,14 @@ class Elsewhere(Tensor):
         return made  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return compute(function, args, kwargs or {})
 
     def tolist(self) -> Any:
         """Return the numbers, which a GPU hands over where they are asked for in so many words."""
-        if _recording():
+        if _recording() is not None:
             raise RuntimeError("tolist() waits for the device, and is being captured")
         return self.held.tolist()
 
@@ -118,7 +118,7 @@ class Elsewhere(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_indices(index, self.device), value)
 
-    def __repr__(self, **unused: Any) -> str:
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"Elsewhere({self.held!r})"
 
 
@@ -133,24 +133,23 @@ def _indices(index: Any, device: torch.device) -> Any:
 def device() -> torch.device:
     """Return the device, of which torch is told at the first call; `SettingsError` where this torch cannot be told."""
     if not POSSIBLE:
-        raise SettingsError(
-            f"device {NAME!r} is a test rig, and torch {torch.__version__} cannot be told of a device from Python: use cpu or cuda:N"
-        )
+        raise SettingsError(f"device {NAME!r} is a test rig, and torch {torch.__version__} cannot be told of a device from Python: use cpu or cuda:N")
     from torch.utils._device import _device_constructors
-    from torch.utils.backend_registration import _DummyDeviceGuard
+    from torch.utils.backend_registration import _DummyDeviceGuard, rename_privateuse1_backend
 
     _device_constructors()  # remembers torch's own `tensor`, for `with torch.device(...)`
-    torch.utils.rename_privateuse1_backend(NAME)
+    rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module())  # type: ignore[no-untyped-call]
     torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())
-    _LIBRARY.fallback(_fall_back, "PrivateUse1")  # what makes tensors; all else is `Elsewhere`'s
+    # what makes tensors comes here; all else is done by `Elsewhere`
+    _LIBRARIES[0].fallback(_fall_back, "PrivateUse1")
     for maker in RESIZING:
-        _ATEN.impl(maker, partial(_fall_back, _overload(maker)), "PrivateUse1")
+        _LIBRARIES[1].impl(maker, partial(_fall_back, _overload(maker)), "PrivateUse1")
     torch.tensor = _tensor  # type: ignore[assignment]  # torch's own makes its tensor where no dispatch reaches
     return torch.device(NAME, 0)
 
 
-_LIBRARY, _ATEN = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+_LIBRARIES: list[Any] = [torch.library.Library(name, "IMPL") for name in ("_", "aten")]  # type: ignore[no-untyped-call]
 RESIZING = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
 """Make an empty tensor and have another operation resize it, which a wrapper does not live through."""
 
@@ -164,11 +163,11 @@ def _fall_back(function: Any, *args: Any, **kwargs: Any) -> Any:
     return compute(function, args, kwargs)
 
 
-def _tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     """Make a tensor as `torch.tensor` does."""
     if device is None or torch.device(device).type != NAME:
-        return _make_tensor(*args, device=device, **kwargs)
-    return _make_tensor(*args, device="cpu", **kwargs).to(device)
+        return _make_tensor(data, device=device, **kwargs)
+    return _make_tensor(data, device="cpu", **kwargs).to(device)
 
 
 class PretendedTransfer(HostTransfer):
@@ -283,16 +282,10 @@ def _check_devices(function: Any, args: Sequence[Any], others: Sequence[Tensor])
     raise RuntimeError(f"{packet} meets tensors of the CPU {[tuple(t.shape) for t in others]} and of {NAME}: expected all tensors to be on the same device")
 
 
-def _done(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[Elsewhere], here: bool
-) -> Any:
+def _done(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[Elsewhere], here: bool) -> Any:
     """Do the operation on the CPU, and say of its results where they are. `here`: the device was asked for by name."""
     packet = function.overloadpacket
-    plain = {
-        name: torch.device("cpu") if name == "device" and value is not None else value
-        for name, value in kwargs.items()
-        if name != "pin_memory"
-    }
+    plain = {name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items() if name != "pin_memory"}
     call, held = _int4(packet) or function, tree_map(_held, (tuple(args), plain))
     result = call(*held[0], **held[1])
     if any(tensor.held.shape != tensor.shape for tensor in ours):
@@ -306,7 +299,7 @@ def _done(
         return result
     if (graph := _recording()) is not None:
         results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
-        graph.append(_Recorded(call, *held, results))
+        graph.append(_Recorded(call, held[0], held[1], results))
     back = {id(tensor.held): tensor for tensor in ours}
     return tree_map(lambda part: _wrapped(part, back) if isinstance(part, Tensor) else part, result)
 
@@ -321,10 +314,8 @@ def _held(value: Any) -> Any:
 
 def _int4(packet: Any) -> Callable[..., Tensor] | None:
     """Return CUDA's layout and product of 4-bit codes, computed by those of the CPU."""
-    return {
-        aten._convert_weight_to_int4pack: _lay_out,
-        aten._weight_int4pack_mm: _multiply,
-    }.get(packet)
+    of: dict[Any, Callable[..., Tensor]] = {aten._convert_weight_to_int4pack: _lay_out, aten._weight_int4pack_mm: _multiply}
+    return of.get(packet)
 
 
 def _lay_out(nibbles: Tensor, tiles: int) -> Tensor:

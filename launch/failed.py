@@ -1,0 +1,18 @@
+"""What is said of a reply whose draft failed: the text is the same, only slower. Computes nothing."""
+
+from collections.abc import Iterable
+
+from dovetail.protocol.errors import printable
+from dovetail.protocol.messages import DraftFailure, Result
+
+
+def failure_told(failure: DraftFailure) -> str:
+    """Return a warning of one line."""
+    when = f"in round {failure.round}, {failure.after_s:.2f} s after the request came"
+    return f"warning: the draft worker {printable(failure.draft)} failed {when}: {printable(failure.error)}; every token is the target's, as without it"
+
+
+def first_failure(results: Iterable[Result]) -> tuple[int, DraftFailure | None]:
+    """Return of how many replies the draft failed, and the failure of the first of these."""
+    found = [result.draft_failure for result in results if result.draft_failure is not None]
+    return len(found), next(iter(found), None)

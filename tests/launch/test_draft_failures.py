@@ -1,0 +1,1 @@
+"""A draft that fails is said wherever a person looks, and changes no token."""
