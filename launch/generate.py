@@ -152,7 +152,8 @@ def command(
         if wish.speculates and finished.result.plain_rounds:
             state = connection.client.status()
             decisions = state.decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
-            missing = _missing_draft(connection.state, state)
+            failed = "its draft failed" if finished.result.draft_failure is not None else ""
+            missing = _missing_draft(connection.state, state) or failed
             note(without_speculation(finished.result, decisions, insists=configuration.settings.tree.insist, last=last, missing=missing))
         if trace is not None:
             write_trace(trace, finished.spans, {worker.name: worker.clock_bound_ns for worker in connection.client.look().workers})

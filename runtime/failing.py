@@ -26,7 +26,7 @@ class _Failing:
     count: int = 1
 
     def fault(self, now_ns: int) -> Fault:
-        often = "" if self.count == 1 else f" ({self.count} failures since)"
+        often = "" if self.count == 1 else f" ({self.count} failures so far)"
         return Fault(
             part=f"{self.name} worker"[-MAX_WORDS:],
             why=self.words[: MAX_WORDS - len(often)] + often,

@@ -18,7 +18,15 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def finished(tokens: list[int], margins: list[float]) -> Finished:
     nothing = dict.fromkeys(Result.model_fields, 0)
-    lists = {"token_ids": tuple(tokens), "completion_tokens": len(tokens), "accepted_per_position": (), "fingerprints": (), "placement": "", "prefill": "local"}
+    lists = {
+        "token_ids": tuple(tokens),
+        "completion_tokens": len(tokens),
+        "accepted_per_position": (),
+        "fingerprints": (),
+        "placement": "",
+        "prefill": "local",
+        "draft_failure": None,
+    }
     result = Result.model_validate({**nothing, **lists, "text": "", "finish_reason": "length", "fingerprint": ""})
     return Finished(epoch=0, request=1, result=result, margins=tuple(margins))
 
@@ -29,7 +37,7 @@ def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
     report = json.loads(done.stdout)
     assert report["ok"] is True
     assert len(report["checks"]) == 12
-    assert all(list(check) == ["case", "ok", "tokens", "margin"] and check["tokens"] > 0 for check in report["checks"])
+    assert all(list(check) == ["case", "ok", "tokens", "margin", "draft_failure"] and check["tokens"] > 0 for check in report["checks"])
 
 
 def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:

@@ -24,6 +24,8 @@ from dovetail.workers.loop import Worker
 
 EventT = TypeVar("EventT", bound=Event)
 KEY = bytes(range(16))
+AHEAD = 5
+"""Bits of work that a draft does while it waits."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ class PairOfWorkers:
         )
         drafted = _only(self.draft.handle(order), Drafted)
         run.proposals.append(drafted)
-        for _ in range(12):
+        for _ in range(AHEAD):
             self.draft.idle()
         item = VerifyItem(session=run.number, round=run.round, prefix=len(run.log), tokens=drafted.tokens, parents=drafted.parents)
         command = Verify(epoch=1, items=(item,), candidates=drafted.candidates, probabilities=drafted.probabilities)

@@ -29,7 +29,7 @@ ADAPTIVE = TreeSettings(policy="heterospec", gamma=10, depth=4, width=4, thresho
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 PROCESSED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((3, 1.0),), min_tokens=4)
 DRAWN = Sampling(temperature=1.0, acceptance="rejection")
-TOKENS = 24
+TOKENS = 14
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> 
     @cache
     def written(head: str, int4: bool) -> Path:
         sizes = {"hidden": 64, "intermediate": 128} if int4 else {}
-        return write_head(tmp_path_factory.mktemp(head), head, **sizes)
+        return write_head(tmp_path_factory.mktemp(head), head, gain=1.0, **sizes)  # states that grow would leave fp16
 
     return lambda kind: written(kind.head, kind.weights == "int4") if kind.head else target_folder
 
@@ -94,7 +94,7 @@ def check(run: Run, folder: Path, sampling: Sampling) -> None:
     for drafted in run.proposals:
         assert len(drafted.tokens) >= min(run.tree.most_nodes, 4)
         assert all(score <= 0.0 for score in drafted.scores)
-    assert max(depth(drafted.parents) for drafted in run.proposals) >= 3
+    assert max(depth(drafted.parents) for drafted in run.proposals) >= 2
     if not sampling.rejects:
         assert run.reply == reference_tokens(folder, run.log[: run.prompt], len(run.reply), key=KEY, sampling=sampling)
 
@@ -113,7 +113,10 @@ def rounds(pair: PairOfWorkers, *runs: Run, tokens: int = TOKENS) -> None:
             pair.round(run)
 
 
-@pytest.mark.parametrize("name", KINDS)
+EVERYDAY = ("small", "eagle", "eagle3", "dovetail", "jakiro")
+
+
+@pytest.mark.parametrize("name", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
 def test_an_engine_there_drafts_in_every_round(name: str, target_folder: Path, folder_of: Callable[[Kind], Path]) -> None:
     """Two sessions at a time, greedy and sampled, with growth ahead; then one that goes on from what is kept; then processors, and what is drawn."""
     kind = KINDS[name]
@@ -150,7 +153,7 @@ def test_an_engine_there_proposes_what_it_proposes_here(name: str, target_folder
 
 
 @needs_hqq
-@pytest.mark.parametrize("weights", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("weights", ["int4", *(pytest.param(weights, marks=pytest.mark.slow) for weights in ("int8", "int3", "int2"))])
 def test_a_substitute_there_drafts_in_every_round(weights: str, target_folder: Path, tmp_path: Path) -> None:
     settings = DraftSettings(kind="substitute", weights=weights, device="pretended")
     workers = open_draft_worker(settings, name="draft", threads=1, target=str(target_folder), cache=tmp_path)
@@ -163,7 +166,7 @@ def test_a_substitute_there_drafts_in_every_round(weights: str, target_folder: P
 
 
 @needs_hqq
-@pytest.mark.parametrize("resident", [0, 1, 2])
+@pytest.mark.parametrize("resident", [1, *(pytest.param(resident, marks=pytest.mark.slow) for resident in (0, 2))])
 def test_a_shared_substitute_there_drafts_for_a_target_there(resident: int, sixteen: Path, tmp_path: Path) -> None:
     target = TargetSettings(model=str(sixteen), weights="half", device="pretended", resident=resident)
     draft = DraftSettings(kind="substitute", share=True)

@@ -1,0 +1,124 @@
+"""A real draft worker that fails as it is told: `python tests/support/failing_draft.py HOW worker --role=draft ...`.
+
+What fails is a function of the engine, or what it computes; everything around it is the program as it is.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.launch.cli import main
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.grower import Grower
+from dovetail.workers.head_drafter import HeadDrafter
+from dovetail.workers.models.heads import Head
+
+WORDS = "the index is on another device than the states"
+
+
+def fails(*_arguments: Any, **_named: Any) -> Any:
+    raise IndexError(WORDS)
+
+
+def runs_out(*_arguments: Any, **_named: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def only_below_the_root() -> None:
+    """As where an index is on another device: the root is expanded, the first level fails."""
+    HeadDrafter._compute = fails  # type: ignore[method-assign]
+
+
+def only_in_depth() -> None:
+    _instead(HeadDrafter, "_compute", lambda self, session, nodes, depth: session.tree.levels[nodes].max() >= 2)
+
+
+def only_sampled() -> None:
+    _instead(Grower, "draft", lambda self, session, *rest, **named: session.ranking.noise is not None)
+
+
+def only_from_the_second_session() -> None:
+    opened: list[object] = []
+
+    def second(self: Any, *rest: Any, **named: Any) -> bool:
+        opened.append(self)
+        return len(opened) > 1
+
+    _instead(HeadDrafter, "open", second)
+
+
+def only_ahead() -> None:
+    _instead(HeadDrafter, "_read_ahead", lambda *rest: True)
+
+
+def in_open() -> None:
+    HeadDrafter.open = fails  # type: ignore[method-assign]
+
+
+def in_feed() -> None:
+    HeadDrafter.feed = fails  # type: ignore[method-assign]
+
+
+def out_of_memory() -> None:
+    HeadDrafter._compute = runs_out  # type: ignore[method-assign]
+
+
+def no_numbers() -> None:
+    """The states of every level are no numbers."""
+    predict = Head._predict
+
+    def spoilt(self: Head, *rest: Any, **named: Any) -> Any:
+        found = predict(self, *rest, **named)
+        for part in (found.logits, found.states):
+            assert isinstance(part, Tensor)
+            part.fill_(float("nan"))
+        return found
+
+    Head._predict = spoilt  # type: ignore[method-assign]
+
+
+def dies() -> None:
+    """The process ends in the third round of a session."""
+
+    def third(self: Any, command: Any) -> bool:
+        if command.round >= 3:
+            sys.stderr.flush()
+            os._exit(1)
+        return False
+
+    _instead(DraftWorker, "_draft", third)
+
+
+def _instead(owner: type, name: str, when: Callable[..., bool]) -> None:
+    """Have a method fail where `when` says so of its arguments."""
+    as_it_is = getattr(owner, name)
+
+    def method(*arguments: Any, **named: Any) -> Any:
+        return fails() if when(*arguments, **named) else as_it_is(*arguments, **named)
+
+    setattr(owner, name, method)
+
+
+HOW = {
+    way.__name__: way
+    for way in (
+        only_below_the_root,
+        only_in_depth,
+        only_sampled,
+        only_from_the_second_session,
+        only_ahead,
+        in_open,
+        in_feed,
+        out_of_memory,
+        no_numbers,
+        dies,
+    )
+}
+
+if __name__ == "__main__":
+    HOW[sys.argv.pop(1)]()
+    main()
