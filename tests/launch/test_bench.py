@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.launch.bench_figures import against_peers, best_of_peers, medians, row, speedup
 from dovetail.launch.bench_methods import Method, PromptSet, Run, Task, check_methods, founder, read_method
-from dovetail.launch.bench_table import interval
+from dovetail.launch.bench_table import interval, show_notes
 from dovetail.launch.bench_turns import Cell, loop_begins
 from dovetail.launch.binding import Place
 from dovetail.launch.configure import Configuration, configure
@@ -41,6 +41,8 @@ ROW_FIELDS = [
     "draft_share",
     "verify_share",
     "weights",
+    "draft_failures",
+    "draft_failure",
     "policy",
     "gamma",
     "depth",
@@ -192,10 +194,22 @@ def test_a_speedup_over_a_single_prompt_is_told_without_an_interval() -> None:
     def told(*seconds: float) -> str:
         names = ("speedup", "speedup_low", "speedup_high")
         tokens = [10] * len(seconds)
-        return interval(dict(zip(names, speedup(cell([*seconds], tokens), cell([2.0] * len(seconds), tokens), seed=0), strict=True)))
+        found = speedup(cell([*seconds], tokens), cell([2.0] * len(seconds), tokens), seed=0)
+        return interval({**dict(zip(names, found, strict=True)), "draft_failures": 0})
 
     assert told(1.0) == "2.00"
     assert told(1.0, 2.0) == "1.33 (1.00-2.00)"
+
+
+def test_a_method_whose_draft_failed_has_no_speedup_and_its_row_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    failure = {"draft": "draft", "error": "IndexError: elsewhere", "round": 3, "after_s": 0.5}
+    failed, alone = cell([1.0, 1.0], [10, 10], {}, {"draft_failure": failure}), cell([2.0, 2.0], [10, 10])
+    assert speedup(failed, alone, seed=0) == (None, None, None)
+    found = row(failed, alone, Nobody(), seed=0)
+    assert (found["speedup"], found["draft_failures"], found["draft_failure"]) == (None, 1, failure)
+    assert interval(found) == "failed"
+    show_notes({"rows": [found], "prompts": [], "peers": [], "against": [], "medians": [], "differences": []})
+    assert "FAILED: the draft of none set T 0 in 1 reply, first in round 3: IndexError: elsewhere" in capfd.readouterr().err
 
 
 def test_a_loop_begins_where_twenty_tokens_come_again() -> None:

@@ -71,6 +71,7 @@ RESULT_FIELDS = [
     "fingerprints",
     "placement",
     "prefill",
+    "draft_failure",
 ]
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
 STORY = "Tell me a story about a small owl who is afraid of the dark."

@@ -26,7 +26,13 @@ def told(name: str, prompts: str, speedup: float | None) -> tuple[dict[str, Any]
     """A row and its pass, as `bench` has them."""
     known = {"method": name, "prompts": prompts, "temperature": 0.0, "tau": 2.0, "tokens_per_s": 9.0, "speedup": speedup, "hit_rate": None, "calls": 4}
     ends = None if speedup is None else 0.1
-    row = {**known, "verified_tokens": 20, "speedup_low": ends and speedup and speedup - ends, "speedup_high": ends and speedup and speedup + ends}
+    row = {
+        **known,
+        "verified_tokens": 20,
+        "draft_failures": 0,
+        "speedup_low": ends and speedup and speedup - ends,
+        "speedup_high": ends and speedup and speedup + ends,
+    }
     return row, {"verify_ms": 3.0, "ratio": 1.5, "draft_ms": 1.0}
 
 

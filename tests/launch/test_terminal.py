@@ -103,7 +103,7 @@ def test_a_table_of_a_bench_has_a_line_a_row_what_matters_most_first_and_no_colu
     monkeypatch.setattr(terminal, "WIDTH_WITHOUT_TERMINAL", width)
     row: dict[str, object] = {"prompts": "prompts", "temperature": 0.0, "tokens_per_s": 124.04, "tau": 5.0771}
     row |= {"speedup": 2.18, "speedup_low": 1.85, "speedup_high": 2.55, "verified_tokens": 157, "calls": 10, "draft_share": 0.06, "verify_share": 0.76}
-    row |= {"hit_rate": 0.88, "plain_share": 0.01, "peak_rss_mb": 1396.0, "predicted_tokens_per_s": 123.2}
+    row |= {"hit_rate": 0.88, "plain_share": 0.01, "peak_rss_mb": 1396.0, "predicted_tokens_per_s": 123.2, "draft_failures": 0}
     rows = [{**row, "method": "none"}, {**row, "method": "small"}]
     show({"rows": rows, "passes": [{"ratio": 1.93}] * 2, "differences": [], "prompts": [], "medians": [], "peers": [], "against": []})
     shown = capsys.readouterr().out.splitlines()

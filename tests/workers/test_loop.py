@@ -386,6 +386,11 @@ def test_a_session_whose_commit_fails_is_forgotten_and_the_others_go_on(coordina
     assert isinstance(coordinator.ask(verifying((1, 2, 6))), Verified)
 
 
+def says_that_it_failed(event: Event) -> bool:
+    """Whether a worker tells of work that nobody had asked of it."""
+    return isinstance(event, Failed) and (event.session, event.text) == (None, "RuntimeError: boom")
+
+
 def test_background_work_that_fails_does_not_end_a_worker(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     failing = threading.Event()
 
@@ -398,6 +403,7 @@ def test_background_work_that_fails_does_not_end_a_worker(coordinator: Coordinat
     monkeypatch.setattr(coordinator.worker, "idle", fail)
     coordinator.ask(opening())
     assert failing.wait(60.0)
+    assert says_that_it_failed(coordinator.next())
     assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
     assert "boom" in capfd.readouterr().err
 
@@ -731,6 +737,8 @@ def test_a_pass_ahead_that_fails_ends_neither_the_worker_nor_the_session(
         patch.setattr(engine, "_read_ahead", fail)
         assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
         assert failed.wait(60.0)
+        assert says_that_it_failed(drafter.next())
         assert isinstance(drafter.ask(drafting(2, 6)), Drafted)
+        assert says_that_it_failed(drafter.next())
     assert drafter.probe().sessions == 1
     assert "boom" in capfd.readouterr().err
