@@ -40,7 +40,7 @@ COLUMNS = {
     "width": "children a node and nodes a level at most",
     "ahead": "whether it drafts while the target verifies",
     "peak_rss_mb": "10^6 bytes of its processes together",
-    "draft_failures": "replies whose draft failed: there is no speed-up then",
+    "draft_failures": "replies whose draft failed: no speed-up",
     "differ": "replies whose tokens are not those of none",
 }
 """Heading -> what it means."""

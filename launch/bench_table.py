@@ -13,7 +13,7 @@ COLUMNS = {
     "prompts": "name of the file",
     "T": "temperature",
     "tokens/s": "of the tokens after the first of each reply",
-    "speed-up": "over none on the same prompts, 95 % interval; failed: its draft did",
+    "speed-up": "over none, with its 95 % interval; failed: its draft did",
     "tau": "tokens that a round brings",
     "differ": "replies whose tokens are not those of none",
     "predicted": "tokens/s as the cost model expected them before each round",
