@@ -18,7 +18,7 @@ from support.stacks import PROMPTS, complete_all, started
 
 Run = Callable[..., CompletedProcess[str]]
 SCRIPT = Path(__file__).parent.parent / "support" / "failing_draft.py"
-TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10)
+TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10, insist=True)
 TOKENS = 32
 WAYS = {
     "only_below_the_root": "IndexError: the index is on another device",
