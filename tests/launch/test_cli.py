@@ -89,7 +89,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
         (("generate", "hello", "--policy", "goodputt"), "there is no tree policy 'goodputt'"),
-        (("generate", "hello", "--sampling.acceptance", "rejection"), "set tree.policy to 'static', not 'dynamic'"),
+        (("generate", "hello", "--sampling.acceptance", "rejection"), "set tree.policy to 'static', not 'goodput'"),
         (("generate", "hello", "--draft", "ngram", "--policy", "beam"), "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'"),
         (("generate", "hello", "--target", "/no/such/model"), "the target model /no/such/model is not there"),
         (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
@@ -134,6 +134,32 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(run: Run, tmp_pa
     done = run("generate", "--prompts", str(file), "--out", str(tmp_path / "out.jsonl"))
     assert done.returncode == 2
     assert f"{file} line 2" in one_line(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--target", "/no/such/model"), "the target model /no/such/model is not there: name a folder"),
+        (("--draft", "./no-draft"), "the draft model ./no-draft is not there: name a folder"),
+        (("--target", "models/none"), "no draft is named for the target 'models/none', which is no folder here and would be looked for at the"),
+        (("--target", "{file}.gguf"), "is a GGUF file, which llama.cpp reads; take the model's folder"),
+    ],
+)
+def test_a_model_is_looked_for_before_anything_else_is_said_of_it(run: Run, tmp_path: Path, arguments: tuple[str, str], named: str) -> None:
+    (tmp_path / "model.gguf").touch()
+    done = run("generate", "hello", *(argument.format(file=tmp_path / "model") for argument in arguments), cwd=tmp_path)
+    assert done.returncode == 2
+    assert named in one_line(done)
+
+
+def test_a_draft_that_cannot_be_decoded_is_named_with_what_it_is(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 48}')
+    (tmp_path / "draft" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    done = run("generate", "hello", "--draft", str(tmp_path / "draft"))
+    assert done.returncode == 2
+    assert "the draft worker: " in one_line(done)
+    assert f"{tmp_path}/draft/config.json: model type mamba has layers of type linear_attention, which mix tokens" in one_line(done)
 
 
 def test_a_missing_model_is_one_line(run: Run) -> None:

@@ -72,6 +72,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **_INDEXER}},
     "qwen4_exp_text": _INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 12], "axial_pos_embds_dim": [32, 32]},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"]},
     "zaya": {"num_experts_per_tok": 1},

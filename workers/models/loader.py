@@ -114,7 +114,7 @@ def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) ->
     """The model of a config.json, with random numbers of type `stored` as if from a checkpoint, cut or stretched to `layers` layers."""
     attention.register()
     file = folder if folder.is_file() else folder / "config.json"
-    config = _read_config(file)
+    config = read_config(file)
     if layers is not None:
         config.num_hidden_layers = layers
         if kinds := getattr(config, "layer_types", None):
@@ -190,7 +190,7 @@ def _configured(checkpoint: Checkpoint) -> Any:
     """The model of a checkpoint's config.json, without numbers; what cannot be decoded or has other shapes is refused before memory is taken for any."""
     attention.register()
     file = checkpoint.folder / "config.json"
-    config = _read_config(file)
+    config = read_config(file)
     layers = config.num_hidden_layers
     if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
         found = len(checkpoint.tensors)
@@ -200,7 +200,7 @@ def _configured(checkpoint: Checkpoint) -> Any:
     return _with_buffers(model)
 
 
-def _read_config(file: Path) -> Any:
+def read_config(file: Path) -> Any:
     """transformers' configuration of a config.json; `CheckpointError` for one that it cannot read or of a model that cannot be decoded."""
     content = read_json(file)
     refuse_content(content, file)

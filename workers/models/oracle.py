@@ -245,8 +245,19 @@ class Recorder:
         return forward
 
 
-def follow(model: Any, recorder: Recorder, tokens: Tensor, positions: Tensor, cache: ClaimedCache | None, *, head: bool = False, **given: Any) -> None:
+def follow(
+    model: Any,
+    recorder: Recorder,
+    tokens: Tensor,
+    positions: Tensor | None,
+    cache: ClaimedCache | None,
+    *,
+    head: bool = False,
+    **given: Any,
+) -> None:
     """Run a model's own forward for tokens at positions [T] around its layers, in fp32; `head`: to the logits, in place of the final norm.
+
+    Without positions the model numbers the tokens itself.
 
     `UnprovableError` where it cannot be followed to the last layer.
     """
@@ -257,7 +268,7 @@ def follow(model: Any, recorder: Recorder, tokens: Tensor, positions: Tensor, ca
         try:
             output = (model if head else model.base_model)(
                 input_ids=tokens.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
+                position_ids=None if positions is None else positions.unsqueeze(0),
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **given,
@@ -320,6 +331,7 @@ class Oracle:
                 self.tuples = True
                 self._of_runs = [self._called(part, ClaimedCache(run.first)) for run, part in zip(self.runs, parts, strict=True)]
             self._whole = self._called(slice(0, self.count), ClaimedCache(0))
+            self._check_positions()
         self.isolated, self.last, self.final = self._whole.isolated, self._whole.results[-1], self._whole.final
         ours: dict[str, Any] = {"blocks": (), "notes": None}
         rows = (self.pass_tokens, self.pass_positions)
@@ -338,10 +350,22 @@ class Oracle:
     def _called(self, part: slice, cache: ClaimedCache) -> Recorder:
         return self._called_with(self.tokens[part], self.positions[part], cache)
 
-    def _called_with(self, tokens: Tensor, positions: Tensor, cache: ClaimedCache | None, **given: Any) -> Recorder:
+    def _called_with(self, tokens: Tensor, positions: Tensor | None, cache: ClaimedCache | None, **given: Any) -> Recorder:
         recorder = Recorder(self._layers, tuples=self.tuples)
         follow(self._model, recorder, tokens, positions, cache, **given)
         return recorder
+
+    def _check_positions(self) -> None:
+        """`UnprovableError` unless the model itself numbers tokens 0, 1, 2, ..., and lets others be given."""
+        tokens, positions = self.tokens[: self.dense], self.positions[: self.dense]
+        ways: list[tuple[Tensor, Tensor | None]] = [(tokens, positions), (tokens, None), (tokens.flip(0), positions.flip(0))]
+        given, own, turned = (self._called_with(rows, places, None).calls[0] for rows, places in ways)
+        others = dict(own.leaves())
+        same = all(path in others and _near(tensor, others[path]) for path, tensor in given.leaves() if tensor.is_floating_point())
+        if not (same and _near(given.states, own.states)):
+            raise UnprovableError("it does not number tokens by 0, 1, 2, ... from the first one on, as sessions here do")
+        if not _near(given.states, turned.states.flip(1)):
+            raise UnprovableError("it numbers tokens by itself, where the branches of a token tree are at the same positions")
 
     def _compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
         """`UnprovableError` where a layer is given other numbers for the same rows with others beside them; masks are looked at elsewhere."""
@@ -509,6 +533,10 @@ class Oracle:
         positions = self.pass_positions[-len(shares) :].tolist()
         wrong = [(position, share) for position, share in zip(positions, shares.tolist(), strict=True) if share > tolerance]
         return min(wrong, default=None)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=SAME, atol=SAME))
 
 
 def _first(output: Any) -> Tensor:
