@@ -15,7 +15,7 @@ TIMES = 8
 
 def describe(device: torch.device) -> dict[str, str]:
     """Name, capability, memory, driver and torch build."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return {"device": f"the CPU in place of a GPU ({platform.processor() or platform.machine()})", "torch": torch.__version__}
     facts = torch.cuda.get_device_properties(device)
     query = ["nvidia-smi", f"--id={device.index}", "--query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current", "--format=csv,noheader"]
@@ -33,7 +33,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 def finish(device: torch.device) -> None:
     """Wait until all that was asked for is done."""
-    if device.type != "cpu":
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
@@ -52,7 +52,7 @@ def seconds_of(device: torch.device, work: Callable[[], object], times: int = TI
 
 def link_gb_s(device: torch.device, size: int) -> tuple[float, float]:
     """10^9 bytes a second to the device and back, from and to pinned memory."""
-    host = torch.ones(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(size, dtype=torch.uint8, device=device)
     return _rate(device, size, there, host), _rate(device, size, host, there)
 

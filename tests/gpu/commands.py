@@ -24,11 +24,12 @@ from gpu.report import Line, Report
 
 LIMIT_S = 525.0
 """Of the whole command."""
-LIMITS = {"facts": 60.0, "margins": 150.0, "offload": 300.0, "tests": 240.0}
+LIMITS = {"facts": 60.0, "drafts": 240.0, "margins": 150.0, "offload": 300.0, "tests": 240.0}
 """Of each step; the last one has what is left."""
 SHM = Path("/dev/shm")
 NEEDED_BYTES = 40 << 30
 MOST_GB = 1024
+PRETENDED = "pretended"
 LAST_WORDS = 12
 """Lines of what a failed step said."""
 TESTS = Path(__file__).resolve().parent.parent
@@ -45,7 +46,7 @@ class Step:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--device", default="cuda:0", show_default=True, help="cuda:N, or cpu in place of a GPU.")
+@click.option("--device", default="cuda:0", show_default=True, help="cuda:N; or cpu in place of a GPU, or pretended, the CPU behind the rules of one.")
 @click.option("--vram", default="8,12,24", show_default=True, help="Caps of the device's memory in GB.")
 @click.option("--quick", is_flag=True, help="Sizes at which figures mean nothing, to see that everything runs.")
 @click.option("--only", multiple=True, type=click.Choice([*LIMITS]), help="These steps; can be repeated.  [default: all]")
@@ -165,6 +166,11 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
 
         margins.run(report, device, lambda what: note(f"- {what}"))
         return
+    if step == "drafts":
+        from gpu import drafts
+
+        drafts.run(report, device, work, lambda what: note(f"- {what}"))
+        return
     if step == "tests":
         _tests(report, device)
         return
@@ -178,6 +184,8 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
         there, back = chip.link_gb_s(opened.torch_device, size)
         report.note("link, pinned", f"{there:.1f} GB/s to the device, {back:.1f} GB/s back")
         report.note("memory", f"{chip.memory_gb_s(opened.torch_device, size):.0f} GB/s")
+    elif device == PRETENDED:
+        report.note("offload", f"left out: {device} has neither times nor a limit of memory of its own")
     else:
         from gpu import offload
 
@@ -187,13 +195,15 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
 def _tests(report: Report, device: str) -> None:
     """Every test that is marked gpu; without one that they can be collected."""
     command = [sys.executable, "-m", "pytest", str(TESTS), "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    if device == "cpu":
+    if device in ("cpu", PRETENDED):
         command.append("--collect-only")
     elif not device.endswith(":0"):
         report.note("tests", "they are of cuda:0")
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
     said = found.stdout.strip().splitlines()
-    report.check("pytest -m gpu" + (", collected" if device == "cpu" else ""), found.returncode == 0, said[-1] if said else found.stderr.strip(), "all pass")
+    report.check(
+        "pytest -m gpu" + (", collected" if device in ("cpu", PRETENDED) else ""), found.returncode == 0, said[-1] if said else found.stderr.strip(), "all pass"
+    )
     if found.returncode:
         note("\n".join((*said[-60:], *found.stderr.splitlines()[-10:])))
 

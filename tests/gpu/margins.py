@@ -43,24 +43,25 @@ def run(report: Report, device: str, progress: Callable[[str], None]) -> None:
         report.note("unified", "left out: the hqq package is not installed (pip install 'dovetail[subspec]')")
     for weights in ("fp32",) if report.quick else ("fp32", "half", "int8"):
         with running({"draft.device": "cpu", "target.weights": weights}) as client:
-            expected = _replies(client, prompts, tokens, None)
+            expected = replies_of(client, prompts, tokens, None)
         for name, flags in placements(device, weights).items():
             if weights != "fp32" and name not in FEWER:
                 continue
             progress(f"{weights}, {name}")
             try:
                 with running(flags) as client:
-                    found = _replies(client, prompts, tokens, TREE)
+                    found = replies_of(client, prompts, tokens, TREE)
             except DovetailError as error:
                 report.check(f"{weights}, {name}", False, str(error).splitlines()[0])
                 continue
-            _compare(report, f"{weights}, {name}", found, expected, TIES[weights])
+            compare(report, f"{weights}, {name}", found, expected, TIES[weights])
 
 
 Replies = Mapping[tuple[int, float], Finished]
 
 
-def _replies(client: Client, prompts: int, tokens: int, tree: TreeSettings | None) -> Replies:
+def replies_of(client: Client, prompts: int, tokens: int, tree: TreeSettings | None) -> Replies:
+    """Return the replies to the first prompts by their numbers and temperatures; without a tree those of the target alone."""
     return {
         (number, temperature): client.complete(
             submit(client, PROMPTS[number][:1], sampling=Sampling(temperature=temperature), tokens=tokens, seed=SEED, tree=tree)
@@ -70,7 +71,8 @@ def _replies(client: Client, prompts: int, tokens: int, tree: TreeSettings | Non
     }
 
 
-def _compare(report: Report, name: str, found: Replies, expected: Replies, tie: float) -> None:
+def compare(report: Report, name: str, found: Replies, expected: Replies, tie: float) -> None:
+    """Check that replies are the same, or part where the target's two best choices lie closer than `tie`."""
     widest, parted = 0.0, 0
     for (number, temperature), reply in found.items():
         if (difference := first_difference(reply, expected[number, temperature])) is not None:

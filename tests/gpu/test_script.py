@@ -38,10 +38,22 @@ def test_every_step_runs_with_the_cpu_in_place_of_a_gpu(tmp_path: Path) -> None:
     found = run("--device", "cpu", "--quick", "--out", str(out))
     assert found.returncode == 0, found.stdout + found.stderr
     steps = {step["name"]: step for step in json.loads(out.read_text(encoding="utf-8"))}
-    assert {name: step["failure"] for name, step in steps.items()} == {"facts": "", "margins": "", "offload": "", "tests": ""}
+    assert {name: step["failure"] for name, step in steps.items()} == {"facts": "", "drafts": "", "margins": "", "offload": "", "tests": ""}
     names = " ".join(line["name"] for line in steps["offload"]["lines"])
     for wanted in ("t_T", "T_V(289)", "t_D", "draft step", "SubSpec over plain", "formula", "PCIe 4", "asynchronous transfer", "streamed prefill"):
         assert wanted in names
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_every_draft_runs_on_a_pretended_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    found = run("--device", "pretended", "--quick", "--only", "facts", "--only", "drafts", "--only", "margins", "--out", str(out))
+    assert found.returncode == 0, found.stdout + found.stderr
+    steps = {step["name"]: step for step in json.loads(out.read_text(encoding="utf-8"))}
+    assert {name: step["failure"] for name, step in steps.items()} == {"facts": "", "drafts": "", "margins": ""}
+    drafted = {line["name"].partition(",")[0] for line in steps["drafts"]["lines"] if line["name"].endswith(": drafting") and line["holds"]}
+    assert drafted >= {"small", "eagle", "eagle3", "dovetail", "jakiro", "jakiro without contrast", "jakiro-star"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Real processes whose draft is on a pretended GPU write what the target writes alone, and as much of it is drafted as by the CPU's draft."""
+
+import pytest
+
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from dovetail.workers.devices.pretended import POSSIBLE
+from support.losslessness import difference
+from support.stacks import PROMPTS, complete_all, running
+
+pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device from Python")
+
+TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
+TOKENS = 40
+SLOW = ("small", "eagle", "substitute")
+
+
+def replies(client: Client, tree: TreeSettings | None) -> list[Finished]:
+    """A greedy reply and a sampled one side by side, then the greedy one again, which goes on from what is kept; the draft grows ahead."""
+    found = []
+    for temperatures in ((0.0, 1.0), (0.0,)):
+        samplings = [Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in temperatures]
+        how = {"tree": TreeSettings(), "speculate": False} if tree is None else {"tree": tree, "ahead": True}
+        found += complete_all(client, [client.submit(turns=PROMPTS[0][:1], sampling=s, max_tokens=TOKENS, seed=5, **how) for s in samplings])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dovetail", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def test_a_draft_there_drafts_as_well_as_one_here(kind: str) -> None:
+    if kind == "substitute":
+        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+    with running({"draft.kind": kind, "draft.device": "pretended"}) as client:
+        alone, there = replies(client, None), replies(client, TREE)
+        worker = next(worker for worker in client.status().workers if worker.roles == ("draft",))
+        assert worker.device == "pretended:0"
+        assert not client.status().faults
+    with running({"draft.kind": kind, "draft.device": "cpu"}) as client:
+        here = replies(client, TREE)
+    for one, other, reference in zip(there, here, alone, strict=True):
+        assert difference(one, reference.result.token_ids) is None
+        assert one.result.draft_failure is None
+        assert one.result.tau is not None
+        assert other.result.tau is not None
+        assert one.result.tau > 1.5
+        assert one.result.tau > 0.8 * other.result.tau
