@@ -12,7 +12,7 @@ from support.stacks import PROMPTS, complete_all, running
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device from Python")
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
-TOKENS = 40
+TOKENS = 20
 SLOW = ("small", "eagle", "substitute")
 
 
