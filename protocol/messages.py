@@ -243,7 +243,7 @@ class LoadingState(Frozen):
     @property
     def left_s(self) -> float | None:
         """Seconds until this is done, at the rate so far; None: not known yet."""
-        return (self.total - self.done) / self.bytes_per_s if self.bytes_per_s > 0.0 else None
+        return (self.total - self.done) / self.bytes_per_s if self.bytes_per_s >= 1.0 else None
 
     @property
     def words(self) -> str:

@@ -55,7 +55,7 @@ from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
 from dovetail.runtime.live import Live, load_of
-from dovetail.runtime.liveness import DEAF
+from dovetail.runtime.liveness import DEAF, LEAST_S
 from dovetail.runtime.metrics import Dropped, Tally
 from dovetail.runtime.moving import Moving
 from dovetail.runtime.observing import Observing
@@ -547,7 +547,7 @@ class Coordinator:
             self._probe(worker)
             return
         worker.liveness.missed(since_ns)
-        silent_s, stuck_s = worker.liveness.silent_ns / 1e9, self._settings.stuck_s
+        silent_s, stuck_s = worker.liveness.silent_ns / 1e9, max(LEAST_S, self._settings.stuck_s)
         if silent_s > DEAF * stuck_s:
             self.lose(worker, f"has said nothing for {silent_s:.0f} s")
         elif silent_s > stuck_s and not worker.silent:

@@ -13,6 +13,8 @@ from dovetail.runtime.scheduler import Owed
 
 MOST_STEP_NS = 1_000_000_000
 """Between two looks no more counts as silence: whoever looks may have stood still itself."""
+LEAST_S = 5.0
+"""A worker may be silent for so long at least: it says that it is at work some seconds after it began."""
 DEAF = 6
 """After so many times `coordinator.stuck_s` without a word a worker is lost: its own watchdog ends it sooner, if it still can."""
 

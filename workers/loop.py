@@ -52,6 +52,8 @@ MAX_WAITING = 64
 """Messages that are taken in while something is computed; the others wait in the link."""
 PROBE_BYTES = 128
 """A message that is longer is no probe."""
+BUSY_AFTER_S = 2.0
+"""A command that takes longer does not keep probes waiting; until then every answer comes in its turn."""
 LOOK_EVERY_S = 0.25
 """So often a worker that computes looks whether there is anybody left to compute for."""
 
@@ -205,8 +207,8 @@ class _Loop:
         self._epoch, self._coordinator_epoch = epoch, coordinator_epoch
         self._stale, self._strikes, self._busy_ns = 0, 0, 0
         self._look_s = 0.0
-        self._answering = False
-        """Whether it is in the midst of a command."""
+        self._began_s: float | None = None
+        """When the command began that it is in the midst of."""
         self._waiting: deque[list[bytes]] = deque()
         """What arrived while something was computed."""
         self._process = psutil.Process(os.getpid())
@@ -309,13 +311,13 @@ class _Loop:
         if isinstance(command, Observe):
             self._worker.spans.fine = command.fine
             return
-        self._answering = True
+        self._began_s = time.monotonic()
         try:
             yield from self._answers(command)
         except Exception as error:  # one command's failure must not end the other sessions
             yield from failures(command, self._epoch, as_request_error(error))
         finally:
-            self._answering = False
+            self._began_s = None
 
     def _answers(self, command: Command) -> Iterator[Event]:
         """What the worker makes of a command; the time between two answers is ours, not that of sending them."""
@@ -344,17 +346,25 @@ class _Loop:
         if now_s >= self._look_s:
             self._look_s = now_s + LOOK_EVERY_S
             while len(self._waiting) < MAX_WAITING and (frames := self._link.take()) is not None:
-                if (probe := self._as_probe(frames)) is not None:
-                    self._send(self._probed(probe, busy=self._answering or bool(self._waiting)))
-                else:
-                    self._waiting.append(frames)
+                self._waiting.append(frames)
+            if self._began_s is not None and now_s - self._began_s > BUSY_AFTER_S:
+                self._say_busy()
             try:
                 self._link.check()
             except LinkClosed as lost:
                 raise Abandoned(str(lost)) from None
 
+    def _say_busy(self) -> None:
+        """Answer the probes that wait: it is at work, and gets on."""
+        waiting, self._waiting = self._waiting, deque()
+        for frames in waiting:
+            if (probe := self._as_probe(frames)) is not None:
+                self._send(self._probed(probe, busy=True))
+            else:
+                self._waiting.append(frames)
+
     def _as_probe(self, frames: list[bytes]) -> Probe | None:
-        """A probe of this coordinator, which is answered in the midst of a command; None: it is anything else, which waits."""
+        """A probe of this coordinator; None: it is anything else."""
         if len(frames) > 1 or len(frames[0]) > PROBE_BYTES:
             return None
         try:

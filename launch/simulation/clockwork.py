@@ -177,10 +177,14 @@ class Process:
         self._send([self._worker.hello(self._epoch)])
 
     def _deliver(self, frames: list[bytes], time_ns: int) -> None:
+        command = COMMAND.decode(frames)
+        if isinstance(command, Probe) and self._clock() > time_ns:  # as real workers do it
+            self._hub.post(self._peer, encode(self._probed(command, time_ns, busy=True)), time_ns)
+            return
         while self._idle and self._clock() < time_ns:
             self._idle = self._worker.idle()
         self._clock.wait_until(time_ns)
-        self._send(self._answers(COMMAND.decode(frames)))
+        self._send(self._answers(command))
 
     def _answers(self, command: Command) -> Iterable[Event]:
         match command:
@@ -189,11 +193,22 @@ class Process:
             case Failed():
                 raise RuntimeError(f"the coordinator turned a simulated worker away: {command.text}")
             case Probe():
-                now_ns, sessions = self._clock(), self._worker.sessions
-                return [Probed(epoch=self._epoch, sent_ns=command.sent_ns, clock_ns=now_ns, busy_ns=0, stale=0, sessions=sessions, rss_bytes=0)]
+                return [self._probed(command, self._clock(), busy=False)]
             case _:
                 self._idle = True
                 return self._worker.handle(command)
+
+    def _probed(self, probe: Probe, now_ns: int, *, busy: bool) -> Probed:
+        return Probed(
+            epoch=self._epoch,
+            sent_ns=probe.sent_ns,
+            clock_ns=now_ns,
+            busy_ns=0,
+            stale=0,
+            sessions=self._worker.sessions,
+            rss_bytes=0,
+            busy=busy,
+        )
 
     def _send(self, events: Iterable[Hello | Event]) -> None:
         for event in events:

@@ -290,6 +290,12 @@ def test_a_draft_that_is_always_wrong_costs_its_time_and_brings_nothing() -> Non
     assert figures([play.result]).tokens_per_s < figures([alone.result]).tokens_per_s
 
 
+def test_a_worker_whose_pass_takes_minutes_is_not_taken_for_lost() -> None:
+    slow = replace(COSTS, t_v=(ContextCurve(context=0, t_v=curve((1, 2, 4), (100.0, 110.0, 130.0))),))
+    (play,), _ = play_all(KNOWING, slow, CHAIN, ahead=False)
+    assert (play.result.rounds, play.result.moves) == (5, 0)
+
+
 def test_drafting_ahead_hides_the_draft_behind_the_target() -> None:
     """A chain of three takes some 3 ms, the target 13: with ahead, all but the first proposal lie there when they are asked for."""
     waiting, ahead = (figures([played(KNOWING, ahead=choice).result]) for choice in (False, True))

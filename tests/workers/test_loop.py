@@ -37,6 +37,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
+from dovetail.workers import loop
 from dovetail.workers.draft import DraftWorker, open_draft_worker
 from dovetail.workers.loop import Reconnecting, serve
 from dovetail.workers.progress import beat
@@ -188,7 +189,7 @@ def test_a_probe_is_answered_with_clocks_and_counts(coordinator: Coordinator) ->
     assert before.busy_ns == 0 < after.busy_ns <= after.clock_ns - before.clock_ns
 
 
-def test_a_probe_is_answered_in_the_midst_of_a_command_and_the_answer_says_so(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_is_answered_in_the_midst_of_a_long_command_and_the_answer_says_so(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     real, computing, enough = coordinator.worker._model.forward_with_states, threading.Event(), threading.Event()
 
     def compute(*arguments: Any, **named: Any) -> Any:
@@ -201,6 +202,7 @@ def test_a_probe_is_answered_in_the_midst_of_a_command_and_the_answer_says_so(co
     assert not coordinator.probe().busy
     coordinator.send(opening())
     assert computing.wait(60.0)
+    monkeypatch.setattr(loop, "BUSY_AFTER_S", 0.0)
     assert coordinator.probe().busy
     coordinator.send(verifying((1, 1, 5)))
     assert coordinator.probe().busy  # which comes before two answers that are owed
