@@ -1,6 +1,6 @@
 """transformers without the packages that it imports wherever they are installed and no worker needs.
 
-hqq brings torch's compiler along, and scipy its optimisers (for a loss of object detection): together a third of what it takes a worker to start. transformers
+hqq brings torch's compiler along, scipy its optimisers (for a loss of object detection): together a quarter of what it takes a worker to start. transformers
 is told that they are not installed, and remembers it; whoever needs one of them imports it as ever. Where transformers has been imported already it has seen
 what there is, and is left as it is.
 """
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-UNUSED = ("hqq", "scipy")
+UNUSED = ("accelerate", "hqq", "scipy")
 
 
 @contextmanager
