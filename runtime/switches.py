@@ -120,7 +120,7 @@ class Switch:
             return self._tested(tokens, seconds, alone_s, won, among)
         self._count(tokens, seconds)
         if self._rounds >= LASTING:
-            won = max(won, -MOST_LOSS_OF_A_WINNER)
+            won = max(won, -MOST_LOSS_OF_A_WINNER / among)
         self._balance = max(0.0, self._balance - won)
         self._worst_s = max(self._worst_s, -won * alone_s)
         if self._rounds >= LASTING and self._balance == 0.0:
