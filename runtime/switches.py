@@ -32,6 +32,7 @@ TRY_ROUNDS = 2
 TRY_MARGIN = 1.03
 LASTING = 32
 """Rounds of drafting after which it is taken to pay."""
+HOPELESS = 256
 FIRST_OF_MANY = 2
 """Rounds without drafting before it is first tried where several sessions run: so many tell what a pass over their roots takes."""
 
@@ -93,13 +94,14 @@ class Switch:
     def plain(self, seconds: float, alone_s: float, *, among: int = 1, worth_trying: bool = True) -> str | None:
         """A round without drafting has passed; what follows from it, in words, if anything does.
 
-        `among`: sessions that run at once, each of which has such a round in the time of one.
+        `among`: sessions that run at once, each of which has such a round in the time of one. `worth_trying`: whether known costs let a try pay; what they
+        were taken from may have changed since, so that where they do not, it is made all the same after `HOPELESS` rounds.
         """
         self._experience.earn(seconds / among, alone_s)
         if self.state != "off":
             return None
         self._rounds += 1 / among
-        if not worth_trying or self._rounds < self._patience or not self._experience.affordable:
+        if self._rounds < (self._patience if worth_trying else HOPELESS) or not self._experience.affordable:
             return None
         last = self.last_rates(alone_s) if self._experience.rate else f"the target alone brings {1 / alone_s:.1f} tokens/s"
         words = f"drafting is tried again after {self._rounds:.0f} rounds without it: {last}"

@@ -59,7 +59,7 @@ def test_where_drafting_pays_at_a_load_it_is_done() -> None:
 def test_after_a_burst_a_lone_session_is_drafted_for_within_its_first_reply(tree: TreeSettings) -> None:
     house = Crowded(DEAR)
     alone = rate(house.run(1, speculate=False))
-    house.run(8, tree=tree)
+    house.run(16, tree=tree)
     (stream,) = streams = house.run(1, tree=tree)
     assert drafted(streams) >= 0.8 * stream.result.rounds
     assert rate(streams) > 1.5 * alone
@@ -163,3 +163,12 @@ def test_every_pair_comes_with_a_tree_that_adapts_itself() -> None:
     embedded, own = configure(environment={}), configure(flags={"target.model": "/models/mine"}, environment={})
     assert [settings.settings.tree.policy for settings in (embedded, own)] == ["goodput", "goodput"]
     assert not embedded.settings.tree.insist
+
+
+def test_costs_that_let_nothing_pay_are_not_believed_for_ever() -> None:
+    switch, states = Switch(Experience(), many=True), list[str]()
+    for _ in range(8 * 300):
+        switch.plain(0.02, 0.02, among=8, worth_trying=False)
+        states.append(switch.state)
+    assert states.count("off") == pytest.approx(8 * 256, abs=8)
+    assert states[-1] == "try"
