@@ -220,10 +220,12 @@ class Live:
 
 def load_of(live: Live, lives: Iterable[Live]) -> Load:
     """How much runs on a session's workers."""
-    running = [other for other in lives if other.running]
-    target = sum(other.target is live.target for other in running)
-    draft = sum(other.draft is live.draft for other in running) if live.draft is not None else 0
-    return Load(max(1, target), max(1, draft))
+    on_target = on_draft = 0
+    for other in lives:
+        if other.running:
+            on_target += other.target is live.target
+            on_draft += other.draft is live.draft
+    return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))
 
 
 def waits(worker: Worker, lives: Iterable[Live]) -> Waits:

@@ -101,7 +101,10 @@ class Pair:
 
     def crowd(self, *, greedy: bool, load: Load) -> "Crowd":
         """What was learned at a load beyond a single session; nothing of it holds at another one."""
-        return self.crowds.setdefault((greedy, load.level), Crowd())
+        key = greedy, load.level
+        if key not in self.crowds:
+            self.crowds[key] = Crowd()
+        return self.crowds[key]
 
     def state(self) -> PairState:
         costs, alone_s = self.costs, self.costs.alone_s(context=self.context)

@@ -116,14 +116,17 @@ class Pilot:
         self._promises = PRIOR_NODES
         self._kept_promises = PRIOR_NODES * (pair.honesty if pair is not None else 1.0)
         self._empty = self._resting = 0
+        self._crowd_here: Crowd | None = None
         if self._own is not None and not self._own.drafting:
             self._say(f"session {self._number} begins without drafting: with {self._names} {self._lost_of_late(self._own)}")
 
     @property
     def _crowd(self) -> Crowd:
         """What the sessions that run beside each other at this load have learned."""
-        assert self._pair is not None
-        return self._pair.crowd(greedy=self._greedy, load=self._load)
+        if self._crowd_here is None:
+            assert self._pair is not None
+            self._crowd_here = self._pair.crowd(greedy=self._greedy, load=self._load)
+        return self._crowd_here
 
     @property
     def _switch(self) -> Switch | None:
@@ -243,6 +246,8 @@ class Pilot:
     def _meet(self, load: Load) -> None:
         """A round begins at this load: what others brought at another level says nothing of it."""
         changed, self._load = load.level != self._load.level, load
+        if changed:
+            self._crowd_here = None
         switch = self._switch
         if changed:
             self._recent.clear()
@@ -348,8 +353,7 @@ class Pilot:
             words = switch.drafted(tokens, seconds, crowd.alone_s(expected_s), among=among)
         else:
             crowd.plain(seconds, expected_s)
-            worth_trying = self._hope(done.context)[1] >= LEAST_HOPE
-            words = switch.plain(seconds, crowd.alone_s(expected_s), among=among, worth_trying=worth_trying)
+            words = switch.plain(seconds, crowd.alone_s(expected_s), among=among, worth_trying=lambda: self._hope(done.context)[1] >= LEAST_HOPE)
         self._tell_all(words if words is None else f"{self._load}: {words} each")
 
     def _tell(self, words: str | None) -> None:

@@ -5,7 +5,7 @@ the target verifies pays where both share a device. Both are told rounds - token
 messages; what they decide they say in a sentence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,7 +91,7 @@ class Switch:
         """A session comes to run at this load: how often trying has failed before it came is forgotten, what it may cost is not."""
         self._failed = 0
 
-    def plain(self, seconds: float, alone_s: float, *, among: int = 1, worth_trying: bool = True) -> str | None:
+    def plain(self, seconds: float, alone_s: float, *, among: int = 1, worth_trying: Callable[[], bool] = lambda: True) -> str | None:
         """A round without drafting has passed; what follows from it, in words, if anything does.
 
         `among`: sessions that run at once, each of which has such a round in the time of one. `worth_trying`: whether known costs let a try pay; what they
@@ -101,7 +101,7 @@ class Switch:
         if self.state != "off":
             return None
         self._rounds += 1 / among
-        if self._rounds < (self._patience if worth_trying else HOPELESS) or not self._experience.affordable:
+        if self._rounds < self._patience or not self._experience.affordable or (self._rounds < HOPELESS and not worth_trying()):
             return None
         last = self.last_rates(alone_s) if self._experience.rate else f"the target alone brings {1 / alone_s:.1f} tokens/s"
         words = f"drafting is tried again after {self._rounds:.0f} rounds without it: {last}"

@@ -168,7 +168,7 @@ def test_every_pair_comes_with_a_tree_that_adapts_itself() -> None:
 def test_costs_that_let_nothing_pay_are_not_believed_for_ever() -> None:
     switch, states = Switch(Experience(), many=True), list[str]()
     for _ in range(8 * 300):
-        switch.plain(0.02, 0.02, among=8, worth_trying=False)
+        switch.plain(0.02, 0.02, among=8, worth_trying=lambda: False)
         states.append(switch.state)
     assert states.count("off") == pytest.approx(8 * 256, abs=8)
     assert states[-1] == "try"
