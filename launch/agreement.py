@@ -88,7 +88,8 @@ def compare(tokens: Sequence[int], scores: Iterable[TokenLogprobs], replied: int
 def agreement_of(connection: Connection, prompts: Sequence[Prompt], text_tokens: int | None, tell: Callable[[int, int], None]) -> Agreement:
     """Compare the target of a connection, on a text made of prompts; `text_tokens`: so many, None: as many as its configuration makes worth while."""
     from dovetail.workers.models.checkpoint import open_checkpoint, read_json
-    from dovetail.workers.models.oracle import UnprovableError, landmarks
+    from dovetail.workers.models.following import UnprovableError
+    from dovetail.workers.models.landmarks import landmarks
     from dovetail.workers.models.reference import reference_logits
 
     target = next(worker for worker in connection.state.workers if "target" in worker.roles and not (worker.standby or worker.leaving))

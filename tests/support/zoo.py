@@ -58,7 +58,7 @@ COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "doge": ("Doge", {}, "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported"),
-    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "layer 0 .*attention with s_aux is not supported"),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "layer 0 .*attention with .*s_aux.* is not supported"),
     "llama4": ("Llama4", {"attention_chunk_size": 8, "num_local_experts": 2}, "layers of type chunked_attention"),
     "llama longrope": ("Llama", longrope(4.0), "rotary embeddings of type longrope .llama. .*longest sequence of a pass"),
     "phi3 longrope": ("Phi3", {"original_max_position_embeddings": ORIGINAL, **longrope(4.0)}, "rotary embeddings of type longrope"),

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
+from dovetail.workers.models.following import UnprovableError
+from dovetail.workers.models.landmarks import runs_of
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.oracle import Oracle, UnprovableError, runs_of
+from dovetail.workers.models.oracle import Oracle
 from dovetail.workers.models.segment import Segment
 from support.models import CONTEXT, SHAPE, reference_logits
 from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write

@@ -35,9 +35,10 @@ from dovetail.workers.kernels.layer import (
 from dovetail.workers.kernels.layer import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.following import UnsupportedError
 from dovetail.workers.models.library import transformers_pass
 from dovetail.workers.models.loader import decoder_layers
-from dovetail.workers.models.oracle import Oracle, UnsupportedError
+from dovetail.workers.models.oracle import Oracle
 from dovetail.workers.models.proof import LAYER_TOLERANCE, LayerProof, Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment, check_truncation, has_to_move, slots_in_place
 from dovetail.workers.models.states import LAST, Kept, keeping

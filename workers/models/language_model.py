@@ -26,13 +26,14 @@ from dovetail.workers.models import fused
 from dovetail.workers.models.architecture import REMEDY, why_not
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, find_folder, open_checkpoint, read_json
+from dovetail.workers.models.following import UnprovableError, UnsupportedError
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
 from dovetail.workers.models.library import Library, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against
 from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton, read_config, said_by
 from dovetail.workers.models.memory import is_out_of_memory, release_memory
-from dovetail.workers.models.oracle import Oracle, UnprovableError, UnsupportedError
+from dovetail.workers.models.oracle import Oracle
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.selection import select
 from dovetail.workers.models.staged import Staged, Staging

@@ -13,9 +13,11 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.embedding import widen_embeddings
+from dovetail.workers.models.following import EAGER, UnprovableError, implementation, line_of, stand_in
+from dovetail.workers.models.landmarks import short_text
 from dovetail.workers.models.linear import PackedLinear
 from dovetail.workers.models.loader import decoder_layers
-from dovetail.workers.models.oracle import EAGER, Oracle, UnprovableError, implementation, short_text, stand_in
+from dovetail.workers.models.oracle import Oracle
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.selection import Selection
 from dovetail.workers.models.states import Kept, keeping
@@ -122,7 +124,7 @@ def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> Noted:
     except UnprovableError:
         raise
     except Exception as error:  # a layer that nobody here has seen may stumble in any way
-        raise UnprovableError(f"{what} cannot be computed with attention of our own: {' '.join(str(error).split())[:200]}") from error
+        raise UnprovableError(f"{what} cannot be computed here ({line_of(error)})") from error
     if not notes:
         raise UnprovableError(f"{what} computes attention by itself, where token trees need to replace it")
     if len(notes) != 1:

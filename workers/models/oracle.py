@@ -7,165 +7,29 @@ true lengths, and of each mask the columns of the rows that exist are kept. So a
 dozen rows. The layers themselves need no numbers until they are run. Knows nothing of kernels.
 """
 
-import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.lean import DynamicCache
+from dovetail.workers.models.following import EAGER, Call, ClaimedCache, Path, Recorder, UnprovableError, first_of, follow, implementation, line_of
+from dovetail.workers.models.landmarks import runs_of
 from dovetail.workers.models.segment import Paths, Segment
 
-EAGER = "eager"
-DENSE = 8
-"""Positions at the beginning that are all there: smaller windows are crossed for real."""
-LANDMARK = re.compile("position|window|chunk|floor|context|block|length|segment|stride|scale_")
-"""Names of settings that may be positions at which a function changes."""
-MOST_LANDMARKS = 12
-SHORT, BEYOND = 64, 4
-"""A whole model is run over some tokens beyond the last landmark that is no farther than this."""
-SPREAD = (32, 256, 2048, 16384, 65536)
-"""Positions that are looked at whatever a configuration says."""
+CHANGING = ("dynamic", "longrope")
+"""Types of rotary embeddings whose angles may depend on the longest sequence; named where those of a model do."""
 HIDDEN = -1e4
 """What eager attention adds to the score of what a row does not see is no more than this."""
 SAME = 1e-5
 """How far what transformers hands to a layer may differ with the other rows of a pass: nothing but rounding."""
 LEAST_ADDED = 1e-3
 """A layer that adds less than this share of the states is measured by them: they are rounded as they are added to."""
-
-Path = tuple[str | int, ...]
-
-
-class UnsupportedError(Exception):
-    """The kernels cannot compute a model, or differ from transformers: says in which part of it, and where."""
-
-
-class UnprovableError(Exception):
-    """No back end can compute a model, or be proved to: says why, with the layer and the position where there are any."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Positions first, first + 1, ... that exist."""
-
-    first: int
-    count: int
-
-    @property
-    def stop(self) -> int:
-        """The first position behind it."""
-        return self.first + self.count
-
-
-def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
-    """The positions of a proof: the beginning, either side of every landmark of a configuration, and the end of the context."""
-    marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
-    wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
-    wanted |= {place for mark in marks for place in (mark - 1, mark)} | {place for place in SPREAD if place < context}
-    runs: list[Run] = []
-    for position in sorted(wanted):
-        if runs and runs[-1].stop == position:
-            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
-        else:
-            runs.append(Run(position, 1))
-    return runs
-
-
-def short_text(config: Mapping[str, Any], context: int) -> int:
-    """So many tokens from the beginning cross every landmark of a configuration that is near."""
-    return min(context, max([DENSE, *(mark for mark in landmarks(config) if mark <= SHORT)]) + BEYOND)
-
-
-def landmarks(value: Any, named: bool = False) -> Iterator[int]:
-    """All whole numbers under names that speak of positions, however deep they lie."""
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from landmarks(part, named or bool(LANDMARK.search(str(name))))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from landmarks(part, named)
-    elif named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 40 and value == int(value):
-        yield int(value)
-
-
-@dataclass(frozen=True)
-class Call:
-    """How a model called one of its layers."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def of(self, states: Tensor, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with other hidden states."""
-        kwargs = {**self.kwargs, **changes}
-        if self.args:
-            return (states, *self.args[1:]), kwargs
-        return (), {**kwargs, "hidden_states": states}
-
-    @property
-    def states(self) -> Tensor:
-        """The hidden states that the model gave."""
-        given: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
-        return given
-
-    def leaves(self) -> Iterator[tuple[Path, Tensor]]:
-        """All tensors beside the hidden states, and where they stand."""
-        yield from _leaves(self.args[1:], ("args",))
-        yield from _leaves({name: part for name, part in self.kwargs.items() if name != "hidden_states"}, ())
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _leaves(part, (*path, name))
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from _leaves(part, (*path, index))
-
-
-def _swapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A structure with every tensor in it changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _swapped(part, change) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_swapped(part, change) for part in value)
-    return value
-
-
-class ClaimedCache(DynamicCache):  # type: ignore[misc]
-    """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a cache says."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-        self.asked = False
-        """Whether anybody wanted to know how many rows there are."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.asked = True
-        return self._length
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length + query_length, 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
 
 
 class ProofCache(KVCache):
@@ -184,102 +48,6 @@ class ProofCache(KVCache):
     def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         keys, values = self._rows[layer]
         return keys[:, start:stop], values[:, start:stop]
-
-
-@contextmanager
-def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[None]:
-    """A model, and other modules of it, with another implementation of attention for a while."""
-    found: Iterator[Any] = (getattr(module, "config", None) for part in (model, *others) for module in part.modules())
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._attn_implementation = name
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
-
-
-class Recorder:
-    """Stands in for a model's layers while its own forward runs: keeps how each was called, and gives each a result of its own."""
-
-    def __init__(self, layers: Sequence[nn.Module], results: Sequence[Tensor] | None = None, *, tuples: bool = False) -> None:
-        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple, whose first part are the states."""
-        self.calls: dict[int, Call] = {}
-        self.results: list[Tensor] = []
-        self.final: Tensor | None = None
-        """What the model makes of what the last layer gave; None where that has other numbers than fp32."""
-        self.isolated = True
-        """Whether each layer is given what the one before it gave, as it was, and all are called in order."""
-        self._layers, self._given, self._tuples = layers, results, tuples
-
-    @property
-    def complete(self) -> bool:
-        """Whether every layer has been called."""
-        return len(self.calls) == len(self._layers)
-
-    def __enter__(self) -> "Recorder":
-        for index, layer in enumerate(self._layers):
-            layer.forward = self._stand_in(index)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self._layers:
-            layer.__dict__.pop("forward", None)
-
-    def _stand_in(self, index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = Call(args, kwargs)
-            before = self.results[-1] if self.results else None
-            if index and call.states.shape != self.results[0].shape:
-                raise TypeError("a layer is given states of another shape than the first")
-            in_order = index == len(self.results)
-            self.isolated &= in_order and (before is None or call.states is before or torch.equal(call.states, before))
-            self.calls[index] = call
-            generator = torch.Generator().manual_seed(index)
-            result = torch.randn(call.states.shape, generator=generator) if self._given is None else self._given[index]
-            self.results.append(result)
-            return (result,) if self._tuples else result
-
-        return forward
-
-
-def follow(
-    model: Any,
-    recorder: Recorder,
-    tokens: Tensor,
-    positions: Tensor | None,
-    cache: ClaimedCache | None,
-    *,
-    head: bool = False,
-    **given: Any,
-) -> None:
-    """Run a model's own forward for tokens at positions [T] around its layers, in fp32; `head`: to the logits, in place of the final norm.
-
-    Without positions the model numbers the tokens itself.
-
-    `UnprovableError` where it cannot be followed to the last layer.
-    """
-    with ExitStack() as stack:
-        embedding = model.get_input_embeddings()
-        stack.callback(embedding.register_forward_hook(lambda _module, _given, rows: rows.float()).remove)
-        stack.enter_context(recorder)
-        try:
-            output = (model if head else model.base_model)(
-                input_ids=tokens.unsqueeze(0),
-                position_ids=None if positions is None else positions.unsqueeze(0),
-                past_key_values=cache,
-                use_cache=cache is not None,
-                **given,
-            )
-            recorder.final = output[0][0]
-        except Exception as error:  # it is transformers' code for a model that nobody here has seen
-            if not recorder.complete:
-                why = f"transformers' own forward cannot be followed ({type(error).__name__}: {_line(error)})"
-                raise UnprovableError(why) from error
-    if not recorder.complete:
-        raise UnprovableError(f"transformers' own forward calls {len(recorder.calls)} of the model's decoder layers")
 
 
 class Oracle:
@@ -306,7 +74,7 @@ class Oracle:
         except UnprovableError:
             raise
         except Exception as error:  # it is transformers' code for a model that nobody here has seen
-            raise UnprovableError(f"transformers' own forward cannot be followed ({type(error).__name__}: {_line(error)})") from error
+            raise UnprovableError(f"transformers' own forward cannot be followed ({type(error).__name__}: {line_of(error)})") from error
 
     @property
     def pass_positions(self) -> Tensor:
@@ -392,7 +160,8 @@ class Oracle:
         if any("position_embeddings" in str(name) or "rot" in str(name) for name in path) or "args" in path:
             rope = getattr(self._model.config, "rope_parameters", None) or {}
             kinds = sorted({str(part["rope_type"]) for part in (rope, *rope.values()) if isinstance(part, dict) and "rope_type" in part})
-            named = f" of type {' and '.join(kinds)}" if kinds else ""
+            changing = [part for part in kinds if part in CHANGING]
+            named = f" of type {' and '.join(changing or kinds)}" if kinds else ""
             return f"rotary embeddings{named} ({kind}) are not supported: they depend on the longest sequence of a pass"
         return f"what transformers gives to the layers of a {kind} model ({_named(path)}) depends on the other rows of a pass"
 
@@ -479,7 +248,7 @@ class Oracle:
             cache = ClaimedCache(length)
             args, kwargs = self.arranged(index, cache).of(states.unsqueeze(0))
             with self._eagerly(layer):
-                results.append(_first(layer(*args, **kwargs)))
+                results.append(first_of(layer(*args, **kwargs)))
             if not cache.asked:
                 return results[0]
         if not torch.equal(*results):
@@ -515,7 +284,7 @@ class Oracle:
         rows = torch.cat([states[: self.dense], states]).unsqueeze(0)
         args, kwargs = self._ours.calls[index].of(rows, blocks=blocks, notes=note)
         with implementation(self._model, attention.IMPLEMENTATION, layer):
-            return _first(layer(*args, **kwargs))
+            return first_of(layer(*args, **kwargs))
 
     def difference(self, expected: Tensor, found: Tensor, states: Tensor, tolerance: float) -> tuple[int, float] | None:
         """`far` of what a layer makes of states, as a share of what it adds."""
@@ -539,40 +308,6 @@ def _near(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(torch.allclose(one, other, rtol=SAME, atol=SAME))
 
 
-def _first(output: Any) -> Tensor:
-    """The states [T, hidden] that a layer gives, alone or before other things."""
-    states: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
-    return states
-
-
-class _Widened(nn.Module):
-    """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer than that takes."""
-
-    def __init__(self, part: nn.Linear) -> None:
-        super().__init__()
-        self._weight, self._bias = part.weight, part.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return linear(x, self._weight.float(), None if self._bias is None else self._bias.float())
-
-
-def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A layer that computes in fp32 with the numbers of this one, which it shares, and `others` in the place of some of its linears."""
-    parts = dict(layer.named_modules())
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in layer.parameters()}
-    shared |= {id(part.config): part.config for part in parts.values() if hasattr(part, "config")}
-    own = copy.deepcopy(layer, shared)
-    for name, part in parts.items():
-        if type(part) is nn.Linear:
-            own.set_submodule(name, others.get(part) or _Widened(part))
-    for part in own.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if not isinstance(part, _Widened) and parameter.dtype in (torch.float16, torch.bfloat16):
-                part.register_parameter(name, nn.Parameter(parameter.float(), requires_grad=False))
-    return own
-
-
 def _visible(mask: Tensor, index: int) -> Tensor:
     """What is seen by a mask of eager attention, bool of the same shape; `UnprovableError` where it does more than to hide."""
     if mask.dtype == torch.bool:
@@ -584,7 +319,3 @@ def _visible(mask: Tensor, index: int) -> Tensor:
 
 def _named(path: Path) -> str:
     return ".".join(map(str, path))
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

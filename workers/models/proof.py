@@ -15,7 +15,8 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import CacheRows, DecoderLayer, LayerPass, LayerPlan, new_cache
 from dovetail.workers.kernels.layer import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.oracle import Oracle, UnprovableError, UnsupportedError, stand_in
+from dovetail.workers.models.following import UnprovableError, UnsupportedError, line_of, stand_in
+from dovetail.workers.models.oracle import Oracle
 
 SAMPLED = 4
 """Rows of each linear that are compared with the checkpoint's."""
@@ -122,7 +123,7 @@ class LayerProof:
         except (UnsupportedError, UnprovableError) as error:
             raise type(error)(f"{self._what}: {error}") from error
         except Exception as error:  # a layer that nobody here has seen may stumble in any way
-            raise UnprovableError(f"{self._what} cannot be computed with attention of our own: {' '.join(str(error).split())[:200]}") from error
+            raise UnprovableError(f"{self._what} cannot be computed here ({line_of(error)})") from error
         if not notes:
             raise UnsupportedError(f"{self._what} computes no attention")
         self._oracle.check_window(self._index, notes[0].window)
@@ -138,7 +139,7 @@ class LayerProof:
         except (UnsupportedError, UnprovableError):
             raise
         except Exception as error:
-            raise UnsupportedError(f"{self._what} cannot be run alone: {' '.join(str(error).split())[:200]}") from error
+            raise UnsupportedError(f"{self._what} cannot be run alone ({line_of(error)})") from error
         try:
             layer = DecoderLayer(replace(plan, index=0))
         except ValueError as error:

@@ -14,9 +14,10 @@ from torch.nn.functional import linear
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoint import Checkpoint
+from dovetail.workers.models.following import EAGER, Call, ClaimedCache, Recorder, UnprovableError, follow, implementation, stand_in
 from dovetail.workers.models.loader import Types, decoder_layers, open_skeleton
 from dovetail.workers.models.memory import release_memory
-from dovetail.workers.models.oracle import EAGER, Call, ClaimedCache, Oracle, Recorder, UnprovableError, follow, implementation, stand_in
+from dovetail.workers.models.oracle import Oracle
 
 PART = 128
 """Tokens of a text that are read at a time."""

@@ -20,13 +20,13 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
 from dovetail.workers.models import fused
 from dovetail.workers.models.checkpoint import Checkpoint, load_tensors, open_checkpoint, save_tensors
+from dovetail.workers.models.following import UnsupportedError
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import inflated_digest
 from dovetail.workers.models.language_model import GPU_TYPES, KINDS, BackEnd, LanguageModel, assemble, context_of, type_of
 from dovetail.workers.models.library import Library
 from dovetail.workers.models.loader import decoder_layers, open_skeleton
 from dovetail.workers.models.memory import release_memory
-from dovetail.workers.models.oracle import UnsupportedError
 from dovetail.workers.models.quantised import CodedProduct
 from dovetail.workers.models.quantize import BITS, CPU, SCHEME, Codes, check_installed, from_bytes, quantise, to_bytes
 from dovetail.workers.models.segment import Cache

@@ -1,0 +1,63 @@
+"""The positions at which a model is compared with transformers: the beginning, either side of whatever a configuration says of positions, and the end.
+
+Knows configurations as they stand in a file; no models.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+DENSE = 8
+"""Positions at the beginning that are all there: smaller windows are crossed for real."""
+LANDMARK = re.compile("position|window|chunk|floor|context|block|length|segment|stride|scale_")
+"""Names of settings that may be positions at which a function changes."""
+MOST_LANDMARKS = 12
+SHORT, BEYOND = 64, 4
+"""A whole model is run over some tokens beyond the last landmark that is no farther than this."""
+SPREAD = (32, 256, 2048, 16384, 65536)
+"""Positions that are looked at whatever a configuration says."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions first, first + 1, ... that exist."""
+
+    first: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The first position behind it."""
+        return self.first + self.count
+
+
+def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
+    """The positions of a proof: the beginning, either side of every landmark of a configuration, and the end of the context."""
+    marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
+    wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
+    wanted |= {place for mark in marks for place in (mark - 1, mark)} | {place for place in SPREAD if place < context}
+    runs: list[Run] = []
+    for position in sorted(wanted):
+        if runs and runs[-1].stop == position:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(Run(position, 1))
+    return runs
+
+
+def short_text(config: Mapping[str, Any], context: int) -> int:
+    """So many tokens from the beginning cross every landmark of a configuration that is near."""
+    return min(context, max([DENSE, *(mark for mark in landmarks(config) if mark <= SHORT)]) + BEYOND)
+
+
+def landmarks(value: Any, named: bool = False) -> Iterator[int]:
+    """All whole numbers under names that speak of positions, however deep they lie."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from landmarks(part, named or bool(LANDMARK.search(str(name))))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from landmarks(part, named)
+    elif named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 40 and value == int(value):
+        yield int(value)
