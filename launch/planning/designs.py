@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.runtime.planner import Target
+from dovetail.workers.models.architecture import refuse_content
 from dovetail.workers.models.placement import (
     WEIGHT_BYTES,
     cache_bytes,
@@ -44,8 +45,11 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         raise CheckpointError(f"{folder / 'config.json'} is no JSON: take the one that belongs to the model") from None
     if not isinstance(config, dict) or not has_sizes(config):
+        if isinstance(config, dict):
+            refuse_content(config, folder / "config.json")
         names = "hidden_size, num_hidden_layers, num_attention_heads ..."
-        raise CheckpointError(f"{folder / 'config.json'} does not say how large the model is, or has a number that no model can have ({names})")
+        why = f"does not say how large the model is, or has a number that no model can have ({names})"
+        raise CheckpointError(f"{folder / 'config.json'} {why}; take the one that belongs to the model")
     return config
 
 

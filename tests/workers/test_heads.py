@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -453,6 +454,13 @@ def test_an_ordinary_model_is_no_head(llama_folder: Path) -> None:
     assert classify(str(llama_folder)) is None
     with pytest.raises(CheckpointError, match="is no draft head of a kind that is known"):
         open_head(str(llama_folder), target=str(llama_folder))
+
+
+def test_a_head_for_a_target_that_is_more_than_a_language_model_says_so(llama_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_folder, tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}')
+    with pytest.raises(CheckpointError, match=r"target/config\.json: model type llava is a language model \(llama\) together with other parts"):
+        open_head(str(write_head(tmp_path / "head", "eagle")), target=str(tmp_path / "target"))
 
 
 def test_pickled_weights_are_opened_only_when_asked_and_only_as_tensors(tmp_path: Path, make_case: Callable[[str], Case]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.architecture import refuse_content
 from dovetail.workers.models.checkpoint import (
     COUNT_TYPES,
     FLOAT_TYPES,
@@ -158,20 +159,23 @@ class _Target:
     def __init__(self, source: str) -> None:
         folder = find_folder(source)
         config = read_json(folder / "config.json")
+        refuse_content(config, folder / "config.json")
         self._stored = stored_tensors(folder)
         self._embedding = next((name for name in EMBEDDINGS if name in self._stored), "")
         if not self._embedding:
-            raise CheckpointError(f"{source} has no embedding under a name that is known ({EMBEDDINGS[0]}, ...), which a draft head needs")
+            known = f"no embedding under a name that is known ({EMBEDDINGS[0]}, ...)"
+            raise CheckpointError(f"{source} has {known}, which a draft head needs; choose another draft")
         tied = config.get("tie_word_embeddings") is True
         self._output = next((name for name in OUTPUTS if name in self._stored and not tied), self._embedding)
         for name in (self._embedding, self._output):
             stored = self._stored[name]
             if stored.kind not in FLOAT_TYPES or len(stored.shape) != 2 or stored.shape != self._stored[self._embedding].shape:
-                raise CheckpointError(f"{source}: {name} is {stored.kind} {list(stored.shape)}, no matrix of floats as a draft head needs it of its target")
+                found = f"{name} is {stored.kind} {list(stored.shape)}, no matrix of floats as a draft head needs it of its target"
+                raise CheckpointError(f"{source}: {found}; take weights that are stored as floats")
         rows, width = self._stored[self._embedding].shape
         layers = config.get("num_hidden_layers") or config.get("n_layer")
         if type(layers) is not int or layers < 1:
-            raise CheckpointError(f"{source} has no num_hidden_layers in config.json")
+            raise CheckpointError(f"{source} has no num_hidden_layers in config.json; take the config.json that belongs to the weights")
         self.shape = TargetShape(source, width, layers, rows)
         self.type = FLOAT_TYPES.get(self._stored[self._embedding].kind, torch.float32)
 
