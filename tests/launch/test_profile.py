@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(run
     (tmp_path / "file").touch()
     result = run("profile", "--prompt", "a", "--out", str(tmp_path / "file" / "out"))
     assert result.returncode == 2
-    assert re.search(r"the report cannot be written to .*out: ", result.stderr)
+    assert re.search(r"cannot write the report to .*out: ", result.stderr)
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -107,6 +107,8 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
     if config.is_encoder_decoder:
         raise CheckpointError(f"{what} replies to what an encoder has read (is_encoder_decoder), and there is no encoder here; {REMEDY}")
     text = config.get_text_config(decoder=True)
+    if not hasattr(text, "model_type"):
+        raise CheckpointError(f"{file}: the configuration of a part of model type {config.model_type} is {shown(text)}, which is none; correct it")
     _refuse_layers(text, model_class, file)
     if text is not config:
         raise CheckpointError(composite(config.model_type, text.model_type, file))
