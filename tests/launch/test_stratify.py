@@ -212,7 +212,9 @@ def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(stack: S
         for prompt in PROMPTS[:2]:
             alone = client.complete(client.submit(turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, speculate=False)).result
             for thresholds, adapt in zip(bounds, switches, strict=True):
-                tree = TreeSettings.model_validate({"policy": "heterospec", "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds, "adapt": adapt})
+                tree = TreeSettings.model_validate(
+                    {"policy": "heterospec", "insist": True, "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds, "adapt": adapt}
+                )
                 found = client.complete(client.submit(turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, tree=tree)).result
                 assert found.token_ids == alone.token_ids
                 assert found.rounds < alone.rounds
@@ -221,6 +223,6 @@ def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(stack: S
 def test_in_a_low_bin_more_levels_are_accepted_than_the_depth_and_in_one_bin_alone_they_are_not(stack: Stack) -> None:
     with stack.connect() as client:
         for thresholds, longer in (((50.0,), True), ((), False)):
-            tree = TreeSettings.model_validate({"policy": "heterospec", "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds})
+            tree = TreeSettings.model_validate({"policy": "heterospec", "insist": True, "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds})
             results = [client.complete(client.submit(turns=prompt["turns"], max_tokens=64, seed=3, tree=tree)).result for prompt in PROMPTS[:3]]
             assert any(len(result.accepted_per_position) > tree.depth for result in results) is longer

@@ -52,7 +52,7 @@ def test_what_was_recorded_goes_as_it_went(path: Path) -> None:
         {"speculate": False},
         {"max_tokens": 0},
         {"max_tokens": 1},
-        {"tree": DYNAMIC.model_copy(update={"policy": "goodput"})},
+        {"tree": DYNAMIC.model_copy(update={"policy": "goodput", "insist": False})},
     ],
     ids=str,
 )
