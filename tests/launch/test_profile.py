@@ -22,7 +22,8 @@ FILES = {"report.html", "profile.json", "trace.json", "devices.svg", "parts.svg"
 
 def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_would_help(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run("profile", "--prompt", "Tell me a story.", "--out", str(out), "--max-tokens", "48", "--json", "--draft.device", "cpu")
+    fixed = ("--policy", "dynamic", "--tree.insist", "true")
+    result = run("profile", "--prompt", "Tell me a story.", "--out", str(out), "--max-tokens", "48", "--json", "--draft.device", "cpu", *fixed)
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert {"devices", "round_ms", "unaccounted_share", "bounds", "verdict", "files"} <= set(told)
