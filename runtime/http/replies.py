@@ -75,7 +75,7 @@ class Writer(ABC):
             said += self._chunk(self._choice(reply.index, part, None), metrics=None if said else begin)
         if part.ended is not None:
             last = Part("", () if part.text else part.tokens, part.ended)
-            said += self._chunk(self._choice(reply.index, last, part.ended.finish_reason), metrics=metrics_of(part.ended, self._gamma))
+            said += self._chunk(self._choice(reply.index, last, part.ended.finish_reason), metrics=self._metrics(part.ended))
         return said
 
     def last_lines(self) -> bytes:
@@ -122,7 +122,7 @@ class Writer(ABC):
             assert reply.result is not None
             text, tokens = "".join(part.text for part in parts), [shown for part in parts for shown in part.tokens]
             choices.append(self._whole_choice(reply.index, text, tokens, reply.result.finish_reason))
-            metrics.append(metrics_of(reply.result, self._gamma))
+            metrics.append(self._metrics(reply.result))
             head = {**self._head, "system_fingerprint": reply.result.fingerprint}
         if len(choices) == 1:
             return {**head, "choices": choices, "usage": self.usage(), "metrics": metrics[0]}
@@ -137,6 +137,10 @@ class Writer(ABC):
     @property
     def _gamma(self) -> int:
         return self._order.submits[0].tree.most_nodes
+
+    def _metrics(self, result: Result) -> dict[str, Any]:
+        """The figures of a reply; how its draft failed is for who asks about the draft, and no part of an OpenAI body."""
+        return metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, however many replies it has."""
@@ -233,8 +237,9 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def metrics_of(result: Result, gamma: int) -> dict[str, Any]:
-    """What a reply cost and what its draft brought: our own figures, and the same in vLLM's names. `gamma`: nodes that a tree may have."""
+def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:
+    """What a reply cost and what its draft brought: our own figures, and the same in vLLM's names. `gamma`: nodes that a tree may have;
+    `failure`: with the first one of the draft."""
     drafts = result.rounds - result.plain_rounds
     reached = [round(share * result.rounds) for share in result.accepted_per_position]
     histogram = [before - after for before, after in zip([drafts, *reached], [*reached, 0], strict=True)]
@@ -247,4 +252,5 @@ def metrics_of(result: Result, gamma: int) -> dict[str, Any]:
         "num_draft_tokens": result.drafted_tokens,
         "num_spec_tokens": gamma,
     }
-    return {**result.model_dump(mode="json", exclude={"text", "token_ids"}), "speculative_decoding": speculation}
+    left_out = {"text", "token_ids"} | (set() if failure else {"draft_failure"})
+    return {**result.model_dump(mode="json", exclude=left_out), "speculative_decoding": speculation}

@@ -15,6 +15,7 @@ from dovetail.protocol.messages import Finished, Reported
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.stacks import PROMPTS, complete_all, started
+from support.web import api
 
 Run = Callable[..., CompletedProcess[str]]
 SCRIPT = Path(__file__).parent.parent / "support" / "failing_draft.py"
@@ -126,6 +127,23 @@ def test_every_command_says_it(target: tuple[Stack, Client], run: Run) -> None:
         checks = json.loads(tested.stdout)["checks"]
         assert not any(check["ok"] for check in checks)
         assert words in checks[0]["draft_failure"]["error"]
+
+
+@pytest.mark.slow
+def test_a_server_says_it_to_who_asks_about_the_draft_and_in_no_openai_body(target: tuple[Stack, Client], run: Run) -> None:
+    address, words = target[0].address, "the index is on another device than the states"
+    with failing(target, "only_below_the_root"), api(address, "--policy=dynamic", "--tree.insist=true") as server:
+        body = {"model": "target", "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 16}
+        answer = server.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        assert words not in answer.text
+        assert server.client.get("/readyz").json()["degraded"] is True
+        assert words in server.client.get("/readyz").json()["faults"][0]["why"]
+        assert "dovetail_draft_failures_total" in server.client.get("/metrics").text
+        told = run("generate", "Why is the sky blue?", "--connect", server.url, "--max-tokens", "16", "--json")
+        assert told.returncode == 0
+        assert words in json.loads(told.stdout)["draft_failure"]["error"]
+        assert f"IndexError: {words}; every token is the target's" in told.stderr
 
 
 @pytest.mark.slow

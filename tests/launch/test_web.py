@@ -88,7 +88,9 @@ def ask(server: Script, key: str = "") -> tuple[Answer, list[tuple[str, bool]]]:
 
 def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None:
     result: Result = representative()["finished"].result.model_copy(update={"text": "one two", "token_ids": (5, 6)})
-    said = chunk("one ", [(5, "one ", True)]) + chunk("two", [(6, "two", False)]) + event({"choices": [], "metrics": metrics_of(result, 15)}) + DONE
+    said = (
+        chunk("one ", [(5, "one ", True)]) + chunk("two", [(6, "two", False)]) + event({"choices": [], "metrics": metrics_of(result, 15, failure=True)}) + DONE
+    )
     with scripted(200, said) as server:
         answer, shown = ask(server, "secret")
     assert shown == [("one ", True), ("two", False)]

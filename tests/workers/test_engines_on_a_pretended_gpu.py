@@ -65,7 +65,8 @@ KINDS = {
     "eagle-int8": Kind("eagle", "int8"),
     "eagle3": Kind("eagle3"),
     "eagle3-bf16": Kind("eagle3", "bf16"),
-    "dovetail": Kind("dovetail-3", "fp16"),
+    "dovetail": Kind("dovetail"),
+    "dovetail-of-three": Kind("dovetail-3", "fp16"),
     "dovetail-int4": Kind("dovetail", "int4"),
     "jakiro": Kind("jakiro"),
     "jakiro-without-contrast": Kind("jakiro", contrast=False),
@@ -113,7 +114,7 @@ def rounds(pair: PairOfWorkers, *runs: Run, tokens: int = TOKENS) -> None:
             pair.round(run)
 
 
-EVERYDAY = ("small", "eagle", "eagle3", "dovetail", "jakiro")
+EVERYDAY = ("small", "eagle", "dovetail", "jakiro")
 
 
 @pytest.mark.parametrize("name", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
@@ -153,7 +154,8 @@ def test_an_engine_there_proposes_what_it_proposes_here(name: str, target_folder
 
 
 @needs_hqq
-@pytest.mark.parametrize("weights", ["int4", *(pytest.param(weights, marks=pytest.mark.slow) for weights in ("int8", "int3", "int2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
 def test_a_substitute_there_drafts_in_every_round(weights: str, target_folder: Path, tmp_path: Path) -> None:
     settings = DraftSettings(kind="substitute", weights=weights, device="pretended")
     workers = open_draft_worker(settings, name="draft", threads=1, target=str(target_folder), cache=tmp_path)
@@ -166,7 +168,8 @@ def test_a_substitute_there_drafts_in_every_round(weights: str, target_folder: P
 
 
 @needs_hqq
-@pytest.mark.parametrize("resident", [1, *(pytest.param(resident, marks=pytest.mark.slow) for resident in (0, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [0, 1, 2])
 def test_a_shared_substitute_there_drafts_for_a_target_there(resident: int, sixteen: Path, tmp_path: Path) -> None:
     target = TargetSettings(model=str(sixteen), weights="half", device="pretended", resident=resident)
     draft = DraftSettings(kind="substitute", share=True)
@@ -197,9 +200,12 @@ def test_a_target_there_is_drafted_for_from_there(place: str, sixteen: Path, tar
     whole = place == "whole"
     folder, weights = (target_folder, "fp32") if whole else (sixteen, "half")
     pair = open_pair_there(folder, weights, PLACES[place], KINDS["eagle3"].settings(folder_of(KINDS["eagle3"]), "pretended"))
-    run = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE)
-    rounds(pair, run)
-    check(run, folder, GREEDY)
+    greedy = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE)
+    sampled = pair.open(2, PROMPT[::-1], tokens=TOKENS, sampling=PROCESSED, tree=TREE)
+    drawn = pair.open(3, PROMPT, tokens=TOKENS, sampling=DRAWN, tree=TreeSettings(policy="beam", insist=True, gamma=8, depth=4, width=2))
+    rounds(pair, greedy, sampled, drawn)
+    for run in (greedy, sampled, drawn):
+        check(run, folder, run.sampling)
 
 
 def open_pair_there(folder: Path, weights: str, place: dict[str, object], draft: DraftSettings) -> PairOfWorkers:
