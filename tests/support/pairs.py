@@ -24,7 +24,7 @@ from dovetail.workers.loop import Worker
 
 EventT = TypeVar("EventT", bound=Event)
 KEY = bytes(range(16))
-AHEAD = 3
+AHEAD = 6
 """Bits of work that a draft does while it waits."""
 
 
