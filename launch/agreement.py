@@ -30,7 +30,7 @@ BEYOND = 16
 """Tokens behind the last of these positions."""
 EXACT = 2e-3
 """Largest accepted difference of a log-probability where the checkpoint's own function is computed: rounding alone."""
-MEAN = {"int8": 0.25, "bf16": 0.05, "fp16": 0.05}
+MEAN = {"int8": 0.1, "bf16": 0.05, "fp16": 0.05}
 """Largest accepted mean difference, where matrices or states are rounded."""
 
 
@@ -61,7 +61,7 @@ class Agreement:
         if not self.tokens:
             return f"not compared: {self.why}"
         what = "mean difference" if self.of_mean else "largest difference"
-        said = f"{what} {self.mean if self.of_mean else self.largest:.1e} of at most {self.tolerance:.0e}"
+        said = f"{what} {self.mean if self.of_mean else self.largest:.1e} of at most {self.tolerance:.2g}"
         if self.first is not None:
             said = f"differs from transformers at position {self.first}: {said}"
         return said + ("" if self.beyond is None else f"; position {self.beyond} is not reached, --text-tokens {self.beyond + BEYOND} would")

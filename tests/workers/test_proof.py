@@ -11,12 +11,14 @@ import transformers
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.following import UnprovableError
 from dovetail.workers.models.landmarks import runs_of
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.oracle import Oracle
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.target import open_target_worker
 from support.models import CONTEXT, SHAPE, reference_logits
 from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write
 
@@ -130,3 +132,11 @@ def test_a_configuration_that_names_a_stretch_of_the_context_is_proved_there(tmp
     file.write_text(json.dumps({**json.loads(file.read_text()), **longrope(4.0)}))
     with pytest.raises(CheckpointError, match="longrope"):
         load_language_model(str(folder), weights="fp32", device="cpu")
+
+
+@needs_kernels
+def test_a_target_that_torch_computes_says_why_where_its_models_are_named(tmp_path: Path) -> None:
+    folder = str(write(tmp_path, "Ministral3", {"sliding_window": None, **SCALED}))
+    told = open_target_worker(TargetSettings(model=folder), name="target", threads=1).hello(1)
+    assert "by torch's own operations, since the C++ kernels cannot compute" in told.placement
+    assert f"differ from transformers' at position {ORIGINAL}" in told.placement
