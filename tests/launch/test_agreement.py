@@ -1,8 +1,6 @@
 """The target beside transformers' own forward: a model that computes another function is found, with the position where it begins."""
 
-import json
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dovetail.launch.agreement import Agreement, compare
-from dovetail.launch.supervise import Stack
 from dovetail.protocol.messages import TokenLogprobs
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoint import open_checkpoint
@@ -19,8 +16,6 @@ from dovetail.workers.models.reference import reference_logits
 from dovetail.workers.models.segment import Segment
 from support.models import CONTEXT, tiny_mistral
 from support.zoo import TOKENS
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -88,13 +83,3 @@ def test_a_checkpoint_that_is_not_here_is_said_and_not_passed_over() -> None:
     nothing = Agreement(why="the target's model is not to be read here")
     assert nothing.ok is None
     assert nothing.remark == "not compared: the target's model is not to be read here"
-
-
-def test_selftest_compares_a_running_target_with_transformers(run: Run, stack: Stack) -> None:
-    flags = ("--connect", stack.address, "--limit", "1", "--max-tokens", "6", "--text-tokens", "40", "--json")
-    done = run("selftest", *flags)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["transformers"]
-    assert found["ok"] is True
-    assert found["tokens"] == 40 + 32 - 1
-    assert 0 < found["largest"] < 2e-3

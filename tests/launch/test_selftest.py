@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dovetail.launch.agreement import EXACT, REPLY
 from dovetail.launch.configure import configure
 from dovetail.launch.selftest import drafting_tree, refuse_lossy
 from dovetail.launch.supervise import Stack
@@ -31,13 +32,16 @@ def finished(tokens: list[int], margins: list[float]) -> Finished:
     return Finished(epoch=0, request=1, result=result, margins=tuple(margins))
 
 
-def test_the_embedded_pair_passes(run: Run, stack: Stack) -> None:
-    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--text-tokens", "0", "--json")
+def test_the_embedded_pair_passes_and_its_target_agrees_with_transformers(run: Run, stack: Stack) -> None:
+    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--text-tokens", "40", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
     assert len(report["checks"]) == 12
     assert all(list(check) == ["case", "ok", "tokens", "margin", "draft_failure"] and check["tokens"] > 0 for check in report["checks"])
+    found = report["transformers"]
+    assert (found["ok"], found["tokens"], found["first"]) == (True, 40 + REPLY - 1, None)
+    assert 0 < found["largest"] < EXACT
 
 
 def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
