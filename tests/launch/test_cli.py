@@ -152,6 +152,7 @@ def test_a_model_is_looked_for_before_anything_else_is_said_of_it(run: Run, tmp_
     assert named in one_line(done)
 
 
+@pytest.mark.slow
 def test_a_draft_that_cannot_be_decoded_is_named_with_what_it_is(run: Run, tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 48}')

@@ -187,7 +187,7 @@ def test_an_adapter_is_refused(folder: Path) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"model_type": "no-such-model"}, "model type 'no-such-model' is not known to transformers"),
         ({"vocab_size": 0}, "size"),
-        ({"eos_token_id": "one"}, "end"),
+        ({"eos_token_id": "one"}, "eos_token_id is 'one'"),
         ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
         ({"num_attention_heads": -4}, "config.json: num_attention_heads is -4"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),

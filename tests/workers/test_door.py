@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.settings import DraftSettings
+from dovetail.workers.draft import open_draft_worker
 from dovetail.workers.models.language_model import load_language_model
 from support.models import FAMILIES
 from support.sentences import check_sentence
@@ -109,6 +111,15 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(folder: Path, damage: str) 
 def test_a_file_in_place_of_a_folder_is_told_what_it_is(folder: Path, name: str, words: str) -> None:
     (folder / name).touch()
     assert words in refusal(folder / name)
+
+
+@pytest.mark.parametrize("damage", ["config.json is empty", "a wrapper", "layers is NaN", "weights that are cut"])
+def test_a_draft_comes_through_the_same_door(folder: Path, damage: str) -> None:
+    break_it, words = DAMAGES[damage]
+    break_it(folder)
+    with pytest.raises(CheckpointError) as caught:
+        open_draft_worker(DraftSettings(model=str(folder), device="cpu"), name="draft", threads=1, target=str(folder))
+    assert words in check_sentence(str(caught.value), str(folder))
 
 
 def fields() -> list[Any]:
