@@ -95,7 +95,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
             yield Connection(client, state, address=address)
         return
     if models_named and announcements():
-        note(f"starting processes of our own beside the coordinator that runs: {models_named} is a setting of the workers")
+        note(f"starting separate processes: {models_named} cannot change the workers that already run")
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
         with spinner() as say:

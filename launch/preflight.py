@@ -72,7 +72,7 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
     if path is None or not (source.startswith(("/", ".", "~")) or path.exists()):
         return
     if not path.is_dir():
-        why = why_no_folder(source) if path.exists() else "is not there: name a folder that there is, or the id of a hub (OWNER/NAME)"
+        why = why_no_folder(source) if path.exists() else "is not there: name an existing folder, or a hub id (OWNER/NAME)"
         raise CheckpointError(f"the {role} model {source} {why}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")

@@ -58,14 +58,14 @@ def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
             raise UserError(f"{what} is {name} text, as its first bytes say; save it as UTF-8, such as with `iconv -f {name} -t UTF-8`")
     zero = -1 if zeros else content.find(b"\0")
     if zero >= 0:
-        raise UserError(f"{what} is no text in UTF-8: byte {zero} ({_line(content, zero)}) is zero, as in UTF-16 or a binary file; save it as UTF-8 text")
+        raise UserError(f"{what} is not UTF-8 text: byte {zero} ({_line(content, zero)}) is zero, as in UTF-16 or a binary file; save it as UTF-8 text")
     start = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
     try:
         return content[start:].decode("utf-8")
     except UnicodeDecodeError as error:
         wrong = start + error.start
         where = f"byte {wrong} ({_line(content, wrong)}) is 0x{content[wrong]:02x}"
-    raise UserError(f"{what} is no text in UTF-8: {where}; save it as UTF-8, such as with `iconv -f LATIN1 -t UTF-8`")
+    raise UserError(f"{what} is not UTF-8 text: {where}; save it as UTF-8, such as with `iconv -f LATIN1 -t UTF-8`")
 
 
 def _line(content: bytes, place: int) -> str:

@@ -252,7 +252,9 @@ class LoadingState(Frozen):
         left = "" if self.left_s is None else f", {round(self.left_s) // 60}:{round(self.left_s) % 60:02} left"
         role = "+".join(self.roles)
         called = role if self.name == role else f"{role} {self.name}"
-        return f"the {called} is {self.doing} its weights: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB{rate}{left}"
+        unit, size, digits = ("GB", 1e9, 2) if self.total >= 1e9 else ("MB", 1e6, 1)
+        read = f"{self.done / size:.{digits}f} of {self.total / size:.{digits}f} {unit}"
+        return f"the {called} is {self.doing} its weights: {read}{rate}{left}"
 
 
 class Loading(Message):
@@ -1052,8 +1054,8 @@ class Fault(Frozen):
     @property
     def words(self) -> str:
         """The same in words."""
-        retry = "" if self.retry_s is None else f"; it is started again in {self.retry_s:.0f} s"
-        return f"the {self.part} has not worked for {self.since_s:.0f} s: {self.why}{retry}"
+        retry = "" if self.retry_s is None else f"; next start in {self.retry_s:.1f} s"
+        return f"the {self.part} has not been working for {self.since_s:.1f} s: {self.why}{retry}"
 
 
 class Supervised(Frozen):

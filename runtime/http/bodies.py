@@ -131,7 +131,7 @@ class ChatMessage(Body):
         if isinstance(message, dict):
             for name in ("tool_calls", "function_call", "audio"):
                 if message.get(name):
-                    raise ApiError(400, f"a message with {name} is not served here: leave it out", param="messages", code="unsupported_parameter")
+                    raise ApiError(400, f"a message with {name} is not supported: leave it out", param="messages", code="unsupported_parameter")
         return message
 
     @property

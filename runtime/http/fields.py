@@ -163,7 +163,7 @@ def check_fields(body: Mapping[Any, Any], known: Collection[str], *, benign: Col
             continue
         shown = str(name)[:64]
         if name not in UNSERVED:
-            text = f"{param}{'.' * bool(param)}{shown} is no field that is known at this path: correct its name, or leave it out"
+            text = f"{param}{'.' * bool(param)}{shown} is not a known field here: correct its name, or leave it out"
             raise ApiError(400, text, param=param or shown, code="unknown_parameter")
         if param or not any(value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in UNSERVED[name]):
-            raise ApiError(400, f"{param}{'.' * bool(param)}{shown} is not served here: leave it out", param=param or shown, code="unsupported_parameter")
+            raise ApiError(400, f"{param}{'.' * bool(param)}{shown} is not supported: leave it out", param=param or shown, code="unsupported_parameter")

@@ -139,8 +139,8 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(run: Run, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--target", "/no/such/model"), "the target model /no/such/model is not there: name a folder"),
-        (("--draft", "./no-draft"), "the draft model ./no-draft is not there: name a folder"),
+        (("--target", "/no/such/model"), "the target model /no/such/model is not there: name an existing folder"),
+        (("--draft", "./no-draft"), "the draft model ./no-draft is not there: name an existing folder"),
         (("--target", "models/none"), "no draft is named for the target 'models/none', which is no folder here and would be looked for at the"),
         (("--target", "{file}.gguf"), "is a GGUF file, which llama.cpp reads; take the model's folder"),
     ],

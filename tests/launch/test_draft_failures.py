@@ -116,7 +116,7 @@ def test_every_command_says_it(target: tuple[Stack, Client], run: Run) -> None:
         assert f"warning: the draft worker draft failed {when}, {result['draft_failure']['after_s']:.2f} s after the request came" in told.stderr
         assert words in run("chat", *flags, input="Hello\n").stderr
         status = run("status", "--connect", address).stdout
-        assert "degraded    the draft worker has not worked for " in status
+        assert "degraded    the draft worker has not been working for " in status
         assert f" s: IndexError: {words}, {when} of session " in status
         assert words in json.loads(run("status", "--connect", address, "--json").stdout)["faults"][0]["why"]
         picture = json.loads(run("top", "--connect", address, "--once", "--json").stdout)

@@ -553,7 +553,7 @@ def test_what_keeps_a_command_from_the_coordinator_that_runs_is_named(
         assert cli.run(["generate", "hello", "--target", "/no/such/model", "--draft", "none"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == lines
-    assert told[0].startswith("starting processes of our own beside the coordinator that runs: --target.model is a setting of the workers") is running
+    assert told[0].startswith("starting separate processes: --target.model cannot change the workers that already run") is running
 
 
 def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind_and_tells_of_a_target_that_is_not_lossless(

@@ -56,7 +56,7 @@ def test_what_is_appended_is_refused_at_once_and_leaves_nothing_for_the_end(tmp_
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a\nb\u00e9".encode("latin-1"), r"here is no text in UTF-8: byte 3 \(line 2\) is 0xe9; save it as UTF-8.*iconv"),
+        ("a\nb\u00e9".encode("latin-1"), r"here is not UTF-8 text: byte 3 \(line 2\) is 0xe9; save it as UTF-8.*iconv"),
         (b"\xef\xbb\xbfab\n\xff", r"byte 6 \(line 2\) is 0xff"),
         ("hello\n".encode("utf-16"), r"here is UTF-16 text.*save it as UTF-8.*iconv"),
         ("hello\n".encode("utf-16-le"), r"byte 1 \(line 1\) is zero, as in UTF-16 or a binary file; save it"),

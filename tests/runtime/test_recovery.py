@@ -239,7 +239,7 @@ def test_what_a_supervisor_says_of_the_parts_is_reported_as_time_goes_by() -> No
     (told,) = report.faults
     assert (told.part, told.why, round(told.since_s), round(told.retry_s or 0)) == (fault.part, fault.why, 5, 3)
     assert report.degraded
-    words = "the draft worker has not worked for 5 s: ended with exit code 1: no device; it is started again in 3 s"
+    words = "the draft worker has not been working for 5.0 s: ended with exit code 1: no device; next start in 3.0 s"
     assert words in report.reasons
     house.later_ns = 60 * 10**9
     assert house.report().faults[0].retry_s == 0.0

@@ -86,7 +86,7 @@ def test_broken_line_is_one_error_with_file_and_line(line: str, complaint: str, 
 
 def test_file_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_bytes(b'{"turns": ["\xff"]}\n')
-    with pytest.raises(UserError, match=r"line \d+ is no text in UTF-8: byte \d+ .*save it as UTF-8"):
+    with pytest.raises(UserError, match=r"line \d+ is not UTF-8 text: byte \d+ .*save it as UTF-8"):
         list(read_chats(tmp_path / "chats.jsonl"))
 
 

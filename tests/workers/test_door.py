@@ -65,7 +65,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config.json is cut": (lambda p: replace(p / "config.json", b'{"a": '), "config.json is no JSON (Expecting value, line 1 column 7)"),
     "config.json is a list": (lambda p: replace(p / "config.json", b"[1]"), "config.json holds no JSON object but [1]"),
     "config.json is null": (lambda p: replace(p / "config.json", b"null"), "config.json holds no JSON object but None"),
-    "config.json in Latin-1": (lambda p: replace(p / "config.json", b'{"a": "\xe9"}'), "config.json is no text in UTF-8: byte 7 is 0xe9"),
+    "config.json in Latin-1": (lambda p: replace(p / "config.json", b'{"a": "\xe9"}'), "config.json is not UTF-8 text: byte 7 is 0xe9"),
     "no model_type": (lambda p: replace(p / "config.json", b"{}"), "config.json has no model_type"),
     "model_type is a number": (lambda p: edit(p / "config.json", model_type=3), "a model_type of 3"),
     "model_type is not known": (lambda p: edit(p / "config.json", model_type="llama9"), "model type 'llama9' is not known to transformers"),

@@ -333,7 +333,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is no text in UTF-8: byte {error.start} is 0x{text[error.start]:02x}; fetch the model again") from None
+        raise CheckpointError(f"{file} is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}; fetch the model again") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file} is no JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch the model again") from None
     except (ValueError, RecursionError):

@@ -137,7 +137,7 @@ def test_a_terminal_has_a_bar_for_each() -> None:
     half = state().model_copy(update={"done": 4, "bytes_per_s": 2.0})
     first, second = loading_text((half, state("target-2"))).strip("\n").split("\n")
     assert first.split()[0] == 12 * "━" + 12 * "╌"
-    assert first.endswith("the target is loading its weights: 0.00 of 0.00 GB, 0 MB/s, 0:02 left")
+    assert first.endswith("the target is loading its weights: 0.0 of 0.0 MB, 0 MB/s, 0:02 left")
     assert "the target target-2 is loading" in second
     assert loading_text(()) == ""
 
