@@ -21,7 +21,7 @@ def exposed() -> set[str]:
     watch.tokens(1)
     watch.tokens(1)
     watch.ended()
-    page = exposition.text(representative()["reported"], "demo", answering=1, connections=1).decode()
+    page = exposition.text(representative()["reported"], "demo", answering=1, connections=1, let_go=1).decode()
     return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
 
 

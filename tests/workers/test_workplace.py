@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import OutputError, UserError
 from dovetail.workers.training.workplace import Workplace, held, replace_tensors
 
 
@@ -96,12 +96,12 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_that_takes_no_more_is_an_error_of_the_system_and_the_older_file_stays(tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file_and_the_older_one_stays(tmp_path: Path) -> None:
     file, limits = tmp_path / "checkpoint", resource.getrlimit(resource.RLIMIT_FSIZE)
     replace_tensors(file, {"a": torch.ones(1)}, {})
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(OSError, match="checkpoint"):
+        with pytest.raises(OutputError, match="checkpoint"):
             replace_tensors(file, {"a": torch.ones(1 << 20)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
