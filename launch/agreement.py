@@ -36,14 +36,14 @@ MEAN = {"int8": 0.1, "bf16": 0.05, "fp16": 0.05}
 
 @dataclass(frozen=True)
 class Agreement:
-    """What came of a comparison; without tokens there was none, and `why` says why."""
+    """The result of a comparison; one without tokens did not take place, and `why` says why."""
 
     tokens: int = 0
     largest: float = 0.0
     mean: float = 0.0
     tolerance: float = 0.0
     of_mean: bool = False
-    """Whether it is the mean that has to stay below the tolerance."""
+    """True if the mean difference, and not the largest, has to stay below the tolerance."""
     first: int | None = None
     """The first position that differs too much."""
     beyond: int | None = None
@@ -116,7 +116,7 @@ def agreement_of(connection: Connection, prompts: Sequence[Prompt], text_tokens:
 
 
 def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
-    """Whether a target says that it has loaded this checkpoint."""
+    """Return True if a target says that it has loaded this checkpoint."""
     from dovetail.workers.models.inflate import inflated_digest
 
     digest = inflated_digest(checkpoint.digest, byte_count(target.inflation)) if target.inflation else checkpoint.digest

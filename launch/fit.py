@@ -34,7 +34,7 @@ DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
 
 @dataclass(frozen=True)
 class Need:
-    """What one process takes at most while it loads."""
+    """The most memory that one process takes while it loads."""
 
     what: str
     size: int

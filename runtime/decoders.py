@@ -106,7 +106,7 @@ class WholeTokens(Stage):
         return self.take(token)
 
     def take(self, token: str) -> Iterable[Piece]:
-        """What follows from one more token."""
+        """Return the pieces of text that one more token completes; every decoder has its own."""
         raise NotImplementedError
 
 

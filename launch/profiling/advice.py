@@ -334,7 +334,7 @@ class Situation:
     policy: str
     """UNKNOWN where others' requests were watched."""
     cuts: bool
-    """Whether a tree's size follows what pays."""
+    """Return True if the size of a tree follows what pays."""
     draft_kind: str
     reads: bool
     """Whether the draft is a head, which reads its target's states."""
