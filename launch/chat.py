@@ -6,6 +6,7 @@ Without a terminal it is a filter: a line in, a reply out. Knows how a conversat
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ KEPT_LINES = 1000
 DRAFTED = "\x1b[36m"
 PLAIN = "\x1b[0m"
 MAX_SEED = (1 << 63) - 1
+WAKE_S = 0.5
 
 
 @click.command(cls=SettingsCommand)
@@ -277,12 +279,28 @@ def _seed(argument: str) -> int | None:
 def _ask() -> str:
     """The next line of the person in front of it."""
     if sys.stdout.isatty():
-        return input(PROMPT)
+        with _woken():
+            return input(PROMPT)
     click.echo(PROMPT, nl=False, err=True)
     line = sys.stdin.readline()
     if not line:
         raise EOFError
     return line
+
+
+@contextmanager
+def _woken() -> Iterator[None]:
+    """Let signals be heeded within half a second while readline waits for a key.
+
+    One that arrives between its prompt and its wait, or on another thread, does not end that wait.
+    """
+    former = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, WAKE_S, WAKE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from dovetail.protocol.messages import MAX_SESSIONS, Close, Draft, Feed, Message, Open, Refeed, Verify, VerifyItem
 from dovetail.runtime.faults import reraise_exits
-from dovetail.runtime.live import Live
+from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.policies import cut, worth_waiting
 from dovetail.runtime.post import Post
 from dovetail.runtime.registry import Registry, Worker
@@ -57,9 +57,21 @@ class Dispatch:
             return
         if isinstance(ask.command, Close):
             self._close(live, worker, ask.role, ask.command)
+        elif isinstance(ask.command, Open) and worker is not live.target and self._can_wait(live, ask.command):
+            worker.turns.postpone(live.session.number, ask.command)
         else:
             worker.turns.ask(live.session.number, ask.command)
             self.next(worker)
+
+    def _can_wait(self, live: Live, command: Open) -> bool:
+        """Whether a draft need not read a prompt yet, since it is not asked at this load. One that reads its target's features gets them as they come."""
+        return command.features is None and not live.pilot.drafts_at(load_of(live, self._live.values(), opening=True))
+
+    def resume(self, live: Live) -> None:
+        """Have a session's draft read the prompt, if that was put off: the session joins in when it has."""
+        if live.draft is not None and live.draft.turns.resume(live.session.number):
+            live.joining, live.opened_ns = True, None
+            self.next(live.draft)
 
     def _close(self, live: Live, worker: Worker, role: str, command: Close) -> None:
         """End a session on a worker, which keeps what it has of it if it can; then others may have to go."""

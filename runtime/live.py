@@ -218,11 +218,11 @@ class Live:
             times.target_queue_ns += duration_ns
 
 
-def load_of(live: Live, lives: Iterable[Live]) -> Load:
-    """How much runs on a session's workers."""
+def load_of(live: Live, lives: Iterable[Live], *, opening: bool = False) -> Load:
+    """How much runs on a session's workers. `opening`: count those whose prompts are being read, too."""
     on_target = on_draft = 0
     for other in lives:
-        if other.running:
+        if other.running or (opening and other.session.state is State.OPENING):
             on_target += other.target is live.target
             on_draft += other.draft is live.draft
     return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))

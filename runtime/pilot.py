@@ -96,6 +96,8 @@ class Pilot:
         self._load = ALONE
         self._era = 0
         """Of the switch, when the round was planned."""
+        self._unready = False
+        """Whether the round would have been drafted, had the draft read the prompt."""
         self._promise: tuple[float, float] | None = None
         """Tokens and seconds that are expected of this round."""
         self._promised = 0.0
@@ -147,6 +149,12 @@ class Pilot:
     def cuts(self) -> bool:
         """Whether it is to be decided which of the offered nodes are verified."""
         return self._switch is not None
+
+    def drafts_at(self, load: Load) -> bool:
+        """Whether a session is drafted for at this load, or that is tried."""
+        if self._pair is None or self._own is None:
+            return self._pair is not None
+        return (self._own if load.alone else self._pair.crowd(greedy=self._greedy, load=load).switch).drafting
 
     @property
     def off(self) -> str | None:
@@ -229,6 +237,7 @@ class Pilot:
         self._meet(load)
         self._exposed_s = 0.0
         pair, switch = self._pair, self._switch
+        self._unready = not ready
         if pair is None:
             return None
         if not ready and not (patient and switch is None):
@@ -329,7 +338,10 @@ class Pilot:
         if done.load.level == self._load.level and switch is not None and switch.era == self._era:
             if self._load.alone:
                 self._judge(switch, done, judged_s)
-            elif not done.disturbed:
+            elif done.disturbed or (self._unready and switch.drafting):
+                alone_s = self._alone_s(done.context)
+                switch.catching_up(done.tokens, judged_s, alone_s, among=self._load.draft)
+            else:
                 self._judge_crowd(self._crowd, done, judged_s)
         if done.drafted is not None:
             self._learn_of_draft(done, done.drafted, seconds)

@@ -50,6 +50,8 @@ class Turns:
     waiting: deque[tuple[int, Command]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
+    postponed: dict[int, Open] = field(default_factory=dict)
+    """Prompts by session that are read once somebody wants what follows from them."""
     void: set[int] = field(default_factory=set)
     """Sessions that had ended here when it was under way: nobody waits for it, though another of the same number may have begun."""
     _sent: list[tuple[int, Command]] = field(default_factory=list)
@@ -58,13 +60,26 @@ class Turns:
     def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
 
+    def postpone(self, session: int, command: Open) -> None:
+        """Keep a command until `resume`."""
+        self.postponed[session] = command
+
+    def resume(self, session: int) -> bool:
+        """Have the postponed command of a session wait for its turn; return whether there was one."""
+        command = self.postponed.pop(session, None)
+        if command is not None:
+            self.ask(session, command)
+        return command is not None
+
     def busy_with(self, session: int) -> bool:
         """Whether the session has asked for something that has not been answered."""
-        return session in self.owed or any(number == session for number, _ in self.waiting)
+        return session in self.owed or session in self.postponed or any(number == session for number, _ in self.waiting)
 
     def reads(self, session: int) -> bool:
         """Whether a prompt of the session, or what the target says of it, is still to be read."""
         owed = self.owed.get(session)
+        if session in self.postponed:
+            return True
         return (owed is not None and owed.type in (Opened, Fed)) or any(n == session and isinstance(command, Open | Feed) for n, command in self.waiting)
 
     @property
@@ -102,6 +117,8 @@ class Turns:
         dropped = [command for number, command in self.waiting if number == session and isinstance(command, types or Command)]
         if dropped:
             self.waiting = deque(entry for entry in self.waiting if not any(entry[1] is command for command in dropped))
+        if session in self.postponed and Open in (types or (Open,)):
+            dropped.append(self.postponed.pop(session))
         return dropped
 
     def next(self, most: int = MAX_SESSIONS) -> tuple[Command, Sequence[int]] | None:

@@ -153,6 +153,11 @@ class Switch:
             return self._judged("off", f"the try ends after {self._rounds:.0f} rounds, drafting does not pay", alone_s)
         return None
 
+    def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
+        """A round in which drafts read prompts says nothing of drafting; what it cost, a try has cost."""
+        if self.state == "try":
+            self._cost_s += max(0.0, seconds - tokens * alone_s) / among
+
     def last_rates(self, alone_s: float) -> str:
         """Both rates, in words: that of drafting when it was last judged."""
         return f"it last brought {self._experience.rate:.1f} tokens/s, the target alone brings {1 / alone_s:.1f}"

@@ -32,6 +32,20 @@ sys.argv = ["dovetail", *sys.argv[1:]]
 cli.main()
 """,
 )
+ELSEWHERE = (
+    sys.executable,
+    "-P",
+    "-c",
+    """
+import signal, sys, threading
+from dovetail.launch import cli
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+sys.argv = ["dovetail", *sys.argv[1:]]
+cli.main()
+""",
+)
+"""Its signals arrive on a thread of their own, so that they interrupt nothing the main thread waits for."""
 PATIENCE_S = 60.0
 SHOWN = {"top": b"just now", "chat": b"you> "}
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -75,8 +89,9 @@ class Terminal:
 
     def end(self) -> int:
         """The exit code, when all has been read."""
+        deadline = time.monotonic() + PATIENCE_S
         while self.read():
-            pass
+            assert time.monotonic() < deadline, self.said
         return self.process.wait(PATIENCE_S)
 
     def close(self) -> None:
@@ -114,6 +129,17 @@ def test_a_signal_leaves_the_terminal_as_it_was(environment: dict[str, str], sta
         assert shown.end() == 128 + number
         assert is_as_before(shown)
         assert b"Traceback" not in shown.said
+
+
+@pytest.mark.parametrize("name", ["top", "chat"])
+def test_a_signal_that_interrupts_no_wait_is_heeded(
+    environment: dict[str, str], stack: Stack, name: str
+) -> None:
+    with terminal(environment, *ELSEWHERE, name, "--connect", stack.address) as shown:
+        shown.wait_for(SHOWN[name])
+        shown.process.send_signal(signal.SIGTERM)
+        assert shown.end() == 128 + signal.SIGTERM
+        assert is_as_before(shown)
 
 
 @pytest.mark.parametrize("name", ["top", "chat"])
