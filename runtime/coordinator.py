@@ -333,8 +333,9 @@ class Coordinator:
             return None
         session, pilot = live.session, live.pilot
         load = load_of(live, self._live.values())
-        if pilot.drafts_at(load):
-            self._dispatch.resume(live)
+        if not pilot.drafts_at(load):
+            return pilot.plan(session.length, load=load, ready=False)
+        self._dispatch.resume(live)
         ready = not live.draft.turns.busy_with(session.number)
         live.joining &= not ready
         worth_waiting = session.round == 1 and pilot.awaits_draft(session.length, session.new_tokens)

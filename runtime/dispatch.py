@@ -60,6 +60,8 @@ class Dispatch:
         elif isinstance(ask.command, Open) and worker is not live.target and self._can_wait(live, ask.command):
             worker.turns.postpone(live.session.number, ask.command)
         else:
+            if isinstance(ask.command, Draft):
+                worker.turns.resume(live.session.number)  # whoever is to draft has read the prompt
             worker.turns.ask(live.session.number, ask.command)
             self.next(worker)
 
@@ -202,10 +204,12 @@ class Dispatch:
         if len(lives) < len(items):
             return counts
         choosing = [place for place, live in enumerate(lives) if live.pilot.cuts and counts[place]]
+        if not choosing or not worker.verifying.known:
+            return counts
         context = sum(item.prefix for item in items) / len(items)
         running = sum(live.running and live.target is worker for live in self._live.values())
         rate = sum(live.pilot.rate(live.session.length) for live in lives) * max(1.0, running / len(items))
-        if not choosing or not worker.verifying.known or rate <= 0.0:
+        if rate <= 0.0:
             return counts
         offers = [lives[place].session.scores for place in choosing]
         seconds = worker.verifying.table(len(items) + sum(counts), context).__getitem__

@@ -28,6 +28,7 @@ MOST_LOSSES = 3
 """Targets whose processes may end under one session, while they work on it, without a token in between."""
 MOST_BREAKS = 12
 """Targets that may be lost so in any way: what only a connection did not survive was more likely the connection's fault."""
+RUNNING = State.DRAFTING, State.VERIFYING
 AWAITED: dict[State, type[Message]] = {State.OPENING: Open, State.DRAFTING: Draft, State.VERIFYING: Verify}
 
 
@@ -82,7 +83,7 @@ class Live:
     @property
     def running(self) -> bool:
         """Whether it takes part in the passes of its target."""
-        return self.session.state in (State.DRAFTING, State.VERIFYING)
+        return self.session.state in RUNNING
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -221,8 +222,9 @@ class Live:
 def load_of(live: Live, lives: Iterable[Live], *, opening: bool = False) -> Load:
     """How much runs on a session's workers. `opening`: count those whose prompts are being read, too."""
     on_target = on_draft = 0
+    counted = (*RUNNING, State.OPENING) if opening else RUNNING
     for other in lives:
-        if other.running or (opening and other.session.state is State.OPENING):
+        if other.session.state in counted:
             on_target += other.target is live.target
             on_draft += other.draft is live.draft
     return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))

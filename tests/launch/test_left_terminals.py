@@ -132,9 +132,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(environment: dict[str, str], sta
 
 
 @pytest.mark.parametrize("name", ["top", "chat"])
-def test_a_signal_that_interrupts_no_wait_is_heeded(
-    environment: dict[str, str], stack: Stack, name: str
-) -> None:
+def test_a_signal_that_interrupts_no_wait_is_heeded(environment: dict[str, str], stack: Stack, name: str) -> None:
     with terminal(environment, *ELSEWHERE, name, "--connect", stack.address) as shown:
         shown.wait_for(SHOWN[name])
         shown.process.send_signal(signal.SIGTERM)

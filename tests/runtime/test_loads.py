@@ -81,6 +81,16 @@ def test_a_verdict_dies_when_the_load_changes() -> None:
     assert drafted(pair) > 0.6 * sum(stream.result.rounds for stream in pair)
 
 
+def test_a_draft_that_is_not_asked_at_this_load_reads_no_prompts_and_catches_up_when_it_is() -> None:
+    """Drafting is off for eight; the two of them that go on for longer are drafted for."""
+    house = Crowded(DEAR)
+    house.run(8)
+    before = house.draft.opened
+    *_, one, another = house.run(8, [48] * 6 + [200] * 2, prompt=100)
+    assert house.draft.opened - before <= 4
+    assert drafted([one, another]) > 0.8 * (one.result.rounds + another.result.rounds - 2 * 48)
+
+
 def test_a_fixed_tree_is_a_bound_under_load_and_is_taken_whole_where_the_request_insists() -> None:
     house = Crowded(DEAR)
     for tree, whole in ((FIXED, False), (INSISTED, True)):

@@ -13,6 +13,8 @@ from dovetail.protocol.messages import (
     Drafted,
     Fed,
     Feed,
+    Open,
+    Opened,
     Reads,
     Refed,
     Refeed,
@@ -20,7 +22,7 @@ from dovetail.protocol.messages import (
     Verify,
     VerifyItem,
 )
-from dovetail.protocol.settings import MAX_GAMMA
+from dovetail.protocol.settings import MAX_GAMMA, Sampling, TreeSettings
 from dovetail.runtime.scheduler import Owed, Turns
 from dovetail.workers.speculation.rejection import CANDIDATES
 
@@ -175,3 +177,27 @@ def test_what_a_session_does_not_want_any_more_is_withdrawn_by_its_type() -> Non
     turns.ask(2, refeed(2))
     assert turns.withdraw(1, Refeed) == [refeed(1)]
     assert [command for _, command in turns.waiting] == [verify(1), refeed(2)]
+
+
+def test_a_prompt_that_was_put_off_is_read_in_its_turn_once_it_is_wanted() -> None:
+    turns = Turns(epoch=1)
+    read = Open(epoch=1, session=1, key=bytes(16), prompt=(1, 2), capacity=9, vocabulary_size=9, sampling=Sampling(), tree=TreeSettings())
+    turns.postpone(1, read)
+    assert turns.next() is None
+    assert (turns.busy_with(1), turns.reads(1), turns.reading) == (True, True, False)
+    turns.ask(2, order(2))
+    assert turns.resume(1)
+    assert not turns.resume(1)
+    assert turns.next() == (order(2), (2,))
+    assert turns.answered(2, Owed(Drafted, 1))
+    assert turns.next() == (read, (1,))
+    assert turns.answered(1, Owed(Opened, 0))
+
+
+def test_a_prompt_that_was_put_off_is_dropped_with_its_session() -> None:
+    turns = Turns(epoch=1)
+    read = Open(epoch=1, session=1, key=bytes(16), prompt=(1, 2), capacity=9, vocabulary_size=9, sampling=Sampling(), tree=TreeSettings())
+    turns.postpone(1, read)
+    assert turns.withdraw(1, Refeed) == []
+    assert turns.forget(1) == [read]
+    assert not turns.busy_with(1)

@@ -73,6 +73,7 @@ class Scripted:
         self.logs: dict[int, list[int]] = {}
         self._prompts: dict[int, int] = {}
         self._last: dict[int, Drafted] = {}
+        self.opened = 0
         self.passes: list[Verify] = []
         self.orders: list[Draft] = []
         self.late_s = 0.0
@@ -107,6 +108,7 @@ class Scripted:
         return ("work", began_ns, self._clock() - began_ns)
 
     def _open(self, command: Open) -> Opened:
+        self.opened += 1
         told = self.logs[command.session] = list(command.prompt)
         self._prompts[command.session] = len(told)
         if self._role == "draft":
@@ -238,7 +240,7 @@ class Crowded:
     def run(
         self,
         streams: int,
-        tokens: int = 64,
+        tokens: int | Sequence[int] = 64,
         *,
         tree: TreeSettings = GOODPUT,
         speculate: bool = True,
@@ -247,7 +249,11 @@ class Crowded:
         prompt: int = 8,
         temperature: float = 0.0,
     ) -> list[Stream]:
-        """So many streams, each with a prompt of its own length, that come at once or one after the other; those of the numbers in `plain` without a draft."""
+        """So many streams, each with a prompt of its own length, that come at once or one after the other; those of the numbers in `plain` without a draft.
+
+        `tokens`: of each reply, or of all of them.
+        """
+        lengths = [tokens] * streams if isinstance(tokens, int) else tokens
         asked = []
         for number in range(streams):
             self._requests += 1
@@ -256,7 +262,7 @@ class Crowded:
                 epoch=EPOCH,
                 request=self._requests,
                 tokens=(3,) * (prompt + number),
-                max_tokens=tokens,
+                max_tokens=lengths[number],
                 seed=1,
                 tree=tree,
                 speculate=speculate and number not in plain,
