@@ -31,6 +31,7 @@ def peer() -> Iterator[Peer]:
         peer.close()
 
 
+@pytest.mark.slow
 def test_it_has_the_cores_of_our_target_and_of_our_draft(peer: Peer) -> None:
     layout = lay_out_here()
     assert set(peer.cores) == {*layout.target.cores, *layout.draft.cores}
@@ -43,6 +44,7 @@ def test_it_is_tried_with_all_its_cores_and_with_one_and_what_is_hopeless_is_lef
     assert near_the_fastest({2: 9.0, 1: 1.5}) == (1,)
 
 
+@pytest.mark.slow
 def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours(peer: Peer) -> None:
     replies = [peer.decode(TURNS, sampling=Sampling(temperature=1.0), max_tokens=12, seed=5, threads=1) for _ in range(2)]
     result = replies[0].result
@@ -52,6 +54,7 @@ def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours
     assert peer.peak_rss_mb() > 100
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: Peer) -> None:
     with pytest.raises(DovetailError, match="assisted: "):
         peer.decode([1], sampling=Sampling(), max_tokens=-1, seed=0, threads=0)  # type: ignore[list-item]

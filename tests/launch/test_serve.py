@@ -120,7 +120,8 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
 
 @pytest.mark.slow
 def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None:
-    process = start("serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true")
+    drafts = ("--policy=dynamic", "--tree.insist=true")
+    process = start("serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true", *drafts)
     found = ready(process)
     assert set(found["pids"]) == {"coordinator", "http", "unified worker"}
     body = {**QUESTION, "max_tokens": 24, "seed": 3}
