@@ -451,7 +451,7 @@ def _open_substitute(
     tell: Callable[[int, int], None],
 ) -> DraftWorker[Any]:
     from dovetail.workers.devices import against_int4, first_device, free_bytes, open_device
-    from dovetail.workers.draft_costs import known_levels
+    from dovetail.workers.draft_levels import known_levels
     from dovetail.workers.drafter import SUBSTITUTE_SHARPENING, Drafter
     from dovetail.workers.models.inflate import inflation_bytes
     from dovetail.workers.models.substitute import load_substitute
@@ -478,7 +478,7 @@ def _open_substitute(
 
 def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path | None) -> DraftWorker[Any]:
     from dovetail.workers.devices import first_device, free_bytes, open_device
-    from dovetail.workers.draft_costs import known_levels
+    from dovetail.workers.draft_levels import known_levels
     from dovetail.workers.drafter import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
@@ -497,7 +497,7 @@ def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path 
 
 def _open_head(settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None) -> DraftWorker[Any]:
     from dovetail.workers.devices import first_device, free_bytes, open_device
-    from dovetail.workers.draft_costs import known_levels
+    from dovetail.workers.draft_levels import known_levels
     from dovetail.workers.head_drafter import HeadDrafter
     from dovetail.workers.models.heads import open_head
 

@@ -26,8 +26,8 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.room import check_rows, host_row_bytes
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
-from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0

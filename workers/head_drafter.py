@@ -44,8 +44,8 @@ from dovetail.workers.kept import check_prefix
 from dovetail.workers.models.heads import Head, Predicted
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
-from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sharpness import Scale
 from dovetail.workers.wire import to_tensor
 

@@ -57,7 +57,7 @@ class Here:
         if candidate.lacks and candidate.kind != "substitute":
             return None
         from dovetail.workers.devices import open_device
-        from dovetail.workers.draft_costs import expected_levels
+        from dovetail.workers.draft_levels import expected_levels
 
         target = with_target(self.configuration.settings.target)
         if candidate.kind == "substitute" and not any(Path(target.model).expanduser().glob("*.safetensors")):

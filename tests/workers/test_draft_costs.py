@@ -11,7 +11,8 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration import Passes
 from dovetail.workers.devices import open_device
 from dovetail.workers.draft import open_draft_worker
-from dovetail.workers.draft_costs import LEVELS, _Guesses, calibrate_draft, levels_key
+from dovetail.workers.draft_costs import LEVELS, _Guesses, calibrate_draft
+from dovetail.workers.draft_levels import levels_key
 from dovetail.workers.models.heads import Predicted, open_head
 from dovetail.workers.models.language_model import load_language_model
 from support.heads import VARIANTS, write_head

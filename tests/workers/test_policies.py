@@ -14,8 +14,9 @@ from dovetail.protocol.settings import POLICIES, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
-from dovetail.workers.speculation.policies import DECAY, NO_DECAY, Beam, BestFirst, Dynamic, Policy, Static, open_policy
+from dovetail.workers.speculation.policies import DECAY, NO_DECAY, Beam, BestFirst, Dynamic, Policy, Static
 from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.shapes import EAGLE_1, fixed_shape
 from support.growing import VOCABULARY, Children, Path, Table, expand, grow, path_of, proposal
 

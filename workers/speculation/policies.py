@@ -27,11 +27,10 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import NO_ROW, Floats, GrowingTree, Nodes, best_first
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.shapes import Path, fixed_shape
+from dovetail.workers.speculation.shapes import Path
 
 DECAY = np.float32(np.log(0.95))
 """What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain tokens from taking the whole budget."""
@@ -144,27 +143,6 @@ class Static:
         nodes = np.flatnonzero(places > 0)
         order: Nodes = nodes[np.argsort(places[nodes])]
         return order
-
-
-def open_policy(settings: TreeSettings) -> Policy:
-    """The policy of a session."""
-    match settings.policy:
-        case "static":
-            return Static(fixed_shape(settings.gamma, settings.depth, settings.width))
-        case "dynamic":
-            return Dynamic()
-        case "beam":
-            return Beam()
-        case "budget":
-            return BestFirst(DECAY)
-        case "goodput":
-            return BestFirst()
-        case "heterospec":
-            from dovetail.workers.speculation.heterospec import Heterospec  # it is made of what stands here
-
-            return Heterospec(settings)
-        case unknown:
-            raise ValueError(f"no tree policy is called {unknown!r}")
 
 
 def root_pass(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
