@@ -25,7 +25,8 @@ from dovetail.launch.bench_plot import draw_speedups
 from dovetail.launch.bench_table import COLUMNS, SWEPT, show, show_notes, show_overhead
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import check_chart
-from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.outputs import check_output
 from dovetail.launch.sweep import VALUES, Sweep, draw_sweep, points_of, read_sweep, show_sweep, swept
 from dovetail.launch.terminal import explained, spinner

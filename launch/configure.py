@@ -20,11 +20,12 @@ import click
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import DRAFT_KINDS, Frozen, Settings, misfit
 
-DEMO_FOLDER = Path(__file__).parent / "demo"
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 EXPORTS = {"grafana": Path(__file__).parent / "grafana.json"}
 """What `config export` prints."""
@@ -169,8 +170,6 @@ class Configuration:
         """The same with the thresholds of `heterospec` read; `SettingsError` if there are none that hold for its draft."""
         if self.settings.tree.policy != "heterospec" or self.settings.draft.kind == "none":
             return self
-        from dovetail.launch.thresholds import thresholds_of  # which asks here where the embedded models are
-
         found = thresholds_of(self.thresholds, self.settings, local=self.local)
         return replace(self, settings=_with_thresholds(self.settings, found))
 

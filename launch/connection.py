@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dovetail.launch.configure import DEMO_FOLDER, Configuration
+from dovetail.launch.configure import Configuration
 from dovetail.launch.directory import announcements, only_announcement
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.supervise import Stack, Supervisor, start_stack, wait_until_ready
 from dovetail.launch.terminal import note, spinner
 from dovetail.protocol.errors import DovetailError, RequestError, UserError

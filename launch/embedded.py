@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HEAD_KINDS, MODELLESS_KINDS, DraftSettings, TargetSettings
+
+DEMO_FOLDER = Path(__file__).parent / "demo"
 
 
 def with_target(settings: TargetSettings) -> TargetSettings:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.terminal import note, spinner
 from dovetail.launch.training import json_option, show_progress

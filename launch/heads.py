@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from dovetail.launch.card import card, curves, log_of
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError

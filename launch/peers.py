@@ -21,8 +21,9 @@ import click
 from dovetail.launch.binding import Place, bind
 from dovetail.launch.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.cli import run
-from dovetail.launch.configure import DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.cores import CoreLayout, parse_cores
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.supervise import Child, Supervisor
 from dovetail.launch.topology import format_numbers
 from dovetail.launch.worker import THREAD_VARIABLES

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.profiling import report
 from dovetail.launch.profiling.findings import Findings, find

@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 
 from dovetail.launch.agreement import Agreement, agreement_of
-from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.failed import first_failure
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar

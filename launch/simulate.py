@@ -15,8 +15,8 @@ import click
 
 from dovetail.launch.bench_table import share
 from dovetail.launch.chart import Curve, check_chart, draw
-from dovetail.launch.configure import DECODING_SECTIONS, DEMO_FOLDER, Configuration, SettingsCommand, settings_flags
-from dovetail.launch.embedded import with_draft, with_target
+from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.outputs import OUT_FOLDER, check_output
 from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.prompts import read_prompts

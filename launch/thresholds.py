@@ -22,8 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.configure import DEMO_FOLDER
-from dovetail.launch.embedded import with_draft
+from dovetail.launch.embedded import DEMO_FOLDER, with_draft
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings

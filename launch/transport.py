@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from dovetail.launch.binding import Place, bind
 from dovetail.launch.child import end_when_told, end_with
-from dovetail.launch.configure import DEMO_FOLDER
 from dovetail.launch.cores import lay_out_here, parse_cores
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.supervise import Supervisor
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.arrays import Array

@@ -48,11 +48,16 @@ def sources() -> list[Path]:
 
 def imports(path: Path) -> Iterator[str]:
     """Full names of everything that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    yield from imported_by(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def imported_by(tree: ast.Module) -> Iterator[str]:
+    """Full names of everything that a module imports."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
+            assert node.level == 0, f"{ast.unparse(node)} is relative"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -110,3 +115,29 @@ def calls(path: Path, function: str) -> Iterator[ast.Call]:
 
 def loads_weights_only(call: ast.Call) -> bool:
     return any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in call.keywords)
+
+
+def graph() -> dict[str, set[str]]:
+    """The files that each file imports, by name, wherever in it; what is imported for types alone is left out."""
+    files = {name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources()}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+        named = {imported.removeprefix("dovetail.") for imported in imported_by(tree)}
+        whole = {one if one in files else one.rpartition(".")[0] for one in named}
+        found[module] = whole & files.keys() - {module}
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count: a circle that is closed late is a circle."""
+    left = graph()
+    while ready := [module for module, needs in left.items() if not needs]:
+        for module in ready:
+            del left[module]
+        for needs in left.values():
+            needs.difference_update(ready)
+    assert not left, f"in circles, or above one: {sorted(left)}"

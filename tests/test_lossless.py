@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.launch.configure import DEMO_FOLDER
-from dovetail.launch.embedded import head_folder
+from dovetail.launch.embedded import DEMO_FOLDER, head_folder
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings
 from dovetail.runtime.client import Client

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from benchmarks.child import Side
 from benchmarks.models import SHAPES, token_row
 from benchmarks.options import Command, find_llama, option, options, pin, report, written_model
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.terminal import print_table, progress_bar
 from dovetail.runtime.text import TextCodec

@@ -19,7 +19,7 @@ from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, pin, report
 from dovetail.launch.bench_turns import loop_begins
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.terminal import print_table, progress_bar
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -20,7 +20,8 @@ from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, Prompt, contenders, read_prompt_set
 from dovetail.launch.bench_turns import prepare, rotated
-from dovetail.launch.configure import DEMO_FOLDER, Configuration, parse_setting
+from dovetail.launch.configure import Configuration, parse_setting
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.terminal import note, print_table
 from dovetail.protocol.errors import UserError
 from support.browser import chromium, find_chromium

@@ -21,7 +21,8 @@ from benchmarks.ledger import Ledger
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench_methods import NONE, PromptSet, read_prompt_set, tree_of
-from dovetail.launch.configure import DEMO_FOLDER, Configuration
+from dovetail.launch.configure import Configuration
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.terminal import note, print_table
 from dovetail.protocol.errors import UserError
 

@@ -20,7 +20,8 @@ from dovetail.launch.bench_figures import baseline, row
 from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, contenders, read_method, tree_of
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import Curve, draw
-from dovetail.launch.configure import DEMO_FOLDER, Configuration, configure
+from dovetail.launch.configure import Configuration, configure
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note
 from dovetail.protocol.errors import UserError

@@ -20,7 +20,8 @@ import click
 
 from benchmarks.duels import settings_of
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.configure import DEMO_FOLDER, Configuration
+from dovetail.launch.configure import Configuration
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.plan import Subject, folder_of, subject_here
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import Alternative, expected

@@ -24,7 +24,7 @@ from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.options import Command, Numbers, option, options, pin, report
 from dovetail.launch.chart import Curve, Panel, draw_panels
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.protocol.errors import UserError

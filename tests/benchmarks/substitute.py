@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.link import LimitedLink
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.terminal import print_table
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import VerifyItem

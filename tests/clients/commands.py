@@ -21,7 +21,7 @@ import click
 from clients.catalogue import BY_NAME, CLIENTS, ClientKind
 from clients.scores import largest_difference
 from clients.server import serving
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.terminal import note, print_table, progress_bar
 
 TARGET = DEMO_FOLDER / "target"

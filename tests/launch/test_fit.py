@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dovetail.launch import fit
-from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.configure import configure
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.fit import check_memory
 from dovetail.launch.supervise import Supervisor, start_stack
 from dovetail.protocol.errors import CheckpointError, SettingsError

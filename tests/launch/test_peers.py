@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.configure import DEMO_FOLDER, Configuration, configure
+from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.cores import lay_out_here
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.peers import Peer, assistant_of, check, near_the_fastest, result_of, thread_counts_of
 from dovetail.launch.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.holders import check_coordinator, check_port
 from dovetail.launch.service import LOG_BYTES, Ear, registered
 from dovetail.launch.supervise import Supervisor

@@ -12,9 +12,9 @@ import pytest
 
 from dovetail.launch.binding import Place
 from dovetail.launch.cli import run as run_command
-from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.configure import configure
 from dovetail.launch.cores import CoreLayout
-from dovetail.launch.embedded import with_draft, with_target
+from dovetail.launch.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.records import open_records
 from dovetail.launch.simulation.beside import check_apart, decode_all

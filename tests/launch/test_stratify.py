@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.configure import configure
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.stratify import chart, rounds_of
 from dovetail.launch.supervise import Stack
 from dovetail.launch.thresholds import draft_facts, read_thresholds, write_thresholds

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dovetail.launch.configure import DEMO_FOLDER, configure
+from dovetail.launch.configure import configure
+from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.supervise import POLL_S, Child, Played, Stack, Supervisor, layout_of, start_stack, wait_until_ready, worker_arguments
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Role

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.memory import measured
-from dovetail.launch.configure import DEMO_FOLDER
+from dovetail.launch.embedded import DEMO_FOLDER
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 
