@@ -59,6 +59,7 @@ class Dispatch:
             self._close(live, worker, ask.role, ask.command)
         elif isinstance(ask.command, Open) and worker is not live.target and self._can_wait(live, ask.command):
             worker.turns.postpone(live.session.number, ask.command)
+            live.joining = False  # nobody waits for it, not even a change of drafts
         else:
             if isinstance(ask.command, Draft):
                 worker.turns.resume(live.session.number)  # whoever is to draft has read the prompt

@@ -28,7 +28,7 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
 )
-from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.swap import SILENT_NS
 from support.houses import House
 from support.scripted import READS, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
@@ -118,6 +118,20 @@ def passes_of(worker: ScriptedWorker) -> int:
 
 
 # -- a draft ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_end() -> None:
+    scene = Scene()
+    old, newcomer = scene.house.draft, scene.newcomer(ScriptedDraft)
+    scene.begin(steps=30, tree=TreeSettings(policy="goodput"))
+    scene.swap(newcomer, old)
+    put_in_place(scene, newcomer)
+    small_steps(scene.house, 20 * len(scene.house.workers))
+    assert scene.names == ["target", "draft-2"]
+    assert all(len(live.session.tokens) < LONG // 2 for live in scene.house.coordinator.lives)
+    assert old is not None
+    assert old.drained
+    scene.check_replies()
 
 
 @pytest.mark.parametrize("later", [None, READS], ids=["to-small", "to-head"])
