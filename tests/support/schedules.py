@@ -467,18 +467,23 @@ class World:
             process.sticks, process.refuses, process.again, process.asked_again = process.sticks and process.busy, False, 0, 0
             process.drops = 0
         self.run_until(self.ready, READY_NS, "not everybody came back")
-        drafts = any(process.role == "draft" and not process.about["standby"] for process in self.processes)
+        drafts = sum(process.role == "draft" and not process.about["standby"] for process in self.processes)
         told = self.reader.submit(LAST)
         self.run_until(lambda: not told.open, READY_NS, "a request after the faults did not end")
         assert isinstance(told.end, Finished), told.end
-        assert bool(told.end.result.drafted_tokens) == drafts, "a request after the faults was decoded without a draft"
+        assert bool(told.end.result.drafted_tokens) == bool(drafts), "a request after the faults was decoded without a draft"
+        assert len(self._failing()) < max(1, drafts), "a draft that works again is still said to fail"
         self.run_until(self._clean, READY_NS, "something is left of requests that have ended")
         assert not self.loud.said, self.loud.said
 
     def ready(self) -> bool:
         report = self.coordinator.report()
         well = all(process.registered and not process.sticks for process in self.processes)
-        return well and len(report.workers) == len(self.processes) and not report.reasons
+        return well and len(report.workers) == len(self.processes) and {*report.reasons} <= self._failing()
+
+    def _failing(self) -> set[str]:
+        """Return what is said of drafts that have failed at a request and have not drafted for another one since."""
+        return {fault.words for fault in self.coordinator._failing.faults(self.time.now_ns)}
 
     def _clean(self) -> bool:
         workers = self.coordinator.registry.workers.values()
