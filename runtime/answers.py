@@ -14,6 +14,7 @@ from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
 from dovetail.protocol.messages import (
     Close,
     Closed,
+    Draft,
     Drafted,
     Event,
     Failed,
@@ -356,12 +357,17 @@ class Answers:
         if (base := live.session.base(role)) is None:
             return False
         self._house.send_to(worker, Close(epoch=self._house.epoch, session=base.session))
-        ordered = live.session.state is not State.OPENING and not live.joining
-        if event.code != "prefix" or ordered or (role == "draft" and live.session.brief is not None and live.session.brief.reads is not None):
+        if event.code != "prefix" or (role == "draft" and live.session.brief is not None and live.session.brief.reads is not None):
             return False
         if role == "target":
             live.interrupted(self._house.now_ns())
+            self._house.perform(live, live.session.base_refused(role))
+            return True
+        orders = worker.turns.withdraw(live.session.number, Draft)
         self._house.perform(live, live.session.base_refused(role))
+        for order in orders:  # it may have been waiting for the prompt to be read
+            worker.turns.resume(live.session.number)
+            worker.turns.ask(live.session.number, order)
         return True
 
     def _verify_without_tree(self, live: Live, why: str) -> None:
