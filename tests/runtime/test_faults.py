@@ -17,8 +17,25 @@ EVERYDAY = 200
 MANY, SEED = int(os.environ.get("FAULT_SCHEDULES", "10000")), int(os.environ.get("FAULT_SEED", "0"))
 PHASES = (Phase.generate, Phase.shrink)
 LONG = Wish(tokens=40)
+LONG_PROMPT = tuple(range(3, 25))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))),
+    "a draft that has just joined in has forgotten what the session goes on from, and its first order waits": Schedule(
+        targets=2,
+        drafts=2,
+        steps=(
+            (0, Wish(tokens=120)),
+            (68, Wish(prompt=LONG_PROMPT, logprobs=2, scored=True)),
+            (75, Fault("kill", who=0, for_ms=1)),
+            (25, Fault("stick", who=3, for_ms=1)),
+            (25, Fault("forget", who=2, for_ms=1)),
+            (40, Fault("kill", who=0, for_ms=1)),
+            (25, Wish(tokens=120)),
+            (75, Fault("kill", who=0, for_ms=1)),
+            (25, Wish(prompt=LONG_PROMPT, tokens=120, policy="goodput")),
+        ),
+    ),
+    "the only draft refuses, and nobody asks for anything afterwards": Schedule(steps=((0, LONG), (20, Fault("refuse", who=1)))),
 }
 """Schedules that broke a promise once."""
 
