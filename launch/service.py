@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +22,7 @@ from typing import NoReturn
 from dovetail.launch.child import LET_GO
 from dovetail.launch.configure import SETTINGS, Configuration
 from dovetail.launch.directory import announced
+from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.inquiry import Inquiry
 from dovetail.launch.supervise import (
     GRACE_S,
@@ -35,9 +37,10 @@ from dovetail.launch.supervise import (
 )
 from dovetail.launch.terminal import Intervals, loading_text
 from dovetail.launch.topology import format_numbers
-from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Tell, Watch
-from dovetail.protocol.errors import DovetailError, printable
+from dovetail.launch.watch import Action, Ending, GiveUp, Leave, Part, Replace, Start, Stop, Tell, Watch
+from dovetail.protocol.errors import DovetailError, SettingsError, printable
 from dovetail.protocol.links import open_link
+from dovetail.protocol.memory import read_room
 from dovetail.protocol.messages import Fault, Reported, Supervised, WorkerState
 
 log = logging.getLogger("dovetail.serve")
@@ -75,6 +78,8 @@ class Service:
         self._left = False
         self._told: object = None
         """What the coordinator was told last of the other parts, and which process of it that was."""
+        self._begun: set[str] = set()
+        """The parts that have been started at one time."""
         self.address = self.url = ""
         self._intervals = Intervals(lambda words: log.info("%s", words))
         self.state: Reported | None = None
@@ -162,6 +167,8 @@ class Service:
                     self._start(name)
                 case Replace(name):
                     self._let_speak_and_kill(self._running[name])
+                case Stop(name):
+                    self._end([name], GRACE_S)
                 case Leave():
                     self._left = True
                 case GiveUp(name, why):
@@ -197,13 +204,30 @@ class Service:
             self._told = told
 
     def _start(self, name: str) -> None:
-        """Start a part; the coordinator and the HTTP API say on stdout where they listen."""
+        """Start a part; the coordinator and the HTTP API say on stdout where they listen. A worker is started again only if it fits into memory."""
+        if name in self._begun and name in self._workers and (why := self._misfit(name)):
+            self._perform(self._watch.refused(name, why, time.monotonic()))
+            return
+        self._begun.add(name)
         child = self._supervisor.start(name, self._arguments(name), reads=name in (COORDINATOR, HTTP), asks=name == COORDINATOR)
         if child.process.stdin is not None:
             os.set_blocking(child.process.stdin.fileno(), False)
         self._running[name], self._ears[name] = child, Ear(child)
         if self._watch.serving:
             log.info("the %s starts, pid %d", name, child.process.pid)
+
+    def _misfit(self, name: str) -> str:
+        """Return why a worker does not fit into the memory that is there now, beside those that are loading; empty if it does."""
+        loading = [other for other in self._watch.waiting if other in self._workers and other in self._running]
+        room = read_room()
+        if room is not None:
+            room = replace(room, size=room.size + sum(self._running[other].rss_bytes() for other in loading))
+        roles = [self._workers[part] for part in (name, *loading)]
+        try:
+            check_memory(self._settings, roles, node=only_node(self._layout.target), room=room)
+        except SettingsError as misfit:
+            return str(misfit)
+        return ""
 
     def _arguments(self, name: str) -> list[str]:
         configuration = self._configuration
@@ -275,8 +299,11 @@ class Service:
             workers = {name: pid for name, pid in self.pids.items() if name in self._workers}
             host = socket.gethostname()
             others = [w for w in state.workers if not (w.standby or w.leaving or (w.host == host and w.pid in workers.values()))]
-            filled = {name for name, role in self._workers.items() if any(("target" if role == "unified" else role) in w.roles for w in others)}
-            self._perform(self._watch.answered(registered(workers, state.workers, host), now_s, filled))
+            filled, given = (
+                {name for name, role in self._workers.items() if any(("target" if role == "unified" else role) in worker.roles for worker in there)}
+                for there in (others, [worker for worker in others if worker.swapped_in])
+            )
+            self._perform(self._watch.answered(registered(workers, state.workers, host), now_s, filled, given))
 
     # -- what they say --------------------------------------------------------------------------------------------------------------------------
 

@@ -80,10 +80,17 @@ class Child:
 
     def peak_rss_bytes(self) -> int:
         """The most memory that it ever held, by the kernel's account; 0 once it has ended."""
+        return self._status_bytes("VmHWM:")
+
+    def rss_bytes(self) -> int:
+        """Return the memory that it holds, by the kernel's account; 0 once it has ended."""
+        return self._status_bytes("VmRSS:")
+
+    def _status_bytes(self, field: str) -> int:
         if self.ended:
             return 0
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+        return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field)), 0)
 
     @property
     def was_mistaken(self) -> bool:

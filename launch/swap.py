@@ -89,7 +89,7 @@ def command(
                 check(configuration.settings)
             check_memory(configuration.settings, (role,), node=only_node(layout_of(configuration.settings).target) if role == "target" else None)
         keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
-        change = _Change(client, role, name, old, known)
+        change = _Change(client, role, name, old, known, beside=beside)
         if elsewhere:
             line = _command_for_another_machine(configuration, role, name, state.address)
             click.echo(line, err=as_json)
@@ -118,9 +118,18 @@ def command(
 class _Change:
     """A newcomer, which has one role or both, in the place of who has them."""
 
-    def __init__(self, client: Client, role: Played, name: str, old: Mapping[Role, WorkerState | None], known: bool) -> None:
-        """`known`: whether it is certain which model is meant."""
-        self._client, self._old, self._known = client, old, known
+    def __init__(
+        self,
+        client: Client,
+        role: Played,
+        name: str,
+        old: Mapping[Role, WorkerState | None],
+        known: bool,
+        *,
+        beside: bool,
+    ) -> None:
+        """`known`: whether it is certain which model is meant; `beside`: nobody leaves."""
+        self._client, self._old, self._known, self._beside = client, old, known, beside
         self._names: dict[Role, str] = {part: f"{name}-{part}" if role == "unified" else name for part in old}
         self.newcomers: dict[Role, WorkerState] = {}
         self._placed = False
@@ -138,22 +147,39 @@ class _Change:
         """Put it in place, role by role; what came of it."""
         found: dict[str, Any] = {}
         for part, newcomer in self.newcomers.items():
-            old = self._there(self._old[part])
+            before = self._client.status().workers
+            old = self._there(part, before)
             done = wait_for(self._client, self._client.swap(newcomer.worker_epoch, old.worker_epoch if old is not None else None))
             self._placed = True
             told_of = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model, "replaced": old.name if old else None}
             found[part] = {**told_of, **figures(done)}
             place = f"in the place of {old.name} (pid {old.pid} on {old.host})" if old is not None else "beside the others"
             self.words.append(f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, {describe(part, newcomer)}: {told(done)}")
+            if old is None:
+                self._let_go_latecomers(part, before)
         return found
 
     def is_begun(self, *, interrupted: bool) -> bool:
         """Whether it has sessions, or may have where this was `interrupted`: then it is not ours to end."""
         return self._placed or (interrupted and any(_is_in_place(self._client, newcomer) for newcomer in self.newcomers.values()))
 
-    def _there(self, old: WorkerState | None) -> WorkerState | None:
-        """Who leaves, unless it has gone with the other role of its process."""
-        return old if old is not None and any(worker.worker_epoch == old.worker_epoch for worker in self._client.status().workers) else None
+    def _there(self, part: Role, workers: Sequence[WorkerState]) -> WorkerState | None:
+        """Who leaves, unless it has gone, perhaps with the other role of its process; it may have been lost, or only now have come back under its name."""
+        old = self._old[part]
+        if self._beside:
+            return None
+        if old is None:
+            return _leaver(workers, part, None)
+        same = [worker for worker in workers if worker.worker_epoch == old.worker_epoch]
+        return next(iter(same or [worker for worker in _all_serving(workers, part) if (worker.name, worker.host) == (old.name, old.host)]), None)
+
+    def _let_go_latecomers(self, part: Role, before: Sequence[WorkerState]) -> None:
+        """Let those go who came back to the place while the newcomer was tried for it, unless it was meant to be beside others."""
+        known = {worker.worker_epoch for worker in (*before, *self.newcomers.values())}
+        for late in [] if self._beside else _all_serving(self._client.status().workers, part):
+            if late.worker_epoch not in known:
+                gone = wait_for(self._client, self._client.dismiss(late.worker_epoch, last=False))
+                self.words.append(f"{late.name} (pid {late.pid} on {late.host}) came meanwhile and was let go: {told(gone)}")
 
 
 def free_name(workers: Sequence[WorkerState], role: Played) -> str:
@@ -204,7 +230,11 @@ def as_before(
 
 
 def _serving(workers: Sequence[WorkerState], role: Role) -> WorkerState | None:
-    return next((worker for worker in workers if role in worker.roles and not (worker.standby or worker.leaving)), None)
+    return next(iter(_all_serving(workers, role)), None)
+
+
+def _all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]:
+    return [worker for worker in workers if role in worker.roles and not (worker.standby or worker.leaving)]
 
 
 def _check_checkpoint(newcomer: WorkerState, workers: Sequence[WorkerState]) -> None:
@@ -221,7 +251,7 @@ def _checkpoint(worker: WorkerState) -> str:
 
 def _leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
     """Who leaves: the worker that was named, or the only one of the role; None: there is none."""
-    serving = [worker for worker in workers if role in worker.roles and not (worker.standby or worker.leaving)]
+    serving = _all_serving(workers, role)
     if replaced is not None:
         return named(serving, replaced)
     if len(serving) > 1:

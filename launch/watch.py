@@ -6,7 +6,7 @@ mistake, or the loss of a part that serving needs, ends the service - whoever st
 after a pause, which doubles from loss to loss and begins anew after a minute of health. A part that serving needs ends the service if it ends too often; one
 that it can do without, such as a draft, or a target beside another one, is tried ever more rarely, and for ever. A root that says nothing for long, and a
 part that the root has known and does not know any more, are stuck: they are replaced. A part that was let go because somebody else took its place is started
-again when nobody is in that place any more.
+again when nobody is in that place any more; so is one that was lost, and whose place somebody was given before it came back.
 Knows no processes, clocks or signals: names, events and seconds are handed in, and actions are handed back.
 """
 
@@ -81,6 +81,13 @@ class Replace:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """End this part, which was on its way back: somebody was given its place."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Tell:
     """What somebody who reads the log should know."""
 
@@ -100,7 +107,7 @@ class Leave:
     """End the service: that was asked for."""
 
 
-Action = Start | Replace | Tell | GiveUp | Leave
+Action = Start | Replace | Stop | Tell | GiveUp | Leave
 
 
 @dataclass
@@ -122,6 +129,8 @@ class _State:
     """It was lost, or is about to be ended since it is stuck."""
     stuck: bool = False
     """Whether it is about to be ended for that."""
+    beside: bool = False
+    """Whether somebody who was put in place was beside it when it was lost, and so is not there instead of it."""
     losses: int = 0
     """Since it was last healthy."""
     ends: deque[float] = field(default_factory=deque)
@@ -168,6 +177,8 @@ class Watch:
         self._away: dict[str, _Away] = {}
         self._filled: Collection[str] = ()
         """The parts in whose place somebody else serves, as far as the root has said."""
+        self._given: Collection[str] = ()
+        """Those in whose place somebody was put who had been on standby."""
         self._looked_s = now_s
         self.serving = False
         """Whether everything has been ready at one time, but for what was lost and is not needed."""
@@ -208,7 +219,7 @@ class Watch:
                 actions.append(Start(name))
             elif self.serving and self._is_stuck(state, now_s):
                 state.heard_s, state.stuck = None, True
-                state.lost(f"nothing was heard of it for {self._stuck_s:g} s", now_s)
+                self._lose(name, f"nothing was heard of it for {self._stuck_s:g} s", now_s)
                 actions += [Tell(f"the {name} is alive, and nothing was heard of it for {self._stuck_s:g} s"), Replace(name)]
         return actions
 
@@ -229,11 +240,17 @@ class Watch:
         """Serve if everything is ready that is needed, or has not been lost."""
         self.serving = not any(state.ready_s is None and (state.down_s is None or self.needs(name)) for name, state in self._states.items())
 
-    def answered(self, known: Collection[str], now_s: float, filled: Collection[str] = ()) -> list[Action]:
-        """The root has said which of the others it knows, and in which of their places somebody else serves."""
-        actions: list[Action] = []
+    def answered(
+        self,
+        known: Collection[str],
+        now_s: float,
+        filled: Collection[str] = (),
+        given: Collection[str] = (),
+    ) -> list[Action]:
+        """The root has said which of the others it knows, and in which of their places somebody else serves; in those `given`, who was put there on purpose."""
         self._states[self._root].heard_s = now_s
-        self._filled = filled
+        self._filled, self._given = filled, given
+        actions = self._yield_places(now_s)
         for name, state in self._states.items():
             if not state.part.known or not state.running:
                 continue
@@ -242,12 +259,30 @@ class Watch:
                 actions += self.ready(name, now_s)
             elif state.ready_s is not None:
                 state.ready_s = None
-                state.lost(f"the {self._root} has lost it", now_s)
+                self._lose(name, f"the {self._root} has lost it", now_s)
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
         for name, state in self._states.items():
             if not state.running and self.needs(name):  # it was not, perhaps, when its pause began
                 state.due_s = min(state.due_s, now_s + LONGEST_PAUSE_S)
         return [*actions, *self._fill(filled, now_s)]
+
+    def _lose(self, name: str, why: str, now_s: float) -> None:
+        """Note that a part is not there, why, and who was put beside it before."""
+        state = self._states[name]
+        state.beside = name in self._given if state.down_s is None else state.beside
+        state.lost(why, now_s)
+
+    def _yield_places(self, now_s: float) -> list[Action]:
+        """Do without the parts that were lost and whose place was given to somebody since then, for as long as anybody serves there."""
+        actions: list[Action] = []
+        for name, state in [*self._states.items()]:
+            state.beside &= name in self._given
+            if not self.serving or state.down_s is None or state.beside or name not in self._given:
+                continue
+            self._away[name] = _Away(self._states.pop(name).part, seen_s=now_s)
+            actions.append(Tell(f"another worker was put in the place of the {name}, which is not started again while it serves"))
+            actions += [Stop(name)] if state.running else []
+        return actions
 
     def _fill(self, filled: Collection[str], now_s: float) -> list[Action]:
         """Have those start again in whose place somebody was who has been gone for as long as a part may be silent."""
@@ -276,7 +311,7 @@ class Watch:
         if needed and state.ended_too_often(now_s):
             return [GiveUp(name, f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} minutes, and is not started again")]
         pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if needed else LONGEST_SPARED_PAUSE_S)
-        state.lost(state.why if state.stuck else ": ".join(filter(None, (ending.words, ending.last_line))), now_s)
+        self._lose(name, state.why if state.stuck else ": ".join(filter(None, (ending.words, ending.last_line))), now_s)
         state.stop(now_s + pause_s)
         if not self.serving:
             self._begin_to_serve()
@@ -284,6 +319,14 @@ class Watch:
             state.been_ready = False
             self._expect_back()
         return [Tell(f"the {name} {ending.words}; it is started again in {pause_s:g} s")]
+
+    def refused(self, name: str, why: str, now_s: float) -> list[Action]:
+        """A part that was to be started cannot be at present. That is no loss to be counted: nothing was tried, and what is in the way may go."""
+        state = self._states[name]
+        pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S)
+        self._lose(name, f"was not started: {why}", now_s)
+        state.stop(now_s + pause_s)
+        return [Tell(f"the {name} was not started, which is tried again in {pause_s:g} s: {why}")]
 
     def _expect_back(self) -> None:
         """The root is lost: those that it knew have to come back to the next one."""

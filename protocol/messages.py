@@ -971,6 +971,8 @@ class WorkerState(Frozen):
     inflation: Name = ""
     standby: bool = False
     """It gets no sessions until it is put in place."""
+    swapped_in: bool = False
+    """It came on standby and was put in place."""
     leaving: bool = False
     """It gets no more sessions, and is let go when the last one is done with."""
     stuck: bool = False

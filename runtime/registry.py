@@ -173,6 +173,7 @@ class Worker:
             inflation=hello.inflation,
             placement=hello.placement,
             standby=self.standby,
+            swapped_in=hello.standby and not self.standby,
             leaving=self.leaving,
             stuck=self.stuck or self.silent,
             sent_bytes=self.traffic.sent_bytes,

@@ -360,6 +360,60 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
     told(process, "the draft worker is ready again")
 
 
+CRAMPED = """
+import sys
+from pathlib import Path
+from dovetail.launch import cli, service, watch
+from dovetail.protocol.memory import Room
+service.read_room = lambda: Room(int(Path(sys.argv.pop(1)).read_text()), "available on this machine")
+watch.LONGEST_PAUSE_S = 1.0
+cli.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_is_not_started_again_into_memory_that_it_does_not_fit_into(start: Start, tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.write_text("100000000")
+    script = CRAMPED.replace("sys.argv.pop(1)", repr(str(room)))
+    process = start("serve", *PAIR, command=(sys.executable, "-P", "-c", script))
+    found = ready(process)
+    os.kill(found["pids"]["target worker"], signal.SIGKILL)
+    told(process, "the target worker was not started, which is tried again in", "GB of memory, and there are 0.1 GB available on this machine")
+    while not (state := ask(found["url"], "/readyz"))[1]["faults"]:
+        time.sleep(0.01)
+    assert state[0] == 503
+    (fault,) = state[1]["faults"]
+    assert (fault["part"], fault["why"].startswith("was not started: the target with fp32 weights takes")) == ("target worker", True)
+    room.write_text("100000000000")
+    told(process, "the target worker is ready again")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+
+
+@pytest.mark.slow
+def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_again_stays_alone(start: Start, run: Run, tmp_path: Path) -> None:
+    models = {name: tmp_path / name for name in ("target", "draft")}
+    for name, folder in models.items():
+        shutil.copytree(DEMO_FOLDER / name, folder)
+    process = start("serve", *PAIR, f"--target={models['target']}", f"--draft={models['draft']}", "--coordinator.stuck_s=2")
+    found = ready(process)
+    shutil.move(models["draft"], tmp_path / "elsewhere")
+    os.kill(found["pids"]["draft worker"], signal.SIGKILL)
+    told(process, "the draft worker ended with exit code 2; it is started again in 16 s")
+    shutil.move(tmp_path / "elsewhere", models["draft"])
+
+    swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={found['address']}", "--json")
+    assert swapped.returncode == 0, swapped.stderr
+    told(process, "another worker was put in the place of the draft worker, which is not started again while it serves")
+    workers = json.loads(run("status", "--json").stdout)["workers"]
+    assert [worker["pid"] for worker in workers if "draft" in worker["roles"]] == [json.loads(swapped.stdout)["pid"]]
+    assert not ask(found["url"], "/readyz")[1]["degraded"]
+
+    os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
+    told(process, "nobody is in the place of the draft worker any more; it is started again")
+    told(process, "the draft worker is ready again")
+
+
 def test_a_worker_of_another_machine_is_not_taken_for_ours_that_has_its_number() -> None:
     nothing = {
         "threads": 1,

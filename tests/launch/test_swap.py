@@ -21,7 +21,7 @@ from dovetail.protocol.messages import Emitted, Failed, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.losslessness import difference
-from support.stacks import PROMPTS, SILENCE_S, complete_all, started, submit
+from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit
 
 INFLATE = {"target.inflate": "64MiB", "draft.device": "cpu"}
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
@@ -210,6 +210,36 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
             crooked.kill()
             crooked.wait()
         assert names(client) == ["draft", "target"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["nobody", "lost"])
+def test_a_worker_that_comes_back_while_its_successor_loads_leaves_for_it(first: str) -> None:
+    with growing({"draft.kind": "ngram", **({} if first == "lost" else {"draft.kind": "none"})}) as (stack, client, _):
+        flags = [*worker_arguments(stack.configuration, "draft", stack.address, layout_of(stack.configuration.settings)), "--draft.kind=ngram"]
+        former = [sys.executable, "-P", "-m", "dovetail.launch.cli", *flags, "--name=draft"]
+        swapping = dovetail(*swap(stack, "draft", "--draft=small"))
+        while not (children := psutil.Process(swapping.pid).children()):
+            assert swapping.poll() is None
+        children[0].suspend()
+        if first == "lost":
+            os.kill(stack.workers[1].process.pid, signal.SIGKILL)
+            stack.workers[1].process.wait()
+        back = subprocess.Popen(former)
+        try:
+            while not any(worker.pid == back.pid for worker in client.status().workers):
+                assert back.poll() is None
+                time.sleep(0.05)
+            children[0].resume()
+            said, complained = swapping.communicate(timeout=GONE_S)
+            assert swapping.returncode == 0, complained
+            assert json.loads(said)["replaced"] == "draft"
+            assert back.wait(GONE_S) == 0
+            assert len(names(client)) == 2
+        finally:
+            back.kill()
+            os.kill(children[0].pid, signal.SIGTERM)
+            wait_until_gone(children[0].pid)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from dovetail.launch.watch import (
     Part,
     Replace,
     Start,
+    Stop,
     Tell,
     Watch,
 )
@@ -327,6 +328,33 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["waiting", "on its way back"])
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_beside_it(name: str, back: bool) -> None:
+    watch, others = serving(), [worker for worker in WORKERS if worker != name]
+    watch.ended(name, KILLED, 10.0)
+    if back:
+        assert watch.due(11.0) == [Start(name)]
+    known = WORKERS if back else others  # it may have registered just now
+    (told, *actions) = watch.answered(known, 11.5, [name], [name])
+    assert told == Tell(f"another worker was put in the place of the {name}, which is not started again while it serves")
+    assert actions == ([Stop(name)] if back else [])
+    assert watch.outages == ()
+    for second in range(12, 900):
+        assert [*watch.answered(others, second, [name], [name]), *watch.due(second)] == []
+    assert watch.answered(others, 900.0 + STUCK_S) == [Tell(f"nobody is in the place of the {name} any more; it is started again")]
+    assert watch.due(900.0 + STUCK_S) == [Start(name)]
+
+
+def test_a_lost_worker_beside_another_one_that_was_put_there_before_or_came_by_itself_is_started_again() -> None:
+    watch = serving()
+    for placed in ([], ["draft"]):
+        watch.answered(WORKERS, 10.0, ["draft"], placed)
+        watch.ended("draft", KILLED, 10.5)
+        assert [action for second in (11.0, 12.0) for action in [*watch.answered(["target"], second, ["draft"], placed), *watch.due(second)]] == [Start("draft")]
+        assert watch.answered(WORKERS, 12.5, ["draft"], placed) == [Tell("the draft is ready again")]
+
+
 def test_whoever_is_in_the_place_of_a_worker_has_as_long_as_a_worker_to_come_back_to_the_next_root() -> None:
     watch = serving()
     watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0)
@@ -344,6 +372,17 @@ def test_what_has_served_was_no_mistake_and_is_tried_again() -> None:
     watch = serving()
     assert without_words(watch.ended("web", Ending(2, "ended with exit code 2", mistake=True), 10.0)) == []
     assert wait_s(watch, "web", 10.0) == FIRST_PAUSE_S
+
+
+def test_a_worker_that_cannot_be_started_at_present_is_tried_ever_more_rarely_ends_nothing_and_is_told() -> None:
+    watch, at_s = serving(), 10.0
+    watch.ended("target", KILLED, at_s)
+    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
+        at_s += wait_s(watch, "target", at_s)
+        assert watch.refused("target", "too big", at_s) == [Tell(f"the target was not started, which is tried again in {pause_s:g} s: too big")]
+        assert watch.outages[-1] == Outage("target", "was not started: too big", 10.0, at_s + pause_s)
+    at_s += wait_s(watch, "target", at_s)
+    assert watch.answered(WORKERS, at_s) == [Tell("the target is ready again")]
 
 
 def test_a_root_that_was_told_to_stop_ends_the_service_and_other_parts_that_leave_are_started_again() -> None:
