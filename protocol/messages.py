@@ -17,7 +17,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 9)
+VERSION = (1, 10)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""

@@ -444,6 +444,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         stale=0,
         inflation="512MiB",
         standby=True,
+        swapped_in=True,
         leaving=True,
         stuck=True,
         sent_bytes=40_000,
