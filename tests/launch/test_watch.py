@@ -351,7 +351,9 @@ def test_a_lost_worker_beside_another_one_that_was_put_there_before_or_came_by_i
     for placed in ([], ["draft"]):
         watch.answered(WORKERS, 10.0, ["draft"], placed)
         watch.ended("draft", KILLED, 10.5)
-        assert [action for second in (11.0, 12.0) for action in [*watch.answered(["target"], second, ["draft"], placed), *watch.due(second)]] == [Start("draft")]
+        assert [action for second in (11.0, 12.0) for action in [*watch.answered(["target"], second, ["draft"], placed), *watch.due(second)]] == [
+            Start("draft")
+        ]
         assert watch.answered(WORKERS, 12.5, ["draft"], placed) == [Tell("the draft is ready again")]
 
 
