@@ -26,7 +26,15 @@ from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import profile_path, substitutes_path, writable_profile_path
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.outputs import check_output
-from dovetail.launch.preflight import check_draft, check_inflation, estimated_bytes, free_memory_bytes, memory_bytes
+from dovetail.launch.preflight import (
+    check_draft,
+    check_inflation,
+    check_source,
+    estimated_bytes,
+    free_memory_bytes,
+    is_path,
+    memory_bytes,
+)
 from dovetail.launch.supervise import Supervisor
 from dovetail.launch.terminal import counted, note, print_table, progress_bar
 from dovetail.launch.topology import format_numbers
@@ -113,8 +121,10 @@ def _check(configuration: Configuration) -> None:
         if value != "auto":
             raise SettingsError(f"{name} = {value!r}: calibrate measures layers one by one, wherever they may come to be; leave it out")
     folder = Path(target.model).expanduser() if target.model else None
-    if folder is not None and (folder.exists() or target.model.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
+    if folder is not None and (folder.exists() or is_path(target.model)) and not (folder / "config.json").is_file():
         raise CheckpointError(f"the target model {target.model} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)")
+    if folder is not None and not folder.exists():
+        check_source("target", target.model)
     check_inflation(target.inflate, memory_bytes())
     if _has_draft(configuration):
         check_draft(configuration.settings)

@@ -88,7 +88,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         raise UserError(f"{models_named} is a matter of the workers and does nothing with --connect: leave one of the two out")
     if address is None and not models_named and (found := only_announcement()) is not None:
         address, keys = found.address, keys or found.keys
-        note(f"using the coordinator at {address} (pid {found.pid})")
+        note(f"using the coordinator at {address} ({found.process})")
     if address is not None:
         with Client(open_link(address, keys=Path(keys) if keys else None, role="client")) as client:
             state = client.status()

@@ -29,6 +29,11 @@ class Announcement:
     """Where its HTTP API listens, if there is one."""
 
     @property
+    def process(self) -> str:
+        """Which process `pid` is: `serve`, which has a coordinator for a child, or a coordinator itself."""
+        return f"{'`dovetail serve`, ' if self.url else ''}pid {self.pid}"
+
+    @property
     def alive(self) -> bool:
         """Whether its process runs; one that has ended and was not reaped yet (Z, X) does not."""
         try:
@@ -119,7 +124,7 @@ def only_announcement() -> Announcement | None:
     """The one coordinator of this user, or none; `UserError` names the choices if there are several."""
     found = announcements()
     if len(found) > 1:
-        choices = "; ".join(f"--connect {a.address} (pid {a.pid}{f', over HTTP {a.url}' if a.url else ''})" for a in found)
+        choices = "; ".join(f"--connect {a.address} ({a.process}{f', over HTTP {a.url}' if a.url else ''})" for a in found)
         raise UserError(f"{len(found)} coordinators of yours are running: choose one with {choices}")
     return found[0] if found else None
 

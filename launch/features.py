@@ -14,6 +14,7 @@ import click
 
 from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.outputs import OUT_FOLDER
+from dovetail.launch.preflight import check_model
 from dovetail.launch.terminal import note, spinner
 from dovetail.launch.training import json_option, show_progress
 from dovetail.protocol.errors import UserError
@@ -71,6 +72,7 @@ def command(
     dovetail features --target MODEL --data sharegpt.jsonl --out FEATURES
     dovetail features --target MODEL --data sharegpt.jsonl --regenerate --out FEATURES
     """
+    check_model("target", target)
     from dovetail.workers.training import corpus, states, store
     from dovetail.workers.training.regenerate import Writing, regenerate_files
     from dovetail.workers.training.workplace import held

@@ -21,6 +21,7 @@ from dovetail.launch.planning.designs import Design, config_of, read_config
 from dovetail.launch.planning.here import Here, look_here
 from dovetail.launch.planning.prices import Hardware, Prices, described, level, price
 from dovetail.launch.planning.telling import figure, flags, placement, settings, told, toml, verdict, why
+from dovetail.launch.preflight import is_path
 from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.launch.terminal import explained, note, print_table, progress_bar, spinner
@@ -217,21 +218,19 @@ def _elsewhere(configuration: Configuration, machine: str, target_size: str | No
 
 
 def _check_folder(settings: Settings) -> None:
-    folder = Path(settings.target.model).expanduser() if settings.target.model else None
-    if folder is not None and (folder.exists() or settings.target.model.startswith(("/", ".", "~"))):
-        read_config(folder, "target model")
+    """Raise `CheckpointError` before anything is measured for a target whose config.json cannot be read."""
+    if settings.target.model:
+        read_config(folder_of(settings.target.model), "target model")
 
 
 def folder_of(source: str) -> Path:
     """Of a model: the folder that is named, or of a hub id one with its config.json."""
     folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or source.startswith(("/", ".", "~")):
+    if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(f"{source} is no folder: name one that has a config.json, or the id of a hub (OWNER/NAME)")
-    from dovetail.workers.models.checkpoint import find_folder
+    from dovetail.workers.models.hub import CONFIG_ALONE, find_folder  # half a second
 
-    return find_folder(source, files=("config.json",))
+    return find_folder(source, files=CONFIG_ALONE)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------------------------------

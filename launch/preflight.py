@@ -67,9 +67,13 @@ def check_unified(settings: Settings) -> None:
 
 
 def check_model(role: str, source: str, *, pickled: bool = False) -> None:
-    """`CheckpointError` if `source` is a path (not the id of a hub, nor empty) and no folder of a model, whose weights may be `pickled` ones."""
-    path = Path(source).expanduser() if source else None
-    if path is None or not (source.startswith(("/", ".", "~")) or path.exists()):
+    """Raise `CheckpointError` unless `source` is empty, a folder of a model (whose weights may
+    be `pickled`), or the id of one that the Hugging Face hub or its cache has."""
+    if not source:
+        return
+    path = Path(source).expanduser()
+    if not is_path(source) and not path.exists():
+        check_source(role, source, pickled=pickled)
         return
     if not path.is_dir():
         why = why_no_folder(source) if path.exists() else "is not there: name an existing folder, or a hub id (OWNER/NAME)"
@@ -81,6 +85,22 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
     if not any(path.glob("*.safetensors")) and not (pickled and any(path.glob("*.bin"))):
         allowed = ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
         raise CheckpointError(f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights of another kind (*.bin) first{allowed}")
+
+
+def check_source(role: str, source: str, *, pickled: bool = False) -> None:
+    """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads nothing."""
+    from dovetail.workers.models import hub  # half a second, which only ids of the hub cost
+
+    files = (*hub.HUB_FILES, *hub.PICKLED_FILES) if pickled else hub.HUB_FILES
+    try:
+        hub.check_source(source, files=files)
+    except CheckpointError as error:
+        raise CheckpointError(f"the {role} model {error}") from None
+
+
+def is_path(source: str) -> bool:
+    """Return whether a model is named by a path and can be no id of a hub."""
+    return source.startswith(("/", ".", "~"))
 
 
 def check_inflation(size: str, memory: int) -> None:

@@ -299,7 +299,8 @@ def model_of(configuration: Configuration, role: Role) -> str:
 def _check_text(source: str) -> None:
     """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse, before the weights are read."""
     from dovetail.runtime.text import TextCodec
-    from dovetail.workers.models.checkpoint import find_folder, read_tokenizer
+    from dovetail.workers.models.checkpoint import read_tokenizer
+    from dovetail.workers.models.hub import find_folder
 
     folder = find_folder(source)
     try:

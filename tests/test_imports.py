@@ -22,7 +22,7 @@ DOORS = {
     "jinja2": ("runtime/templates.py",),
     "safetensors": ("workers/models/checkpoint.py", "workers/training/"),
     "hqq": ("workers/models/quantize.py",),
-    "huggingface_hub": ("workers/models/checkpoint.py",),
+    "huggingface_hub": ("workers/models/hub.py",),
     "torch": ("workers/",),
     "transformers": ("workers/models/lean.py", "workers/assisted.py", "workers/training/"),
     "sklearn": ("workers/training/stratify.py",),

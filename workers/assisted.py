@@ -19,7 +19,8 @@ from transformers.utils import logging
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.generated import Generated, Round
-from dovetail.workers.models.checkpoint import find_folder, read_tokenizer
+from dovetail.workers.models.checkpoint import read_tokenizer
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.models.inflate import write_inflated
 
 

@@ -24,7 +24,7 @@ from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
 from dovetail.workers.devices import open_device
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
-from dovetail.workers.models.checkpoint import find_folder
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.models.inflate import grow_skeleton, plan_inflation, planned_shapes
 from dovetail.workers.models.language_model import LanguageModel, context_of, load_language_model, random_language_model
 from dovetail.workers.models.loader import decoder_layers, random_skeleton

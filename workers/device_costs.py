@@ -22,8 +22,9 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration import CONTEXT, Passes, read_design
 from dovetail.workers.devices import Device, open_device
-from dovetail.workers.models.checkpoint import find_folder, read_json
+from dovetail.workers.models.checkpoint import read_json
 from dovetail.workers.models.fused import VERSION
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.models.inflate import grow_skeleton, inflation_bytes, plan_inflation
 from dovetail.workers.models.language_model import LanguageModel, random_language_model
 from dovetail.workers.models.linear import CANDIDATES

@@ -7,8 +7,9 @@ import torch
 
 from dovetail.protocol.profile import ContextCurve, ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.models.checkpoint import find_folder, open_weights
+from dovetail.workers.models.checkpoint import open_weights
 from dovetail.workers.models.heads import Head
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.models.inflate import inflated_digest, inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 

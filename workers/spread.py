@@ -17,8 +17,9 @@ from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration import read_design
 from dovetail.workers.devices import Device, free_bytes, open_device
-from dovetail.workers.models.checkpoint import find_folder, read_json
+from dovetail.workers.models.checkpoint import read_json
 from dovetail.workers.models.fused import VERSION
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.models.placement import (
     WEIGHT_BYTES,
     Demand,

@@ -39,7 +39,14 @@ def test_of_several_coordinators_the_choices_name_what_is_served_over_http(tmp_p
         mine.with_name("coordinator-z.json").write_text(text)
         with pytest.raises(UserError, match="2 coordinators of yours") as caught:
             only_announcement()
-    assert str(caught.value).endswith(f"--connect ipc:///x (pid {pid}, over HTTP http://127.0.0.1:8000); --connect ipc:///y (pid {pid})")
+    assert str(caught.value).endswith(f"--connect ipc:///x (`dovetail serve`, pid {pid}, over HTTP http://127.0.0.1:8000); --connect ipc:///y (pid {pid})")
+
+
+def test_the_process_that_is_announced_is_named_for_what_it_is() -> None:
+    """`serve` announces its own number, and not that of the coordinator that it has started."""
+    served = Announcement("ipc:///x", 12, 0, url="http://127.0.0.1:8000")
+    assert served.process == "`dovetail serve`, pid 12"
+    assert Announcement("ipc:///x", 12, 0).process == "pid 12"
 
 
 def test_the_profile_file_lies_in_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

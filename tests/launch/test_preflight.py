@@ -1,5 +1,7 @@
 """What is refused before anything is started."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,9 +45,59 @@ def test_a_path_that_is_no_folder_of_a_model_is_named_with_what_it_lacks(tmp_pat
             check_model("target", source)
 
 
-def test_a_folder_with_the_files_of_a_model_and_what_may_be_an_id_of_a_hub_are_left_to_the_worker(tmp_path: Path) -> None:
-    for source in ("", "owner/name", "name@main", model_folder(tmp_path / "c", "config.json", "model-00001-of-00002.safetensors")):
+def test_no_name_and_a_folder_with_the_files_of_a_model_are_left_to_the_worker(tmp_path: Path) -> None:
+    for source in ("", model_folder(tmp_path / "c", "config.json", "model-00001-of-00002.safetensors")):
         check_model("target", source)
+
+
+ALONE = ("--draft", "none")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--draft", "foo", "hi"),
+        pytest.param(("generate", "--target", "foo", *ALONE, "hi"), marks=pytest.mark.slow),
+        ("serve", "--target", "foo/bar@baz", *ALONE),
+        pytest.param(("chat", "--target", "foo", *ALONE), marks=pytest.mark.slow),
+        pytest.param(("bench", "--method", "none", "--target", "foo", *ALONE), marks=pytest.mark.slow),
+        pytest.param(("selftest", "--draft", "foo"), marks=pytest.mark.slow),
+        ("worker", "--role", "target", "--connect", "tcp://127.0.0.1:9", "--target", "foo"),
+        pytest.param(("worker", "--role", "draft", "--connect", "tcp://127.0.0.1:9", "--draft", "foo"), marks=pytest.mark.slow),
+        ("plan", "--target", "foo"),
+        ("calibrate", "--target", "foo"),
+        pytest.param(("calibrate", "--draft", "foo"), marks=pytest.mark.slow),
+        pytest.param(("profile", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow),
+        pytest.param(("simulate", "record", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow),
+        pytest.param(("stratify", "--draft", "foo", "--prompts", "PROMPTS", "--out", "OUT.toml"), marks=pytest.mark.slow),
+        ("features", "--target", "foo", "--data", "PROMPTS", "--out", "OUT"),
+    ],
+    ids=" ".join,
+)
+def test_a_name_of_no_model_is_refused_before_torch_is_imported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """No hub listens at port 9, so that every name is one that cannot be fetched."""
+    line = {"id": "a", "turns": ["hi"], "messages": [{"role": "user", "content": "hi"}]}
+    (tmp_path / "prompts").write_text(json.dumps(line) + "\n")
+    places = {name: str(tmp_path / name.lower()) for name in ("OUT", "OUT.toml", "PROMPTS")}
+    forbidden = tmp_path / "forbidden" / "torch"
+    forbidden.mkdir(parents=True)
+    (forbidden / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hub"),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "PYTHONPATH": str(forbidden.parent),
+    }
+    command = [sys.executable, "-m", "dovetail.launch.cli", *(places.get(a, a) for a in arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    named = next(word for word in ("foo/bar@baz", "foo") if word in arguments)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert f"{named} is no folder here and not in the Hugging Face cache" in line
+    assert line.endswith("while connected")
+    assert "Connection refused" in line
 
 
 def test_a_relative_path_that_exists_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

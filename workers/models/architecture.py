@@ -157,3 +157,11 @@ def shown(value: object) -> str:
     """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def reason(error: BaseException) -> str:
+    """The first lines of an error as one: what some libraries say first is only where something went wrong. Of the system's errors what it says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).removeprefix("Error while deserializing header: ")
+    return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__

@@ -6,16 +6,13 @@ number, or quantised. Knows files; builds no model.
 
 import errno
 import json
-import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -25,14 +22,11 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.workers.models.architecture import MODEL_FILES, refuse_content, refuse_elsewhere, shown, why_no_folder
+from dovetail.workers.models.architecture import MODEL_FILES, reason, refuse_content, refuse_elsewhere, shown
 from dovetail.workers.models.digests import Identity, Part, Source, all_finite, digest_of, refuse_changed
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.progress import count_bytes
 
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
-PICKLED_FILES = ("*.bin",)
-"""What a hub id brings besides, where the user allows pickled weights."""
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
 MAX_FILE_BYTES = MAX_ARRAY_BYTES
 """Of configurations, indices and tokenizers: what may travel to the coordinator, and twice the largest tokenizer that there is."""
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -150,33 +144,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Where every tensor of a folder stands, by the headers of its weight files alone; what is read of them is to be checked then."""
     refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
     return {name: stored for file in weight_files(folder) for name, stored in _read_header(file)[1].items()}
-
-
-def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """The local folder of a model; where `source` is a hub id, its `files` are downloaded into the Hugging Face cache."""
-    if not source:
-        raise CheckpointError("no model is named: give a folder, a hub id or id@revision")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{source} {why_no_folder(source)}")
-    if not HUB_ID.fullmatch(source):
-        raise CheckpointError(f"{source}: there is no such folder; check the path")
-    return _download(source, files)
-
-
-def _download(source: str, files: Sequence[str]) -> Path:
-    name, _, revision = source.partition("@")
-    remedy = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
-        raise CheckpointError(f"{source} is no folder and is not in the Hugging Face cache; run `{remedy}` while connected") from None
-    except HfHubHTTPError as error:
-        raise CheckpointError(f"{source}: the Hugging Face hub refused it ({reason(error)}); check the name, the revision and HF_TOKEN") from None
-    except (HFValidationError, OSError) as error:
-        raise CheckpointError(f"{source} is neither a folder nor can it be fetched from the Hugging Face hub ({reason(error)})") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -360,11 +327,3 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
     """The error for a file of a model that the system does not let us read."""
     remedy = "let your user read it" if error.errno in (errno.EACCES, errno.EPERM) else "fetch the model again"
     return CheckpointError(f"{file} cannot be read ({reason(error)}); {remedy}")
-
-
-def reason(error: BaseException) -> str:
-    """The first lines of an error as one: what some libraries say first is only where something went wrong. Of the system's errors what it says."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error).removeprefix("Error while deserializing header: ")
-    return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__

@@ -19,9 +19,6 @@ from dovetail.workers.models.architecture import refuse_content
 from dovetail.workers.models.checkpoint import (
     COUNT_TYPES,
     FLOAT_TYPES,
-    HUB_FILES,
-    PICKLED_FILES,
-    find_folder,
     open_weights,
     read_json,
     stored_tensors,
@@ -29,6 +26,7 @@ from dovetail.workers.models.checkpoint import (
 )
 from dovetail.workers.models.head_config import MisfitError, read_config
 from dovetail.workers.models.head_spec import HeadSpec, Kind, Shape, TargetShape, kind_of, listed, names_of, read_spec, refuse_strange
+from dovetail.workers.models.hub import HUB_FILES, PICKLED_FILES, find_folder
 from dovetail.workers.models.rope import frequencies
 
 EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight", "wte.weight", "model.decoder.embed_tokens.weight")

@@ -25,9 +25,10 @@ from dovetail.workers.kernels import Kind
 from dovetail.workers.models import fused
 from dovetail.workers.models.architecture import REMEDY, why_not
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, find_folder, open_checkpoint, read_json
+from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, open_checkpoint, read_json
 from dovetail.workers.models.following import UnprovableError, UnsupportedError
 from dovetail.workers.models.fused import Kernels
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
 from dovetail.workers.models.library import Library, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against

@@ -23,13 +23,14 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.architecture import (
     REMEDY,
     bidirectional,
+    reason,
     refuse_config,
     refuse_content,
     refuse_unknown,
     shown,
     why_not,
 )
-from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json, reason
+from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, read_json
 from dovetail.workers.models.lean import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,

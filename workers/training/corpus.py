@@ -12,7 +12,8 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoint import find_folder, read_tokenizer
+from dovetail.workers.models.checkpoint import read_tokenizer
+from dovetail.workers.models.hub import find_folder
 from dovetail.workers.training.chats import RefusedError, Renderer, read_chats
 from dovetail.workers.training.examples import Example, Examples, arrange, read_token_file
 
