@@ -39,17 +39,27 @@ PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_pena
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": Sampling(**PENALTIES), "all": SAMPLED.model_copy(update=PENALTIES)}
 END = (1, 30)
 CAPACITY = 60
-
+GAIN_ERROR = 1e-4
+"""In the logarithm of a probability, ten times what fp32 brings about."""
+ROW_ERROR = {"rtol": 1e-4, "atol": 1e-4}
 
 KINDS = ("eagle", "eagle3", "dovetail-3", "jakiro", "jakiro-star")
 
 
 @pytest.fixture(scope="module")
 def open_kind(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> Callable[..., Head]:
+    """Heads whose states stay small, however often they read their own.
+
+    With states that grow, attention decides between scores of hundreds, and what fp32 rounds off differently in passes of other shapes comes out as
+    differences of up to 0.2 in a log-probability, on torch's operations as on the kernels; with these it is less than 1e-5.
+    """
+
     @cache
     def opened(name: str, backend: str = "auto") -> Head:
-        folder = write_head(tmp_path_factory.mktemp(name), name)
-        return open_head(str(folder), target=str(llama_folder), weights="fp32", device="cpu", backend=backend)
+        file = write_head(tmp_path_factory.mktemp(name), name) / "model.safetensors"
+        scales = {"fc.weight": 0.4, "W_1": 0.4}
+        save_file({name: tensor * scales[name] if name in scales else tensor for name, tensor in load_file(file).items()}, file)
+        return open_head(str(file.parent), target=str(llama_folder), weights="fp32", device="cpu", backend=backend)
 
     return opened
 
@@ -156,16 +166,16 @@ class Story:
         tree, session = self.session.tree, self.session
         assert session.log == self.log
         assert session.rows == len(self.log) - 1
-        torch.testing.assert_close(cache_row(session.cache, session.cache.length - 1), self.alone(())[0], rtol=1e-2, atol=3e-3)
+        torch.testing.assert_close(cache_row(session.cache, session.cache.length - 1), self.alone(())[0], **ROW_ERROR)
         for node in range(0, len(tree), step):
             path, parent = tree.path_tokens(node), int(tree.parents[node])
             row, predicted = self.alone(path)
             found = tree.scores[node] - (0.0 if parent == ROOT else tree.scores[parent])
             foretold = predicted[-3].contrast if contrast and len(path) == shape.depth > 1 else predicted[-2].logits
             assert foretold is not None
-            assert found == pytest.approx(self.gain(path, foretold[0]), rel=2e-3, abs=1e-2)
+            assert found == pytest.approx(self.gain(path, foretold[0]), abs=GAIN_ERROR)
             if tree.rows[node] != NO_ROW and not (contrast and len(path) == shape.depth - 1):
-                torch.testing.assert_close(cache_row(session.cache, session.cache.length + int(tree.rows[node])), row, rtol=1e-2, atol=3e-3)
+                torch.testing.assert_close(cache_row(session.cache, session.cache.length + int(tree.rows[node])), row, **ROW_ERROR)
 
 
 def walk(story: Story, seed: int, rounds: int, *, contrast: bool = False, shape: Shape = SHAPE) -> list[int]:
@@ -367,9 +377,9 @@ def check_window(story: Story) -> None:
         rows=torch.tensor([count - 1]),
     )
     cache.keep(range(count), count)
-    torch.testing.assert_close(session.states[0], predicted.states[0], rtol=1e-2, atol=3e-3)
+    torch.testing.assert_close(session.states[0], predicted.states[0], **ROW_ERROR)
     for slot in range(count):
-        torch.testing.assert_close(cache_row(session.cache, slot), cache_row(cache, slot), rtol=1e-2, atol=3e-3)
+        torch.testing.assert_close(cache_row(session.cache, slot), cache_row(cache, slot), **ROW_ERROR)
 
 
 def test_a_prompt_longer_than_the_window_leaves_its_last_rows(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,29 +438,17 @@ def rounds_ahead(story: Story, seed: int, rounds: int, after: Callable[[], None]
     return hits
 
 
-@pytest.fixture(scope="module")
-def open_calm(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> Callable[..., Head]:
-    """A head whose states stay small, however often it reads its own."""
-
-    def opened(kind: str, backend: str = "auto") -> Head:
-        file = write_head(tmp_path_factory.mktemp(kind), kind) / "model.safetensors"
-        save_file({name: tensor * (0.4 if name in ("fc.weight", "W_1") else 1.0) for name, tensor in load_file(file).items()}, file)
-        return open_head(str(file.parent), target=str(llama_folder), weights="fp32", device="cpu", backend=backend)
-
-    return opened
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS["all"]], ids=["greedy", "all"])
 @pytest.mark.parametrize("kind", ["eagle", "dovetail-3", "jakiro"])
 def test_where_all_guesses_come_true_a_tree_that_survived_is_what_the_head_gives_over_its_paths(
-    open_calm: Callable[..., Head], kind: str, sampling: Sampling
+    open_kind: Callable[..., Head], kind: str, sampling: Sampling
 ) -> None:
-    story = Story(open_calm(kind), sampling=sampling, tree=SMALL_TREE, ahead=True, honest=True).fed()
+    story = Story(open_kind(kind), sampling=sampling, tree=SMALL_TREE, ahead=True, honest=True).fed()
     assert rounds_ahead(story, 3, 4, lambda: story.check(SMALL, step=5)) > 0
 
 
-def test_in_fixed_shapes_too_what_survived_is_what_the_head_gives(open_calm: Callable[..., Head]) -> None:
-    story = Story(open_calm("eagle", "library"), tree=SMALL_TREE, ahead=True, honest=True, capture=lambda function: function).fed()
+def test_in_fixed_shapes_too_what_survived_is_what_the_head_gives(open_kind: Callable[..., Head]) -> None:
+    story = Story(open_kind("eagle", "library"), tree=SMALL_TREE, ahead=True, honest=True, capture=lambda function: function).fed()
     assert rounds_ahead(story, 5, 4, lambda: story.check(SMALL, step=5)) > 0
 
 
@@ -469,10 +467,10 @@ class Followed:
         fresh, tokens = story.head.new_cache(count), torch.tensor(story.log[1:])
         story.head.forward(tokens, story.features[:count], torch.arange(count), [Segment(fresh, 0, count)], true=True, rows=torch.tensor([0]))
         for slot in range(cache.length):
-            torch.testing.assert_close(cache_row(cache, slot), cache_row(fresh, session.dropped + slot), rtol=1e-2, atol=3e-3)
+            torch.testing.assert_close(cache_row(cache, slot), cache_row(fresh, session.dropped + slot), **ROW_ERROR)
         logits = story.alone(())[1][0].logits[0]
         children = np.flatnonzero(tree.parents == ROOT)
-        assert [float(tree.gains[n]) for n in children] == pytest.approx([story.gain([int(tree.tokens[n])], logits) for n in children], rel=2e-3, abs=1e-2)
+        assert [float(tree.gains[n]) for n in children] == pytest.approx([story.gain([int(tree.tokens[n])], logits) for n in children], abs=GAIN_ERROR)
         assert len(children) == SMALL.width
         for parent in {ROOT, *tree.parents.tolist()}:
             tokens = tree.tokens[tree.parents == parent].tolist()
@@ -538,10 +536,12 @@ def test_what_was_foretold_is_computed_when_something_below_it_is_to_be_used(con
     assert tree.levels.max() > SMALL.depth
     assert [tree.path_tokens(node) for node in story.session.offered] == offered
     row, predicted = story.alone(tree.path_tokens(int(foretold[0])))
-    torch.testing.assert_close(cache_row(story.session.cache, story.session.cache.length + int(tree.rows[foretold[0]])), row, rtol=1e-2, atol=3e-3)
+    torch.testing.assert_close(cache_row(story.session.cache, story.session.cache.length + int(tree.rows[foretold[0]])), row, **ROW_ERROR)
     best = [n for n in np.flatnonzero(tree.parents == foretold[0]) if tree.ranks[n] < SMALL.width]
     path = tree.path_tokens(int(foretold[0]))
-    assert [float(tree.gains[n]) for n in best] == pytest.approx([story.gain([*path, int(tree.tokens[n])], predicted[-1].logits[0]) for n in best], abs=1e-2)
+    assert [float(tree.gains[n]) for n in best] == pytest.approx(
+        [story.gain([*path, int(tree.tokens[n])], predicted[-1].logits[0]) for n in best], abs=GAIN_ERROR
+    )
 
 
 def test_without_growth_ahead_a_tree_is_grown_anew_every_round(head: Head) -> None:
