@@ -143,6 +143,7 @@ class Service:
     def _step(self) -> None:
         """Take notice of what has happened, and do what follows."""
         now_s = time.monotonic()
+        self._supervisor.mind()
         # The coordinator is looked at last and heard first: a process that ended because of its loss is never taken for one that failed by itself.
         ended = [name for name in sorted(self._running, key=lambda name: name == COORDINATOR) if self._running[name].ended]
         for name in reversed(ended):

@@ -230,13 +230,23 @@ class Supervisor:
             if not child.ended:
                 child.process.kill()
 
+    def mind(self) -> None:
+        """Start the process anew that sees to what is ours when we are killed, if somebody has killed it."""
+        if self._warden is None or self._warden.poll() is None:
+            return
+        self._warden = None
+        for child in self.children:
+            self._have_minded(warden.CHILD, str(child.process.pid))
+        for folder in [*(path.parent for _, path in self._sockets), *self._folders]:
+            self._have_minded(warden.FOLDER, str(folder))
+
     def _have_minded(self, kind: bytes, value: str) -> None:
         """Have a process or a folder of ours go when we are killed."""
         if self._warden is None:
             command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S)]
             self._warden = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         assert self._warden.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it: the kernel's own word has to do
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it: see `mind`
             os.write(self._warden.stdin.fileno(), b"%b %b\n" % (kind, os.fsencode(value)))
 
     def _dismiss_warden(self) -> None:

@@ -47,7 +47,9 @@ with supervise.Supervisor() as supervisor:
     hung.process.stdout.readline()
     supervisor.start_command("process that starts", [sys.executable, "-c", "import time; time.sleep(600)"])
     print(address, *(child.process.pid for child in supervisor.children), flush=True)
-    signal.pause()
+    while True:
+        supervisor.mind()
+        signal.sigtimedwait([signal.SIGUSR1], 0.05)
 """,
 )
 CORES = (min(os.sched_getaffinity(0)),)
@@ -136,14 +138,19 @@ def test_no_child_outlives_a_supervisor_that_a_signal_ends(start: Start, tmp_pat
     assert [*(tmp_path / "tmp").iterdir()] == []
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(start: Start, stopped: bool) -> None:
-    """One that hears no signal, one that has not got to hear any; nor if whoever sees to it was stopped with all the others."""
+@pytest.mark.parametrize(("stopped", "bereft"), [(False, False), (True, False), (False, True)])
+def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(start: Start, stopped: bool, bereft: bool) -> None:
+    """One that hears no signal, one that has not got to hear any; nor if whoever sees to it was stopped with all the others, or killed before them."""
     parent = start(command=ORPHANS)
     assert parent.stdout is not None
     address, *pids = parent.stdout.readline().split()
     children = psutil.Process(parent.pid).children()
     assert {int(pid) for pid in pids} <= {child.pid for child in children}
+    if bereft:
+        (minder,) = (child for child in children if str(child.pid) not in pids)
+        minder.kill()
+        while minder.is_running() or len(children := psutil.Process(parent.pid).children()) <= len(pids):
+            assert parent.poll() is None
     for child in children if stopped else ():
         child.suspend()
     parent.kill()
