@@ -57,13 +57,16 @@ class Agreement:
 
     @property
     def remark(self) -> str:
-        """In words, what a person has to know of it."""
+        """Say in one sentence what came of it."""
         if not self.tokens:
-            return f"not compared: {self.why}"
-        what = "mean difference" if self.of_mean else "largest difference"
-        said = f"{what} {self.mean if self.of_mean else self.largest:.1e} of at most {self.tolerance:.2g}"
+            return f"the target was not compared with transformers: {self.why}"
+        what = "mean" if self.of_mean else "largest"
+        found = self.mean if self.of_mean else self.largest
+        said = f"{self.tokens} tokens of a text (the {what} difference of a log-probability is {found:.1e}, and {self.tolerance:.2g} is accepted)"
         if self.first is not None:
-            said = f"differs from transformers at position {self.first}: {said}"
+            said = f"the target differs from transformers in fp32 at position {self.first} of {said}"
+        else:
+            said = f"the target agrees with transformers in fp32 on {said}"
         return said + ("" if self.beyond is None else f"; position {self.beyond} is not reached, --text-tokens {self.beyond + BEYOND} would")
 
 

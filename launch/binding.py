@@ -38,12 +38,14 @@ class Binding:
     reason: str = ""
 
     def __str__(self) -> str:
-        """For `status`: "full: cores 0-7, memory of node 1", "cores only: 0-7 (why not the memory)", "none (why)"."""
+        """For `status`: "full: cores 0-7, memory of node 1", "cores 0-7, memory not bound (why)", "none (why)"."""
         because = f" ({self.reason})" if self.reason else ""
         if self.level == "none":
             return f"none{because}"
         cores = format_numbers(self.place.cores)
-        return f"full: cores {cores}, memory of node {format_numbers(self.place.nodes)}" if self.level == "full" else f"cores only: {cores}{because}"
+        if self.level == "full":
+            return f"full: cores {cores}, memory of node {format_numbers(self.place.nodes)}"
+        return f"cores {cores}, memory not bound{because}"
 
 
 class System(Protocol):
@@ -83,7 +85,7 @@ def bind(place: Place, system: System | None = None) -> Binding:
     try:
         system.set_memory_policy(MPOL_BIND if len(place.nodes) == 1 else MPOL_INTERLEAVE, place.nodes)
     except OSError as error:
-        return Binding("cores", place, f"memory of node {format_numbers(place.nodes)} not bound, set_mempolicy refused: {error.strerror}")
+        return Binding("cores", place, f"set_mempolicy refused node {format_numbers(place.nodes)}: {error.strerror}")
     return Binding("full", place)
 
 

@@ -5,6 +5,7 @@ with transformers' own forward in fp32, token for token of a long text.
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,18 +103,21 @@ def command(
     chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
     tokens = configuration.settings.sampling.max_tokens if configuration.given("sampling.max_tokens") else TOKENS
     cases = _cases(drafting_tree(configuration), tokens)
+    _log("getting the target and its draft ready")
     with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
         refuse_lossy(connection.state.workers)
         runs = _Runs(connection, chosen, tokens)
         checks = []
-        for case in cases:
+        for number, case in enumerate(cases, 1):
             step(case.name)
+            _log(f"case {number} of {len(cases)}: {case.name}")
             checks.append(runs.check(case))
         if not runs.drafted and not any(check.failure for check in checks):
             raise DovetailError("the draft worker proposed nothing, so nothing was compared: `dovetail status` shows whether one is there")
         note(connection.models())
         agreement = Agreement(why="--text-tokens is 0")
         if text_tokens != 0:
+            _log("comparing the target's log-probabilities of a text with transformers' in fp32")
             with progress_bar(1, "text") as step:
                 agreement = agreement_of(connection, chosen, text_tokens, lambda done, of: step(f"layer {done} of {of}") if done < of else None)
     ok = all(check.ok for check in checks) and agreement.ok is not False
@@ -131,8 +135,14 @@ def command(
         click.echo(json.dumps({"checks": rows, "transformers": {**asdict(agreement), "ok": agreement.ok}, "ok": ok}))
     else:
         print_table(("case", "ok", "tokens", "margin", ""), [(c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c)) for c in checks])
-        click.echo(f"transformers fp32, {agreement.tokens} tokens: {'not ok, ' if agreement.ok is False else ''}{agreement.remark}")
+        click.echo(agreement.remark)
     context.exit(0 if ok else 1)
+
+
+def _log(text: str) -> None:
+    """Write a line on stderr where no progress bar is drawn."""
+    if not sys.stderr.isatty():
+        note(text)
 
 
 def refuse_lossy(workers: Iterable[WorkerState]) -> None:

@@ -55,6 +55,9 @@ class Ending:
     """What it said last on stderr."""
 
 
+RESTARTED = "; it has been started again and is not ready yet"
+
+
 @dataclass(frozen=True)
 class Outage:
     """A part that was there, or was to be, and is not: why, since when, and when it is started again."""
@@ -216,6 +219,7 @@ class Watch:
         for name, state in self._states.items():
             if not state.running and state.due_s <= now_s and all(self._states[before].been_ready for before in state.part.after):
                 state.running = True
+                state.why += RESTARTED if state.down_s is not None else ""
                 actions.append(Start(name))
             elif self.serving and self._is_stuck(state, now_s):
                 state.heard_s, state.stuck = None, True
@@ -311,7 +315,8 @@ class Watch:
         if needed and state.ended_too_often(now_s):
             return [GiveUp(name, f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} minutes, and is not started again")]
         pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if needed else LONGEST_SPARED_PAUSE_S)
-        self._lose(name, state.why if state.stuck else ": ".join(filter(None, (ending.words, ending.last_line))), now_s)
+        said = f": {ending.last_line}" if ending.last_line else ""
+        self._lose(name, state.why if state.stuck else f"it {ending.words}{said}", now_s)
         state.stop(now_s + pause_s)
         if not self.serving:
             self._begin_to_serve()
@@ -324,7 +329,7 @@ class Watch:
         """A part that was to be started cannot be at present. That is no loss to be counted: nothing was tried, and what is in the way may go."""
         state = self._states[name]
         pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S)
-        self._lose(name, f"was not started: {why}", now_s)
+        self._lose(name, f"it was not started: {why}", now_s)
         state.stop(now_s + pause_s)
         return [Tell(f"the {name} was not started, which is tried again in {pause_s:g} s: {why}")]
 

@@ -1056,7 +1056,7 @@ class Fault(Frozen):
     @property
     def words(self) -> str:
         """The same in words."""
-        retry = "" if self.retry_s is None else f"; next start in {self.retry_s:.1f} s"
+        retry = "" if self.retry_s is None else f"; it is started again in {self.retry_s:.1f} s"
         return f"the {self.part} has not been working for {self.since_s:.1f} s: {self.why}{retry}"
 
 

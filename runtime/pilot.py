@@ -120,7 +120,7 @@ class Pilot:
         self._empty = self._resting = 0
         self._crowd_here: Crowd | None = None
         if self._own is not None and not self._own.drafting:
-            self._say(f"session {self._number} begins without drafting: with {self._names} {self._lost_of_late(self._own)}")
+            self._say(f"session {self._number} begins without a draft: with {self._names} {self._lost_of_late(self._own)}")
 
     @property
     def _crowd(self) -> Crowd:
@@ -161,7 +161,7 @@ class Pilot:
         """Why nothing is drafted, where that is so."""
         if self._switch is None or self._switch.drafting:
             return None
-        return f"session {self._number} decodes with the target alone: drafting with {self._names} does not pay at present"
+        return f"session {self._number} is decoded without a draft: {self._names} are slower with drafting at present"
 
     @property
     def _names(self) -> str:
@@ -171,7 +171,7 @@ class Pilot:
     def _lost_of_late(self, switch: Switch) -> str:
         assert self._pair is not None
         alone_s = self._costs.alone_s(context=self._pair.context)
-        return f"it lost of late: {switch.last_rates(alone_s)}" if alone_s > 0.0 else "it lost of late"
+        return f"drafting was slower: {switch.last_rates(alone_s)}" if alone_s > 0.0 else "drafting was slower"
 
     def leave(self) -> None:
         """The draft is lost."""

@@ -103,8 +103,11 @@ class Switch:
         self._rounds += 1 / among
         if self._rounds < self._patience or not self._experience.affordable or (self._rounds < HOPELESS and not worth_trying()):
             return None
-        last = self.last_rates(alone_s) if self._experience.rate else f"the target alone brings {1 / alone_s:.1f} tokens/s"
-        words = f"drafting is tried again after {self._rounds:.0f} rounds without it: {last}"
+        without = f"{self._rounds:.0f} rounds without a draft"
+        if self._experience.rate:
+            words = f"drafting is tried again after {without}: {self.last_rates(alone_s)}"
+        else:
+            words = f"drafting is tried after {without}, which bring {1 / alone_s:.1f} tokens/s"
         self._enter("try")
         return words
 
@@ -134,7 +137,7 @@ class Switch:
             self._failed += 1
         self._experience.losing = True
         self._experience.try_s = TRY_ROUNDS * self._worst_s
-        return self._judged("off", "drafting stops, it loses", alone_s)
+        return self._judged("off", "drafting stopped because", alone_s)
 
     def _tested(self, tokens: float, seconds: float, alone_s: float, won: float, among: int) -> str | None:
         self._cost_s += max(0.0, -won * alone_s)
@@ -146,11 +149,11 @@ class Switch:
         if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds):
             self._pay()
             self._tried, self._experience.losing = True, False
-            return self._judged("on", "drafting resumes, it pays again", alone_s)
+            return self._judged("on", "drafting resumed because", alone_s)
         if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
-            return self._judged("off", f"the try ends after {self._rounds:.0f} rounds, drafting does not pay", alone_s)
+            return self._judged("off", f"drafting was tried for {self._rounds:.0f} rounds and stopped because", alone_s)
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
@@ -160,13 +163,20 @@ class Switch:
 
     def last_rates(self, alone_s: float) -> str:
         """Both rates, in words: that of drafting when it was last judged."""
-        return f"it last brought {self._experience.rate:.1f} tokens/s, the target alone brings {1 / alone_s:.1f}"
+        return f"it last brought {self._experience.rate:.1f} tokens/s, and {1 / alone_s:.1f} come without it"
 
     def _judged(self, state: Literal["on", "off"], verdict: str, alone_s: float) -> str:
-        """Go over to that state; the verdict with both rates, in words."""
-        self._experience.rate = self._tokens / self._seconds
+        """Enter a state, and return a sentence that begins with `verdict` and names both rates."""
+        rate, alone = self._tokens / self._seconds, 1 / alone_s
+        self._experience.rate = rate
         self._enter(state)
-        return f"{verdict}: {self._experience.rate:.1f} tokens/s, the target alone {1 / alone_s:.1f}"
+        if state == "on":
+            why = "it is faster"
+        elif rate < alone:
+            why = "it was slower"
+        else:  # the rate is of more rounds than those that were counted against it
+            why = "its last rounds were not faster"
+        return f"{verdict} {why}: {rate:.1f} tokens/s with a draft, {alone:.1f} without"
 
     def _pay(self) -> None:
         self._experience.credit_s -= self._cost_s
@@ -229,6 +239,11 @@ class AheadTrial:
         self._next_pause = min(2 * self._next_pause, MOST_PAUSE) if self.ahead == self._told or self._told is None else FIRST_PAUSE
         self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
         changed, self._told = self.ahead != self._told, self.ahead
-        verb = "pays" if self.ahead else "does not pay"
-        least = f"; it has to bring {100 * (WORTH - 1):.0f} % more" if without < with_ and not self.ahead else ""
-        return f"drafting ahead {verb}: {with_:.1f} tokens/s with it, {without:.1f} without{least}" if changed else None
+        if self.ahead:
+            verdict = "is on because it is faster"
+        elif with_ <= without:
+            verdict = "is off because it was not faster"
+        else:
+            verdict = f"is off because it was not {100 * (WORTH - 1):.0f} % faster"
+        rates = f"{with_:.1f} tokens/s with it, {without:.1f} without"
+        return f"drafting ahead {verdict}: {rates}" if changed else None

@@ -5,7 +5,7 @@ Fields that are not served here are refused unless they ask for nothing, and so 
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
 from dovetail.protocol.settings import MAX_BIASES
@@ -14,6 +14,8 @@ from dovetail.runtime.http.fields import BENIGN, check_fields
 
 MAX_CHOICES = 128
 """Replies to one request: prompts times n."""
+LONGEST_KIND = 40
+"""Characters of an unknown type that an error shows."""
 STOP_CHARACTERS = 1024
 LARGEST_SEED = (1 << 63) - 1
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
@@ -114,6 +116,14 @@ class TextPart(BaseModel):
 
     type: Literal["text"]
     text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _no_other(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "text":
+            shown = repr(kind[:LONGEST_KIND])
+            raise ValueError(f"a part of type {shown} cannot be read, since the model reads text alone: send parts of type 'text'")
+        return kind
 
 
 class ChatMessage(Body):

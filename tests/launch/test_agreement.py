@@ -57,7 +57,7 @@ def test_a_model_that_is_broken_in_one_layer_is_found_where_it_first_shows(tmp_p
     found = agreement(model, TOKENS)
     assert found.ok is False
     assert found.first in (first, first + 1)
-    assert f"differs from transformers at position {found.first}" in found.remark
+    assert f"the target differs from transformers in fp32 at position {found.first}" in found.remark
 
 
 @needs_kernels
@@ -82,4 +82,4 @@ def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is
 def test_a_checkpoint_that_is_not_here_is_said_and_not_passed_over() -> None:
     nothing = Agreement(why="the target's model is not to be read here")
     assert nothing.ok is None
-    assert nothing.remark == "not compared: the target's model is not to be read here"
+    assert nothing.remark == "the target was not compared with transformers: the target's model is not to be read here"

@@ -49,7 +49,7 @@ def test_where_memory_is_refused_the_cores_stay_bound() -> None:
     system = Recorder("memory")
     binding = bind(Place((0,), (0,)), system)
     assert system.calls == [("affinity", (0,))]
-    assert str(binding) == "cores only: 0 (memory of node 0 not bound, set_mempolicy refused: Operation not permitted)"
+    assert str(binding) == "cores 0, memory not bound (set_mempolicy refused node 0: Operation not permitted)"
 
 
 def test_where_cores_are_refused_nothing_is_bound() -> None:
@@ -125,5 +125,6 @@ print(bind(Place(node.cores[0][:1], (node.number,))))
 """
     refusal, binding = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert refusal == "Operation not permitted"
-    assert binding.startswith("cores only: ")
-    assert binding.endswith("not bound, set_mempolicy refused: Operation not permitted)")
+    assert binding.startswith("cores ")
+    assert "memory not bound (set_mempolicy refused node " in binding
+    assert binding.endswith(": Operation not permitted)")

@@ -243,14 +243,14 @@ def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_o
 
 def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_session_s() -> None:
     some, every = a_result(rounds=40, plain_rounds=12), a_result(rounds=5, plain_rounds=5)
-    decisions = ("session 1: drafting stops", "session 2: drafting stops, it loses", "a and b: drafting ahead pays")
+    decisions = ("session 1: drafting stopped", "session 2: drafting stopped", "a and b: drafting ahead is on")
     told = without_speculation(some, decisions, insists=False, last=3)
-    assert told == "without speculation in 12 of 40 rounds: session 2: drafting stops, it loses"
+    assert told == "without speculation in 12 of 40 rounds: session 2: drafting stopped"
     assert without_speculation(every, (), insists=False, last=1) == "without speculation in every round"
     measured = a_result(rounds=14, plain_rounds=2, control_rounds=2)
     told = without_speculation(measured, (), insists=False, last=2)
     assert told == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
-    assert without_speculation(measured, decisions, insists=False, last=2).endswith("a single row; session 2: drafting stops, it loses")
+    assert without_speculation(measured, decisions, insists=False, last=2).endswith("a single row; session 2: drafting stopped")
     told = without_speculation(some, (), insists=False, last=3, missing="its draft worker was lost")
     assert told == "without speculation in 12 of 40 rounds: its draft worker was lost"
 

@@ -81,7 +81,7 @@ def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
     workers = json.loads(run("status", "--connect", stack.address, "--json").stdout)["workers"]
     layout = layout_of(stack.configuration.settings)
     places = {"target": layout.target, "draft": layout.draft}
-    expected = {name: ("full: cores " if place.nodes else "cores only: ") + format_numbers(place.cores) for name, place in places.items()}
+    expected = {name: ("full: cores " if place.nodes else "cores ") + format_numbers(place.cores) for name, place in places.items()}
     assert {w["name"]: re.split(r", memory| \(", w["binding"])[0] for w in workers} == expected
     assert f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}" in run("status", "--connect", stack.address).stdout
 

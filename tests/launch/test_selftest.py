@@ -35,6 +35,7 @@ def finished(tokens: list[int], margins: list[float]) -> Finished:
 def test_the_embedded_pair_passes_and_its_target_agrees_with_transformers(run: Run, stack: Stack) -> None:
     done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--text-tokens", "40", "--json")
     assert done.returncode == 0, done.stderr
+    assert "comparing the target's log-probabilities of a text" in done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
     assert len(report["checks"]) == 12
@@ -49,7 +50,10 @@ def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
     assert "temperature 1 top_p 0.9 · gamma 15 depth 8 width 10" in done.stdout
     assert "temperature 0 repetition_penalty 1.2 min_tokens 4 · " in done.stdout
     assert "logit_bias 2 · " in done.stdout
-    assert "not compared: --text-tokens is 0" in done.stdout
+    assert "the target was not compared with transformers: --text-tokens is 0" in done.stdout
+    lines = done.stderr.splitlines()
+    assert lines[0] == "getting the target and its draft ready"
+    assert [line for line in lines if line.startswith("case 12 of 12: temperature 1 · gamma 59")]
 
 
 def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(stack: Stack) -> None:

@@ -106,7 +106,7 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
         time.sleep(0.01)
     assert (state[0], state[1]["ready"], state[1]["degraded"]) == (200, True, True)
     (fault,) = state[1]["faults"]
-    assert (fault["part"], fault["why"].startswith("was killed by SIGKILL")) == ("draft worker", True)
+    assert (fault["part"], fault["why"].startswith("it was killed by SIGKILL")) == ("draft worker", True)
     assert ask(found["url"], body=QUESTION)[0] == 200
     told(process, "the draft worker is ready again")
     workers = {worker["name"]: worker["pid"] for worker in json.loads(run("status", "--json").stdout)["workers"]}

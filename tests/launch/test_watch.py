@@ -13,6 +13,7 @@ from dovetail.launch.watch import (
     LONGEST_PAUSE_S,
     LONGEST_SPARED_PAUSE_S,
     MOST_RESTARTS,
+    RESTARTED,
     STANDSTILL_S,
     WITHIN_S,
     Action,
@@ -171,11 +172,11 @@ def test_what_is_lost_is_told_with_its_reason_its_beginning_and_its_next_try() -
     watch = serving()
     assert watch.outages == ()
     watch.ended("draft", Ending(1, "ended with exit code 1", last_line="no such device"), 10.0)
-    assert watch.outages == (Outage("draft", "ended with exit code 1: no such device", 10.0, 10.5),)
+    assert watch.outages == (Outage("draft", "it ended with exit code 1: no such device", 10.0, 10.5),)
     watch.due(10.5)
-    assert watch.outages == (Outage("draft", "ended with exit code 1: no such device", 10.0, None),)
+    assert watch.outages == (Outage("draft", "it ended with exit code 1: no such device" + RESTARTED, 10.0, None),)
     watch.ended("draft", KILLED, 11.0)
-    assert watch.outages == (Outage("draft", "was killed by SIGKILL", 10.0, 12.0),)
+    assert watch.outages == (Outage("draft", "it was killed by SIGKILL", 10.0, 12.0),)
     watch.due(12.0)
     watch.answered(WORKERS, 13.0)
     assert watch.outages == ()
@@ -382,7 +383,7 @@ def test_a_worker_that_cannot_be_started_at_present_is_tried_ever_more_rarely_en
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
         at_s += wait_s(watch, "target", at_s)
         assert watch.refused("target", "too big", at_s) == [Tell(f"the target was not started, which is tried again in {pause_s:g} s: too big")]
-        assert watch.outages[-1] == Outage("target", "was not started: too big", 10.0, at_s + pause_s)
+        assert watch.outages[-1] == Outage("target", "it was not started: too big", 10.0, at_s + pause_s)
     at_s += wait_s(watch, "target", at_s)
     assert watch.answered(WORKERS, at_s) == [Tell("the target is ready again")]
 

@@ -108,7 +108,7 @@ def two_nodes_are_used_in_turn() -> None:
 def a_node_that_is_not_there_is_refused_and_told() -> None:
     """memory of node 7, which is not there: the cores are bound, and the reason stands in the binding"""
     binding = bind(Place((4, 6), (7,)))
-    expect(str(binding), "cores only: 4,6 (memory of node 7 not bound, set_mempolicy refused: Invalid argument)")
+    expect(str(binding), "cores 4,6, memory not bound (set_mempolicy refused node 7: Invalid argument)")
 
 
 def cores_that_are_not_there_are_refused_and_told() -> None:
@@ -136,7 +136,7 @@ def a_cpuset_is_obeyed() -> None:
     expect([(node.number, node.memory_bytes > 0) for node in topology.nodes], [(0, True)])
     expect(bind(lay_out(topology).target).level, "cores")  # a single node is left: its memory need not be bound
     expect(set(nodes_of_fresh_pages()), {0})
-    expect(str(bind(Place((0,), (1,)))), "cores only: 0 (memory of node 1 not bound, set_mempolicy refused: Invalid argument)")
+    expect(str(bind(Place((0,), (1,)))), "cores 0, memory not bound (set_mempolicy refused node 1: Invalid argument)")
 
 
 def a_quota_is_obeyed() -> None:

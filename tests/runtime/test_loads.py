@@ -164,8 +164,8 @@ def test_many_begin_without_a_draft_and_are_told_what_a_try_of_all_of_them_broug
         said = switch.drafted(3.0, 0.03, 0.02, among=4) if switch.drafting else switch.plain(0.02, 0.02, among=4)
         words += [said] if said else []
         assert (switch.state != state) == (said is not None)
-    assert words[0] == "drafting is tried again after 2 rounds without it: the target alone brings 50.0 tokens/s"
-    assert words[1].startswith("drafting resumes, it pays again: 100.0 tokens/s")
+    assert words[0] == "drafting is tried after 2 rounds without a draft, which bring 50.0 tokens/s"
+    assert words[1].startswith("drafting resumed because it is faster: 100.0 tokens/s")
     assert switch.state == "on"
 
 

@@ -97,9 +97,9 @@ def test_drafting_comes_back_where_text_becomes_predictable_and_every_change_is_
     assert not any(drafted[60:70])
     assert sum(drafted[-20:]) >= 18
     changes = [line for line in house.client.status().decisions if "session 1" in line]
-    assert "drafting stops, it loses" in changes[0]
-    assert "drafting resumes, it pays again" in changes[-1]
-    assert any("drafting is tried again" in line for line in changes)
+    assert "drafting stopped because it" in changes[0]
+    assert "drafting resumed because it is faster" in changes[-1]
+    assert any("drafting is tried" in line for line in changes)
     assert finished.result.plain_rounds == sum(record.verified == 0 for record in records)
 
 
@@ -131,10 +131,10 @@ def test_while_drafting_is_off_status_says_why(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Session, "verified", look)
     house.complete(20)
-    assert [reason for reason in reports[0].reasons if "session 2 decodes with the target alone" in reason]
+    assert [reason for reason in reports[0].reasons if "session 2 is decoded without a draft" in reason]
     assert not reports[0].degraded
-    (beginning,) = (line for line in reports[0].decisions if "session 2 begins without drafting" in line)
-    assert re.search(r"it lost of late: it last brought \d+\.\d tokens/s, the target alone brings 4\d\.\d$", beginning)
+    (beginning,) = (line for line in reports[0].decisions if "session 2 begins without a draft" in line)
+    assert re.search(r"drafting was slower: it last brought \d+\.\d tokens/s, and 4\d\.\d come without it$", beginning)
     assert house.client.status().reasons == ()
     (pair,) = house.client.status().pairs
     assert not pair.speculating
@@ -154,7 +154,7 @@ def test_status_is_told_however_long_the_names_of_workers_are(monkeypatch: pytes
     monkeypatch.setattr(Session, "verified", look)
     house.complete(5)
     assert told
-    assert all(reason.startswith("session 2 decodes with the target alone: drafting with dddd") for reason in told)
+    assert all(reason.startswith("session 2 is decoded without a draft: dddd") for reason in told)
 
 
 def test_a_round_is_predicted_before_it_is_made_and_its_times_add_up() -> None:
@@ -178,7 +178,7 @@ def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target(
     house = TimedHouse(Costs(ahead_slows=1.4), target={"cores": (0,)}, draft={"cores": (0,)})
     while not (found := [line for line in house.client.status().decisions if "drafting ahead" in line]):
         house.complete(TOKENS)
-    assert "does not pay" in found[0]
+    assert "is off because" in found[0]
     house.draft.orders.clear()
     house.complete(TOKENS)
     assert not any(order.ahead for order in house.draft.orders)

@@ -91,7 +91,7 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
     plan = pilot.plan(100)
     assert plan is not None
     assert plan.ahead == (faster > 1.1)
-    assert [("drafting ahead pays" in words, "drafting ahead does not pay" in words) for words in said] == [(True, False) if faster > 1.1 else (False, True)]
+    assert [("drafting ahead is on" in words, "drafting ahead is off" in words) for words in said] == [(True, False) if faster > 1.1 else (False, True)]
 
 
 def test_a_draft_of_its_own_device_that_reads_no_states_always_grows_ahead() -> None:

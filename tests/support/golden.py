@@ -398,7 +398,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
         refused=0,
         degraded=True,
         reasons=("there is no draft worker",),
-        faults=(m.Fault(part="draft worker", why="was killed by SIGKILL", since_s=3.5, retry_s=0.5),),
+        faults=(m.Fault(part="draft worker", why="it was killed by SIGKILL", since_s=3.5, retry_s=0.5),),
         loading=(_loading(m),),
         pairs=(_pair_state(m, facts),),
         decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),

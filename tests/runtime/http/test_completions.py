@@ -282,6 +282,16 @@ def test_what_a_chat_cannot_have_is_refused_by_its_name(server: Api, fields: dic
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal"])
+def test_a_part_that_is_no_text_is_refused_in_one_sentence(server: Api, kind: str) -> None:
+    content = [{"type": "text", "text": "w5"}, {"type": kind, kind: {}}]
+    error = server.refusal(CHATS, {"messages": [{"role": "user", "content": content}]})
+    assert error["param"] == "messages[0].content[1].type"
+    assert error["message"] == (
+        f"messages[0].content[1].type: a part of type '{kind}' cannot be read, since the model reads text alone: send parts of type 'text'"
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
