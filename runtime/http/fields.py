@@ -19,6 +19,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
+    "moderation": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "reasoning": ({},),
@@ -144,7 +145,17 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 
 BENIGN = frozenset(
     (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+        *(
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "parallel_tool_calls",
+        ),
         *("priority", "request_id", "rid", "cache_prompt", "id_slot", "slot_id", "spaces_between_special_tokens", "include_reasoning"),
         *("xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta"),
         *("dynatemp_exponent", "smoothing_curve", "speculative.n_max", "speculative.n_min", "speculative.p_min", "keep_alive"),

@@ -2,6 +2,7 @@
 
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Literal, get_args
 
 from support.fleets import Member
 
-Kind = Literal["kill", "stop", "partition", "delay", "corrupt", "repeat", "cut", "half-open"]
+Kind = Literal["kill", "stop", "partition", "delay", "corrupt", "repeat", "cut", "half-open", "fault", "drop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STOP_S, SILENCE_S, DELAY_S = (0.2, 4.0), (0.3, 4.0), (0.5, 3.0)
 """How long these last: on both sides of what heartbeats bear."""
@@ -33,6 +34,7 @@ class Faults:
     """Draws faults and makes them happen; `end_due` ends those whose time is over."""
 
     members: Sequence[Member]
+    coordinator: "subprocess.Popen[bytes]"
     kinds: Sequence[Kind]
     seed: int
     happened: list[Happened] = field(default_factory=list)
@@ -103,3 +105,11 @@ class Faults:
     def _half_open(self, member: Member) -> None:
         assert member.proxy is not None
         member.proxy.half_open()
+
+    def _fault(self, _member: Member) -> None:
+        """The coordinator fails at one session (`sabotage.py`)."""
+        self.coordinator.send_signal(signal.SIGUSR2)
+
+    def _drop(self, member: Member) -> None:
+        """A worker does not answer a command, and does not know that it owes that."""
+        member.process.send_signal(signal.SIGUSR2)

@@ -64,14 +64,14 @@ class Member:
 class Fleet:
     """Use it as a context, in the main thread: the processes end with it, and with the thread."""
 
-    def __init__(self, *flags: str, host: str = LOOPBACK) -> None:
-        """Starts the coordinator, at `host`, with these flags."""
+    def __init__(self, *flags: str, host: str = LOOPBACK, script: str = "") -> None:
+        """Starts the coordinator, at `host`, with these flags. `script`: Python that runs the command, in its place."""
         self.members: dict[str, Member] = {}
         self._owned = ExitStack()
         self.keys = Path(self._owned.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-fleet-"))) / "keys"
         generate_keys(self.keys)
         self.log = self._owned.enter_context(Path(self.keys.parent, "log").open("w+b"))  # noqa: SIM115  # it closes with the others
-        command = [*_dovetail("coordinator"), f"--listen=tcp://{host}:*", f"--keys={self.keys}", *flags]
+        command = [*_dovetail("coordinator", script=script), f"--listen=tcp://{host}:*", f"--keys={self.keys}", *flags]
         self.coordinator = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)
         assert self.coordinator.stdout is not None
         self.address = self.coordinator.stdout.readline().decode().strip()
@@ -92,11 +92,20 @@ class Fleet:
         self.coordinator.stdout.close()
         self._owned.close()
 
-    def add(self, name: str, role: Role, *flags: str, prefix: Sequence[str] = (), proxied: bool = False, seed: int = 0) -> Member:
-        """Start a worker; with `proxied` its connections go through a proxy of its own."""
+    def add(
+        self,
+        name: str,
+        role: Role,
+        *flags: str,
+        prefix: Sequence[str] = (),
+        proxied: bool = False,
+        seed: int = 0,
+        script: str = "",
+    ) -> Member:
+        """Start a worker; with `proxied` its connections go through a proxy of its own. `script`: as of the coordinator."""
         proxy = Proxy(self.address, seed=seed) if proxied else None
         address = self.address if proxy is None else proxy.address
-        worker = _dovetail("worker", f"--role={role}", f"--name={name}", f"--connect={address}", f"--keys={self.keys}")
+        worker = _dovetail("worker", f"--role={role}", f"--name={name}", f"--connect={address}", f"--keys={self.keys}", script=script)
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the fleet
         self.members[name] = member = Member(name, role, [*prefix, *worker, *flags], log, proxy)
         return member
@@ -146,8 +155,9 @@ def of(state: Reported, member: Member) -> WorkerState | None:
     return next((worker for worker in state.workers if worker.pid == member.pid), None)
 
 
-def _dovetail(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments, f"--parent={os.getpid()}"]
+def _dovetail(*arguments: str, script: str = "") -> list[str]:
+    program = ["-c", script] if script else ["-m", "dovetail.launch.cli"]
+    return [sys.executable, "-P", *program, *arguments, f"--parent={os.getpid()}"]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

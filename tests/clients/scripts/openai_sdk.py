@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import json
 import os
+import typing
 from collections.abc import Callable
 
 import openai
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 
 URL, MODEL = os.environ["DOVETAIL_URL"], os.environ["DOVETAIL_MODEL"]
 SKY = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -78,6 +81,47 @@ def errors() -> None:
         assert param is None or body["param"] == param, body
 
 
+USUAL = {
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "metadata": {},
+    "modalities": ["text"],
+    "n": 1,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "prompt_cache_key": "x",
+    "response_format": {"type": "text"},
+    "safety_identifier": "x",
+    "service_tier": "auto",
+    "store": False,
+    "tool_choice": "none",
+    "tools": [],
+    "top_p": 1,
+    "user": "x",
+    "verbosity": "medium",
+}
+"""Fields that ask for nothing that is not done anyway, as programs send them."""
+
+
+def fields() -> None:
+    """Every field that the library knows is known here: done, let pass where it asks for nothing, or refused as not supported."""
+    expected = client.chat.completions.create(model=MODEL, messages=SKY, max_tokens=8, temperature=0)
+    for usual in (USUAL, dict.fromkeys(USUAL)):
+        reply = client.chat.completions.create(model=MODEL, messages=SKY, max_tokens=8, temperature=0, **usual)
+        assert reply.choices[0].message.content == expected.choices[0].message.content
+    for params, create in (
+        (chat_params.CompletionCreateParamsBase, lambda extra: client.chat.completions.create(model=MODEL, messages=SKY, max_tokens=1, extra_body=extra)),
+        (text_params.CompletionCreateParamsBase, lambda extra: client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body=extra)),
+    ):
+        for name in typing.get_type_hints(params):
+            create({name: None} if name not in ("model", "messages", "prompt") else {})
+            with contextlib.suppress(openai.BadRequestError, openai.NotFoundError):
+                create({name: {"unheard": "of"}})
+                continue
+            error = refused(lambda name=name, create=create: create({name: {"unheard": "of"}}), openai.APIStatusError)
+            assert not error.body["message"].startswith(f"{name} is not a known field"), error.body
+
+
 def refused(call: Callable[[], object], kind: type[openai.APIStatusError]) -> openai.APIStatusError:
     """The error that a call ends with."""
     try:
@@ -106,14 +150,14 @@ async def together() -> None:
         await stream.close()
 
 
-for part in (models, chat, samples, logprobs, text, errors, gathered):
+for part in (models, chat, samples, logprobs, text, errors, fields, gathered):
     part()
 asyncio.run(together())
 print(
     json.dumps(
         {
             "version": openai.__version__,
-            "what": "chat, text, streams, usage, n, seed, logprobs, echo, stop, typed errors, stream helper, async, a stream left early",
+            "what": "chat, text, streams, usage, n, seed, logprobs, echo, stop, typed errors, every field, stream helper, async, a stream left early",
         }
     )
 )

@@ -21,6 +21,7 @@ ASKED: dict[str, Any] = {
     "modalities": ["text", "audio"],
     "audio": {"voice": "alloy"},
     "prediction": {"type": "content", "content": "x"},
+    "moderation": {"model": "omni-moderation-latest"},
     "web_search_options": {},
     "reasoning_effort": "high",
     "verbosity": "low",
