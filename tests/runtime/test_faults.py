@@ -3,6 +3,7 @@
 `FAULT_SCHEDULES` says how many are drawn in the long run, `FAULT_SEED` which. What fails is printed in its shortest form, and `play` plays it again.
 """
 
+import math
 import os
 
 import pytest
@@ -15,6 +16,8 @@ from support.scripted import VOCABULARY, continuation
 
 EVERYDAY = 200
 MANY, SEED = int(os.environ.get("FAULT_SCHEDULES", "10000")), int(os.environ.get("FAULT_SEED", "0"))
+AT_A_TIME = 250
+"""In one test, which may take no longer than any other."""
 PHASES = (Phase.generate, Phase.shrink)
 LONG = Wish(tokens=40)
 LONG_PROMPT = tuple(range(3, 25))
@@ -47,11 +50,15 @@ def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_somethin
 
 
 @pytest.mark.slow
-@seed(SEED)
-@given(schedule=schedules(most=24))
-@settings(max_examples=MANY, database=None, deadline=None, phases=PHASES)
-def test_none_of_many_more_does(schedule: Schedule) -> None:
-    play(schedule)
+@pytest.mark.parametrize("part", range(math.ceil(MANY / AT_A_TIME)))
+def test_none_of_many_more_does(part: int) -> None:
+    @seed((SEED, part))
+    @given(schedule=schedules(most=24))
+    @settings(max_examples=AT_A_TIME, database=None, deadline=None, phases=PHASES)
+    def check(schedule: Schedule) -> None:
+        play(schedule)
+
+    check()
 
 
 @pytest.mark.parametrize("schedule", FOUND.values(), ids=FOUND)
