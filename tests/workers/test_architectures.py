@@ -24,6 +24,7 @@ EVERY = 8
 PROMPT, TREE = 40, 12
 """Tokens that are read at once, beyond every tiny window, and then a path of a tree."""
 TOLERANCE = {"fp32": 1e-3, "half": 1e-3, "int8": 0.25}
+SLOW_REFUSALS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("nemotron", "gemma4_text")]
 DTYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 
 
@@ -108,6 +109,8 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
     except CheckpointError as error:
         assert capfd.readouterr() == ("", ""), "nothing but the sentence is said"
         check_refusal(str(error), folder)
+        if "use weights fp32" in str(error):
+            assert load_language_model(str(folder), weights="fp32", device="cpu").weights == "fp32"
     else:
         assert capfd.readouterr() == ("", "")
         found = logits_of(model)
@@ -115,6 +118,23 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         found_share = float(shares.mean() if weights == "int8" else shares.max())
         assert found_share < TOLERANCE[weights], f"{model.choice}: {shares.tolist()}"
+
+
+@pytest.mark.parametrize("weights", [pytest.param("half", marks=pytest.mark.slow), "int8"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("kernels", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [*SLOW_REFUSALS, "gpt_oss", "opt"])
+def test_the_remedy_of_a_refusal_leads_to_a_model_that_is_loaded(kind: str, backend: str, weights: str, tmp_path: Path) -> None:
+    """Of these four the kernels can compute none, and torch's own operations the last one alone."""
+    if not kernels.available():
+        pytest.skip("the C++ kernels are not built")
+    folder = tmp_path / "model"
+    write_tiny(kind, folder, dtype=torch.bfloat16 if weights == "half" else torch.float32)
+    with pytest.raises(CheckpointError) as refused:
+        load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
+    assert ("weights fp32" in str(refused.value)) == (kind == "opt"), refused.value
+    if kind == "opt":
+        fp32 = load_language_model(str(folder), weights="fp32", device="cpu", backend="library")
+        assert fp32.weights == "fp32"
 
 
 @pytest.mark.parametrize("kind", some(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder")))

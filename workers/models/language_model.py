@@ -241,6 +241,10 @@ def _configured_type(weights: str, folder: Path) -> str:
     raise CheckpointError(f"{file}: half weights need a checkpoint of 16-bit weights, and this one's are not (dtype); use weights fp32")
 
 
+LAYERS_TRIED = 8
+"""Layers of a model on which the remedy of a refusal is tried: kinds of layers alternate in cycles of two to six."""
+
+
 def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: _Wanted) -> LanguageModel:
     """Kernels where that is wanted and can be; else the library."""
     why_not = _against_kernels(wanted)
@@ -258,8 +262,12 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
             f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, and {why_not}; "
             "leave target.split, target.resident, target.prefill and memory.vram out"
         )
+    rounded = wanted.weights == "int8" or (wanted.weights == "bf16" and wanted.asked == "half")
+    if rounded or wanted.backend == "kernels":  # the remedies below are not to lead into another refusal
+        _try_library(skeleton_of(), checkpoint, digest, wanted)
     if wanted.backend == "kernels":
-        raise CheckpointError(f"{checkpoint.source}: {why_not}; or use backend library")
+        other = "backend library and weights fp32" if rounded else "backend library"
+        raise CheckpointError(f"{checkpoint.source}: {why_not}; or use {other}")
     if wanted.backend == "library" and wanted.weights == "int8":
         raise CheckpointError(f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it out, or use weights fp32")
     if wanted.weights == "int8":
@@ -270,6 +278,30 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, since %s", checkpoint.source, why_not)
     return model
+
+
+def _try_library(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _Wanted) -> None:
+    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32 either."""
+
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        selection = select(planned_shapes(model, plan), weights="fp32", profile=wanted.profile)
+        return _Trial(selection, device=torch.device("cpu"), oracle=_oracle_of(model))
+
+    with contextlib.suppress(_TriedError):
+        assemble(skeleton, checkpoint, digest, weights="fp32", choice="", inflate_bytes=0, open_back_end=open_back_end)
+
+
+class _TriedError(UnsupportedError):
+    """As many layers were computed as a trial takes."""
+
+
+class _Trial(Library):
+    """The library's back end for some layers alone, so that a trial of a large model takes little memory."""
+
+    def take_layer(self, layer: Any, index: int) -> Any:
+        if index >= LAYERS_TRIED:
+            raise _TriedError
+        return super().take_layer(layer, index)
 
 
 def _against_kernels(wanted: _Wanted) -> str:
