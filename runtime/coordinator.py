@@ -613,6 +613,7 @@ class Coordinator:
         self._post.to_worker(worker, Drain(epoch=self.epoch))
         if self.registry.workers.pop(worker.peer, None) is not None:
             log.info("%s worker %s is let go", "/".join(worker.hello.roles), worker.whereabouts)
+            self._failing.forget(worker)
             self._placement.forget(worker)
             self._gone.append((worker, "was let go"))
 

@@ -39,6 +39,9 @@ FOUND = {
         ),
     ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(steps=((0, LONG), (20, Fault("refuse", who=1)))),
+    "a draft that has failed is let go": Schedule(
+        steps=((0, Wish(tokens=120, policy="goodput")), (0, Fault("refuse", who=3)), (20, Wish(tokens=1)), (5, Fault("drain", who=3)))
+    ),
 }
 """Schedules that broke a promise once."""
 

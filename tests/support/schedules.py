@@ -466,7 +466,7 @@ class World:
         for process in self.processes:  # what was planned for the next command, and never came to it
             process.sticks, process.refuses, process.again, process.asked_again = process.sticks and process.busy, False, 0, 0
             process.drops = 0
-        self.run_until(self.ready, READY_NS, "not everybody came back")
+        self.run_until(lambda: self.ready() and not self._owed(), READY_NS, "not everybody came back")
         drafts = sum(process.role == "draft" and not process.about["standby"] for process in self.processes)
         told = self.reader.submit(LAST)
         self.run_until(lambda: not told.open, READY_NS, "a request after the faults did not end")
@@ -480,6 +480,10 @@ class World:
         report = self.coordinator.report()
         well = all(process.registered and not process.sticks for process in self.processes)
         return well and len(report.workers) == len(self.processes) and {*report.reasons} <= self._failing()
+
+    def _owed(self) -> bool:
+        """Return whether an answer is still waited for, such as one to a command that was dropped: whoever owes it is about to be taken for lost."""
+        return any(worker.turns.owed for worker in self.coordinator.registry.workers.values())
 
     def _failing(self) -> set[str]:
         """Return what is said of drafts that have failed at a request and have not drafted for another one since."""
