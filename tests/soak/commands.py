@@ -35,7 +35,7 @@ BACK_S = 90.0
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--faults", "count", type=click.IntRange(min=1), default=500, show_default=True, help="So many.")
 @click.option("--streams", "together", type=click.IntRange(min=1), default=8, show_default=True, help="Requests that run at once, half of them sampled.")
-@click.option("--targets", type=click.IntRange(min=1), default=2, show_default=True, help="Target workers.")
+@click.option("--targets", type=click.IntRange(min=1), default=3, show_default=True, help="Target workers: one should be left of them at any time.")
 @click.option("--drafts", type=click.IntRange(min=0), default=1, show_default=True, help="Draft workers.")
 @click.option("--draft", "kind", default="small", show_default=True, help="What drafts: small, dovetail, eagle or ngram.")
 @click.option("--inflate", default="32MiB", show_default=True, help="Size to which targets are inflated, so that replies take their time.")
