@@ -55,7 +55,7 @@ def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_somethin
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(math.ceil(MANY / AT_A_TIME)))
 def test_none_of_many_more_does(part: int) -> None:
-    @seed((SEED, part))
+    @seed(f"{SEED} {part}")
     @given(schedule=schedules(most=24))
     @settings(max_examples=AT_A_TIME, database=None, deadline=None, phases=PHASES)
     def check(schedule: Schedule) -> None:
