@@ -6,11 +6,10 @@ groups, to those on one memory node, and to each process. Refuses with the setti
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from dovetail.launch.binding import Place
 from dovetail.launch.embedded import with_draft, with_target
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
 from dovetail.protocol.settings import Settings, byte_count
 from dovetail.workers.models.footprint import (
@@ -24,6 +23,7 @@ from dovetail.workers.models.footprint import (
     substitute_loading_bytes,
     types_below,
 )
+from dovetail.workers.models.hub import local_folder
 
 SMALL_PROCESS_BYTES = 40_000_000
 """Of a process without torch: the coordinator, a lookup."""
@@ -145,8 +145,12 @@ def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, st
 
 
 def _tensors(model: str) -> list[Tensor]:
-    folder = Path(model).expanduser() if model else None
-    return read_tensors(folder) if folder is not None and folder.is_dir() else []
+    """Return the tensors of a model that is here, in a folder or in the hub's cache; of one that is not, none."""
+    try:
+        folder = local_folder(model) if model else None
+    except CheckpointError:  # whoever loads it says what is wrong
+        folder = None
+    return read_tensors(folder) if folder is not None else []
 
 
 def _listed(needs: Sequence[Need]) -> str:

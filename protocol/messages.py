@@ -416,7 +416,7 @@ class Opened(AboutSession):
     """Of the bonus, where they were asked for."""
     spans: SpanFields = ()
     placement: Name = ""
-    """As in Hello, of a target."""
+    """As in Hello, of a target; of one that is whole, its device."""
     read_by: Name = ""
     """The device that read the prompt; empty: those that compute the model."""
 
@@ -928,7 +928,7 @@ class Result(Frozen):
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
     """Of the targets that served it, in order, where they were not all the same; `fingerprint` is the last one's."""
     placement: Name = ""
-    """Which of the target's layers were where, in words, of the last one that served it; empty: all on one device."""
+    """Which of the target's layers were where, in words, of the last one that served it; a device's name: all of them there."""
     prefill: Name = "local"
     """Who read the prompt: local, those that compute the model; or a device through which the weights streamed."""
     draft_failure: DraftFailure | None = None

@@ -72,7 +72,7 @@ def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_sam
         assert (result.placement, result.prefill) == (target.placement, "cpu")
         assert result.accepted_tokens > 0
     plain = complete(client, PROMPTS[4], temperature=0.0).result
-    assert (plain.placement, plain.prefill) == ("", "local")
+    assert (plain.placement, plain.prefill) == ("cpu", "local")
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ class TargetWorker:
                 return Scored(**about, start=step.start, logprobs=step.logprobs)
             case First():
                 spans = self._spans.take(MAX_SPANS)
-                about |= {"placement": self._identity.placement, "read_by": self._identity.reader if step.apart else ""}
+                about |= {"placement": self._identity.placement or self._identity.device, "read_by": self._identity.reader if step.apart else ""}
                 return Opened(**about, bonus=step.token, margin=step.margin, logprobs=step.logprobs, spans=spans)
 
     def _refeed(self, command: Refeed) -> Iterator[Event]:

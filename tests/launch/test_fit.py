@@ -93,6 +93,18 @@ def test_what_takes_nothing_here_or_is_not_here_yet_is_not_counted(flags: dict[s
     check(settings(**flags), fit.SMALL_PROCESS_BYTES, "draft")
 
 
+def test_a_model_in_the_cache_of_the_hub_is_counted(fp32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "models--someone--something"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    (model / "snapshots").mkdir()
+    (model / "snapshots" / ("0" * 40)).symlink_to(fp32, target_is_directory=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    wanted = settings(target__model="someone/something", draft__kind="none")
+    with pytest.raises(SettingsError, match="takes"):
+        check(wanted, takes(fp32, "fp32") // 2, "target")
+
+
 def test_what_is_swapped_is_not_refused(fp32: Path) -> None:
     wanted = settings(target__model=fp32)
     check_memory(wanted, ("target",), room=Room(1, "available on this machine", swap=PLENTY))
