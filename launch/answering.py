@@ -1,7 +1,7 @@
 """Who answers in a conversation: a coordinator, over its own protocol.
 
-Both it and a server over HTTP (`web.py`) give a reply piece by piece as it comes, each piece with whether the draft had proposed it. Knows nothing of
-terminals.
+Both it and a server over HTTP (`web.py`) give a reply piece by piece as it comes, each piece with
+whether the draft had proposed it. Knows nothing of terminals.
 """
 
 import signal
@@ -33,7 +33,8 @@ class Answerer(Protocol):
         """In words, who that is."""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
-        """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is none."""
+        """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is
+        none."""
 
 
 class CoordinatorAnswerer:
@@ -65,7 +66,9 @@ class CoordinatorAnswerer:
                     text += reply.text
                 elif isinstance(reply, Finished) and reply.request == request:
                     self._forget_another(reply.result.fingerprint)
-                    return Answer(text, reply.result, interrupted=reply.result.finish_reason == "cancelled")
+                    return Answer(
+                        text, reply.result, interrupted=reply.result.finish_reason == "cancelled"
+                    )
                 elif isinstance(reply, Failed) and reply.session in (request, None):
                     raise self._connection.failure(reply)
             return Answer(text, interrupted=True)
@@ -84,10 +87,13 @@ class CoordinatorAnswerer:
             )
         except ValidationError as error:  # too many turns, or too long ones
             first = error.errors(include_url=False, include_input=False)[0]
-            raise RequestError("settings", f"the request is not possible: {first['loc'][0]}: {first['msg']}") from None
+            raise RequestError(
+                "settings", f"the request is not possible: {first['loc'][0]}: {first['msg']}"
+            ) from None
 
     def _text_codec(self) -> TextCodec:
-        """What reads and writes the target's tokens; it only colours, the text of a reply is the coordinator's."""
+        """What reads and writes the target's tokens; it only colours, the text of a reply is the
+        coordinator's."""
         if self._codec is None or self._described is None:
             self._described = self._client.describe()
             self._codec = TextCodec(self._described.tokenizer.data, self._described.vocabulary)
@@ -101,7 +107,8 @@ class CoordinatorAnswerer:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C in this block is only noted, so that no message is lost half-read; what it yields says whether there was one. A second one is as always."""
+    """Ctrl-C in this block is only noted, so that no message is lost half-read; what it yields says
+    whether there was one. A second one is as always."""
     before = signal.getsignal(signal.SIGINT)
     noted = False
 

@@ -1,7 +1,9 @@
-"""The file that `generate --prompts` writes: one line a prompt, so that a run that was interrupted goes on where it stopped.
+"""The file that `generate --prompts` writes: one line a prompt, so that a run that was interrupted
+goes on where it stopped.
 
-A line is written whole, after the prompt's last turn; only the end of the last line can be missing, and then that line is dropped and its prompt done again.
-A file that holds anything else is somebody's, and stays as it is.
+A line is written whole, after the prompt's last turn; only the end of the last line can be missing,
+and then that line is dropped and its prompt done again. A file that holds anything else is
+somebody's, and stays as it is.
 """
 
 import fcntl
@@ -29,16 +31,22 @@ class Answers:
 
     def write(self, id: str, results: Sequence[Result]) -> None:
         """Append a prompt's results, one for each of its turns."""
-        line = json.dumps({"id": id, "results": [result.model_dump() for result in results]}, ensure_ascii=False)
+        line = json.dumps(
+            {"id": id, "results": [result.model_dump() for result in results]}, ensure_ascii=False
+        )
         append(self._file, self._path, "the answers", line.encode() + b"\n")
         self.done.add(id)
 
 
 @contextmanager
 def open_answers(path: Path) -> Iterator[Answers]:
-    """Open for appending, held against a second run; a torn last line is dropped. `UserError` if the file is something else."""
+    """Open for appending, held against a second run; a torn last line is dropped. `UserError` if
+    the file is something else."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file, and the answers are read again when a run goes on: choose a file as --out")
+        raise UserError(
+            f"{path} is no regular file, and the answers are read again when a run goes on: "
+            "choose a file as --out"
+        )
     try:
         file = path.open("a+b")
     except OSError as error:
@@ -47,19 +55,26 @@ def open_answers(path: Path) -> Iterator[Answers]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another run is writing its answers to {path}: wait for it, or choose another --out") from None
+            raise UserError(
+                f"another run is writing its answers to {path}: wait for it, or choose another "
+                "--out"
+            ) from None
         yield Answers(file, path, _repair(path, file))
 
 
 def _repair(path: Path, file: IO[bytes]) -> set[str]:
-    """The ids in the file, whose last line is cut off if it is one of ours, torn. Nothing is changed before all lines have been looked at."""
+    """The ids in the file, whose last line is cut off if it is one of ours, torn. Nothing is
+    changed before all lines have been looked at."""
     file.seek(0)
     done: set[str] = set()
     whole = 0
     for number, line in enumerate(file, start=1):
         id = _answered(line)
         if id is None and not _torn(line):
-            raise UserError(f"{path} line {number} is no answer of an earlier run: choose another --out, or remove the line")
+            raise UserError(
+                f"{path} line {number} is no answer of an earlier run: choose another --out, "
+                "or remove the line"
+            )
         if id is not None:
             done.add(id)
             whole += len(line)
@@ -74,7 +89,12 @@ def _answered(line: bytes) -> str | None:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    ours = line.endswith(b"\n") and isinstance(content, dict) and isinstance(content.get("id"), str) and isinstance(content.get("results"), list)
+    ours = (
+        line.endswith(b"\n")
+        and isinstance(content, dict)
+        and isinstance(content.get("id"), str)
+        and isinstance(content.get("results"), list)
+    )
     return content["id"] if ours else None
 
 

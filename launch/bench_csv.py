@@ -1,6 +1,8 @@
-"""The file that `bench --csv` writes: a line a method, set of prompts and temperature, for spreadsheets and plotting programs. Computes nothing.
+"""The file that `bench --csv` writes: a line a method, set of prompts and temperature, for
+spreadsheets and plotting programs. Computes nothing.
 
-Comma-separated with a line of headings, as RFC 4180 has it; UTF-8, a point in numbers, an empty field for what is not known. Units are in the names.
+Comma-separated with a line of headings, as RFC 4180 has it; UTF-8, a point in numbers, an empty
+field for what is not known. Units are in the names.
 """
 
 import csv
@@ -53,9 +55,18 @@ def csv_text(result: Mapping[str, Any]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS)
     writer.writeheader()
-    for row, passes, whole, replies in zip(result["rows"], result["passes"], result["end_to_end"], result["replies"], strict=True):
-        told = {**row, **{name: passes[there] for name, there in ELSEWHERE.items()}, "end_to_end_tokens_per_s": whole["tokens_per_s"]}
-        differ = sum(all(difference[key] == row[key] for key in ("method", "prompts", "temperature")) for difference in result["differences"])
+    for row, passes, whole, replies in zip(
+        result["rows"], result["passes"], result["end_to_end"], result["replies"], strict=True
+    ):
+        told = {
+            **row,
+            **{name: passes[there] for name, there in ELSEWHERE.items()},
+            "end_to_end_tokens_per_s": whole["tokens_per_s"],
+        }
+        differ = sum(
+            all(difference[key] == row[key] for key in ("method", "prompts", "temperature"))
+            for difference in result["differences"]
+        )
         told = {**told, "replies": replies, "differ": differ}
         writer.writerow({name: _cell(told[name]) for name in COLUMNS})
     return out.getvalue()

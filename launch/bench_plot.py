@@ -1,4 +1,5 @@
-"""The picture of a run without a sweep: a bar for each method's speed-up over the target alone, by set of prompts and temperature."""
+"""The picture of a run without a sweep: a bar for each method's speed-up over the target alone, by
+set of prompts and temperature."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,9 @@ def draw_speedups(methods: Sequence[Method], result: Mapping[str, Any]) -> str:
     known = [row for row in result["rows"] if row["method"] != NONE and row["speedup"] is not None]
     several = len({row["temperature"] for row in known}) > 1
     groups = []
-    for prompts, temperature in dict.fromkeys((row["prompts"], row["temperature"]) for row in known):
+    for prompts, temperature in dict.fromkeys(
+        (row["prompts"], row["temperature"]) for row in known
+    ):
         bars = [
             Bar(row["method"], row["speedup"], row["speedup_low"], row["speedup_high"])
             for row in known
@@ -22,4 +25,9 @@ def draw_speedups(methods: Sequence[Method], result: Mapping[str, Any]) -> str:
         groups.append(Group(f"{prompts}, T {temperature:g}" if several else prompts, bars))
     ours = [method.configuration.settings for method in methods if method.ours and method.drafts]
     origin = origin_of(ours or [method.configuration.settings for method in methods], known)
-    return draw_bars(f"Speed-up over the target alone\n{origin}", "times; lines: 95 % interval over prompts", groups, level=1.0)
+    return draw_bars(
+        f"Speed-up over the target alone\n{origin}",
+        "times; lines: 95 % interval over prompts",
+        groups,
+        level=1.0,
+    )

@@ -1,8 +1,10 @@
-"""How methods take their turns: prompt by prompt, each of them first equally often, so that whatever else happens on the machine happens to all of them.
+"""How methods take their turns: prompt by prompt, each of them first equally often, so that
+whatever else happens on the machine happens to all of them.
 
-A stack of processes whose turn it is not sleeps. A reply is measured up to its first repeated 20-gram: text of a small model that has begun to loop is
-foretold by any draft. The reply of `none`, decoded once before anything is timed, says where that is; the same run warms the caches up, and shows which
-prompts have to be cut to fit the context.
+A stack of processes whose turn it is not sleeps. A reply is measured up to its first repeated
+20-gram: text of a small model that has begun to loop is foretold by any draft. The reply of `none`,
+decoded once before anything is timed, says where that is; the same run warms the caches up, and
+shows which prompts have to be cut to fit the context.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +15,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dovetail.launch.bench_journal import Journal, Where
-from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, Run, Task, sampling_of
+from dovetail.launch.bench_methods import (
+    NONE,
+    Contender,
+    Method,
+    Ours,
+    PromptSet,
+    Run,
+    Task,
+    sampling_of,
+)
 from dovetail.launch.connection import Connection
 from dovetail.launch.prompts import Prompt
 from dovetail.launch.remaining import Remaining
@@ -42,7 +53,8 @@ class Cell:
     """Prompt id -> where its tokens part from those of `none`."""
 
     def decoding(self) -> tuple[Any, Any]:
-        """(seconds, tokens) of decoding for each prompt, over all repeats, in the order of the prompts."""
+        """(seconds, tokens) of decoding for each prompt, over all repeats, in the order of the
+        prompts."""
         ids = list(dict.fromkeys(run.task.prompt.id for run in self.runs))
         seconds, tokens = np.zeros(len(ids)), np.zeros(len(ids))
         for run in self.runs:
@@ -58,33 +70,70 @@ class Cell:
 
 
 def measure(
-    found: Mapping[str, Contender], sets: Sequence[PromptSet], temperatures: Sequence[float], repeat: int, seed: int, journal: Journal | None = None
+    found: Mapping[str, Contender],
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    repeat: int,
+    seed: int,
+    journal: Journal | None = None,
 ) -> Iterator[Cell]:
-    """The cells of every set and temperature, filled prompt by prompt with the methods in turn; what the journal has is not measured again."""
+    """The cells of every set and temperature, filled prompt by prompt with the methods in turn;
+    what the journal has is not measured again."""
     journal = journal or Journal()
     left = replies_left(found, sets, temperatures, repeat, journal)
     remaining = Remaining(left)
     if not sum(left.values()):
-        note(f"all {counted(len(journal.replies), 'reply', 'replies')} were in the file of --out already: nothing was measured")
+        note(
+            f"all {counted(len(journal.replies), 'reply', 'replies')} were in the file of "
+            "--out already: nothing was measured"
+        )
     elif journal.replies:
-        note(f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept from before: {sum(left.values())} to go")
+        note(
+            f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept from "
+            f"before: {sum(left.values())} to go"
+        )
     with progress_bar(sum(left.values()), "replies", remaining.seconds) as step:
         turns = _Turns(found, repeat, seed, journal, remaining, step)
         for prompts in sets:
             for temperature in temperatures:
-                cells = [Cell(contender.method, prompts, temperature) for contender in found.values()]
+                cells = [
+                    Cell(contender.method, prompts, temperature) for contender in found.values()
+                ]
                 for number, prompt in enumerate(prompts.prompts):
                     task = turns.take(cells, prompt, number)
                     _compare(cells, task)
                 yield from cells
 
 
-def replies_left(found: Mapping[str, Contender], sets: Sequence[PromptSet], temperatures: Sequence[float], repeat: int, journal: Journal) -> dict[str, int]:
-    """How many replies of each method are still to be measured, and of how many prompts it is to be found how far they go."""
-    everywhere = [(prompts.name, temperature, prompt.id) for prompts in sets for temperature in temperatures for prompt in prompts.prompts]
-    left = {label: sum(not journal.has(label, where, turn) for where in everywhere for turn in range(repeat)) for label in found}
-    begins = next((where for where in everywhere if not journal.complete(found, where, repeat)), None)
-    return {HOW_FAR: sum(where not in journal.tasks for where in everywhere) + (begins in journal.tasks), **left}
+def replies_left(
+    found: Mapping[str, Contender],
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    repeat: int,
+    journal: Journal,
+) -> dict[str, int]:
+    """How many replies of each method are still to be measured, and of how many prompts it is to be
+    found how far they go."""
+    everywhere = [
+        (prompts.name, temperature, prompt.id)
+        for prompts in sets
+        for temperature in temperatures
+        for prompt in prompts.prompts
+    ]
+    left = {
+        label: sum(
+            not journal.has(label, where, turn) for where in everywhere for turn in range(repeat)
+        )
+        for label in found
+    }
+    begins = next(
+        (where for where in everywhere if not journal.complete(found, where, repeat)), None
+    )
+    return {
+        HOW_FAR: sum(where not in journal.tasks for where in everywhere)
+        + (begins in journal.tasks),
+        **left,
+    }
 
 
 @dataclass(frozen=True)
@@ -108,9 +157,12 @@ class _Turns:
         return task
 
     def _task(self, prompt: Prompt, where: Where) -> Task:
-        """The prompt as it is measured. A run that goes on at a prompt that lacks replies decodes it first too, to be as warm as the one that began."""
+        """The prompt as it is measured. A run that goes on at a prompt that lacks replies decodes
+        it first too, to be as warm as the one that began."""
         task = self.journal.task(where, prompt)
-        if task is None or not (self.journal.begun or self.journal.complete(self.found, where, self.repeat)):
+        if task is None or not (
+            self.journal.begun or self.journal.complete(self.found, where, self.repeat)
+        ):
             alone = self.found[NONE]
             assert isinstance(alone, Ours)
             with self._timed(HOW_FAR, where):
@@ -140,14 +192,19 @@ def rotated(those: Sequence[T], by: int) -> list[T]:
     return [*those[by:], *those[:by]]
 
 
-def prepare(connection: Connection, alone: Method, prompt: Prompt, temperature: float, seed: int) -> Task:
-    """Cut a prompt until it fits the context together with its reply, keeping its beginning, and find where the reply begins to loop."""
+def prepare(
+    connection: Connection, alone: Method, prompt: Prompt, temperature: float, seed: int
+) -> Task:
+    """Cut a prompt until it fits the context together with its reply, keeping its beginning, and
+    find where the reply begins to loop."""
     tree, most = alone.configuration.settings.tree, alone.configuration.settings.sampling.max_tokens
     sampling = sampling_of(alone, temperature, most)
     turn = prompt.turns[0]
     while True:
         try:
-            finished = connection.decode([turn], sampling=sampling, tree=tree, max_tokens=most, seed=seed, speculate=False)
+            finished = connection.decode(
+                [turn], sampling=sampling, tree=tree, max_tokens=most, seed=seed, speculate=False
+            )
         except RequestError as error:
             if error.code != "prompt_too_long" or not turn:
                 raise
@@ -159,7 +216,8 @@ def prepare(connection: Connection, alone: Method, prompt: Prompt, temperature: 
 
 
 def loop_begins(tokens: Sequence[int], length: int = LOOP_TOKENS) -> int:
-    """How many tokens there are before the first 20-gram that was there before; all of them if none was."""
+    """How many tokens there are before the first 20-gram that was there before; all of them if none
+    was."""
     seen: set[tuple[int, ...]] = set()
     for start in range(len(tokens) - length + 1):
         gram = tuple(tokens[start : start + length])
@@ -180,7 +238,11 @@ def _compare(cells: Sequence[Cell], task: Task) -> None:
 
 
 def _comparable(cell: Cell, alone: Finished, other: Finished) -> bool:
-    """Replies of another function (fingerprint) are no matter of losslessness; nor is what a peer draws, or computes with weights that it has not."""
+    """Replies of another function (fingerprint) are no matter of losslessness; nor is what a peer
+    draws, or computes with weights that it has not."""
     if cell.method.ours:
         return other.result.fingerprint == alone.result.fingerprint
-    return cell.temperature == 0.0 and cell.method.configuration.settings.target.weights in ("fp32", "half")
+    return cell.temperature == 0.0 and cell.method.configuration.settings.target.weights in (
+        "fp32",
+        "half",
+    )

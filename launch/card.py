@@ -1,4 +1,5 @@
-"""The card of a trained head, the log of its training and the pictures of its curves. Writes text; reads and trains nothing."""
+"""The card of a trained head, the log of its training and the pictures of its curves. Writes text;
+reads and trains nothing."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -43,7 +44,7 @@ the target takes at temperature 0.
 ![Acceptance](acceptance.svg)
 
 `training.json` has every measurement and all settings.
-"""
+"""  # noqa: E501
 
 
 def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
@@ -79,13 +80,23 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
 
 
 def public_name(target: str) -> str:
-    """What a card calls a target: a hub id as it is, a folder by its name, since where it lies is nobody's business."""
-    return f"the model in a folder called {Path(target).resolve().name}" if Path(target).is_dir() else target
+    """What a card calls a target: a hub id as it is, a folder by its name, since where it lies is
+    nobody's business."""
+    return (
+        f"the model in a folder called {Path(target).resolve().name}"
+        if Path(target).is_dir()
+        else target
+    )
 
 
 def _shape(trained: "Trained") -> str:
     shape = trained.head.shape
-    parts = [f"hidden {shape.hidden}", f"MLP {shape.intermediate}", f"{shape.heads} heads, {shape.kv_heads} of keys and values", f"{shape.blocks} block(s)"]
+    parts = [
+        f"hidden {shape.hidden}",
+        f"MLP {shape.intermediate}",
+        f"{shape.heads} heads, {shape.kv_heads} of keys and values",
+        f"{shape.blocks} block(s)",
+    ]
     if shape.kind == "jakiro":
         parts.append(f"{shape.experts} experts, {'with' if shape.contrast else 'without'} contrast")
     if shape.kind == "eagle3":
@@ -95,19 +106,31 @@ def _shape(trained: "Trained") -> str:
 
 def _losses(trained: "Trained") -> str:
     recipe = trained.plan.recipe
-    parts = [f"{recipe.feature:g} SmoothL1 of the features", f"{recipe.cross_entropy:g} soft cross entropy", f"noise {recipe.noise:g}"]
+    parts = [
+        f"{recipe.feature:g} SmoothL1 of the features",
+        f"{recipe.cross_entropy:g} soft cross entropy",
+        f"noise {recipe.noise:g}",
+    ]
     if trained.head.shape.kind == "jakiro" and trained.head.shape.contrast:
-        parts.append(f"contrast {recipe.contrast_feature:g} and {recipe.contrast_cross_entropy:g} of these")
+        parts.append(
+            f"contrast {recipe.contrast_feature:g} and {recipe.contrast_cross_entropy:g} of these"
+        )
     alone = trained.plan.alone if recipe.steps > 1 else 0.0
-    first = f" (one for the first {alone:.0%} of the run: hence the jump of the loss)" if alone else ""
-    parts.append(f"{recipe.steps} training-time step(s){first}, each {recipe.decay:g} of the one before")
+    first = (
+        f" (one for the first {alone:.0%} of the run: hence the jump of the loss)" if alone else ""
+    )
+    parts.append(
+        f"{recipe.steps} training-time step(s){first}, each {recipe.decay:g} of the one before"
+    )
     return "; ".join(parts)
 
 
 def _more(trained: "Trained", vocabulary: int) -> str:
     lines = []
     if trained.checks[-1].contrast is not None:
-        lines.append(f"| accepted at depth 2 from the contrast | {trained.checks[-1].contrast:.1%} |\n")
+        lines.append(
+            f"| accepted at depth 2 from the contrast | {trained.checks[-1].contrast:.1%} |\n"
+        )
     if trained.draft_coverage is not None and trained.head.shape.own_vocabulary < vocabulary:
         lines.append(f"| tokens of the data that it can propose | {trained.draft_coverage:.2%} |\n")
     return "".join(lines)
@@ -128,10 +151,23 @@ def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
 def curves(trained: "Trained") -> Mapping[str, str]:
     """The pictures of a training by file name."""
     checks = trained.checks
-    shares = [Curve(f"depth {depth + 1}", [(check.steps, check.at[depth]) for check in checks], dashed=True) for depth in range(min(3, len(checks[0].at)))]
+    shares = [
+        Curve(
+            f"depth {depth + 1}", [(check.steps, check.at[depth]) for check in checks], dashed=True
+        )
+        for depth in range(min(3, len(checks[0].at)))
+    ]
     return {
-        "loss.svg": draw("Loss of the training", "steps", "loss", [Curve("loss", [(check.steps, check.loss) for check in checks])]),
+        "loss.svg": draw(
+            "Loss of the training",
+            "steps",
+            "loss",
+            [Curve("loss", [(check.steps, check.loss) for check in checks])],
+        ),
         "acceptance.svg": draw(
-            "Simulated acceptance on held-out text", "steps", "tokens a round; share accepted", [Curve("tau", [(c.steps, c.length) for c in checks]), *shares]
+            "Simulated acceptance on held-out text",
+            "steps",
+            "tokens a round; share accepted",
+            [Curve("tau", [(c.steps, c.length) for c in checks]), *shares],
         ),
     }

@@ -1,7 +1,8 @@
-"""`dovetail chat`: a conversation in the terminal, turn by turn, with what the draft proposed in colour.
+"""`dovetail chat`: a conversation in the terminal, turn by turn, with what the draft proposed in
+colour.
 
-Without a terminal it is a filter: a line in, a reply out. Knows how a conversation looks; what it is, `conversation.py` knows, and who answers,
-`answering.py` and `web.py`.
+Without a terminal it is a filter: a line in, a reply out. Knows how a conversation looks; what it
+is, `conversation.py` knows, and who answers, `answering.py` and `web.py`.
 """
 
 import json
@@ -40,21 +41,53 @@ WAKE_S = 0.5
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--connect", metavar="ADDRESS|URL", help="The coordinator or server to use.  [default: the only coordinator of this user, else one of our own]")
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Seed of the sampling.  [default: a random one for each reply]")
-@click.option("--stop", multiple=True, metavar="TEXT", help="Text before which a reply ends; can be given several times.")
-@click.option("--json", "as_json", is_flag=True, help="Without a terminal: the result of each reply as one JSON object on a line of stdout.")
+@click.option(
+    "--connect",
+    metavar="ADDRESS|URL",
+    help="The coordinator or server to use.  [default: the only coordinator of this user, else "
+    "one of our own]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, MAX_SEED),
+    help="Seed of the sampling.  [default: a random one for each reply]",
+)
+@click.option(
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    help="Text before which a reply ends; can be given several times.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Without a terminal: the result of each reply as one JSON object on a line of stdout.",
+)
 @settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
-def command(configuration: Configuration, connect: str | None, seed: int | None, stop: tuple[str, ...], as_json: bool) -> None:
+def command(
+    configuration: Configuration,
+    connect: str | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Talk with the models, turn by turn; /help tells the commands.
 
-    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input that is no terminal is read line by line. A server over HTTP
-    is sent the first API key of the file --http.api_key_file, else $DOVETAIL_API_KEY.
+    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input
+    that is no terminal is read line by line. A server over HTTP is sent the first API key of the
+    file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     settings = configuration.settings
     manner = Manner(
-        settings.sampling, settings.sampling.max_tokens, settings.tree, seed, stop, speculate=settings.draft.kind != "none", ahead=ahead_of(settings.draft)
+        settings.sampling,
+        settings.sampling.max_tokens,
+        settings.tree,
+        seed,
+        stop,
+        speculate=settings.draft.kind != "none",
+        ahead=ahead_of(settings.draft),
     )
     with unwound_by_signals(), _answerer(configuration, connect) as answerer:
         chat = Chat(answerer, manner, as_json=as_json)
@@ -83,14 +116,24 @@ class Chat:
         self._unanswered: str | None = None
         """The last question, if nobody could answer it."""
         self._terminal = sys.stdout.isatty()
-        self._colours = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._colours = (
+            self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
         self._ended = self._talks = self._in_line = False
 
     def talk(self) -> None:
-        """Read and answer until Ctrl-D; what goes wrong with a line is told, and the conversation goes on."""
+        """Read and answer until Ctrl-D; what goes wrong with a line is told, and the conversation
+        goes on."""
         self._talks = True
         note(self._answerer.models())
-        note((f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; " if self._colours else "") + "/help tells the commands, Ctrl-D ends")
+        note(
+            (
+                f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; "
+                if self._colours
+                else ""
+            )
+            + "/help tells the commands, Ctrl-D ends"
+        )
         with line_editing():
             while not self._ended:
                 try:
@@ -121,9 +164,12 @@ class Chat:
             self._answer(self._conversation, said)
 
     def _answer(self, before: Conversation, question: str) -> None:
-        """Have a question answered that follows on what was said before. Without an answer the conversation stays as it is."""
+        """Have a question answered that follows on what was said before. Without an answer the
+        conversation stays as it is."""
         if not is_unicode(question):
-            raise UserError("this is no valid UTF-8 text: set your terminal to UTF-8, or type it anew")
+            raise UserError(
+                "this is no valid UTF-8 text: set your terminal to UTF-8, or type it anew"
+            )
         self._unanswered, self._in_line = None, False
         try:
             answer = self._answerer.answer(before.turns_with(question), self._manner, self._show)
@@ -144,10 +190,25 @@ class Chat:
         if answer.result is not None and answer.result.draft_failure is not None:
             note(failure_told(answer.result.draft_failure))
         if answer.interrupted:
-            forgotten = "the question is forgotten" if before is self._conversation else "the former reply stays"
-            note("interrupted: what was said is kept" if answer.text else f"interrupted before the first word: {forgotten}")
-        elif answer.result is not None and answer.result.finish_reason == "length" and not self._as_json:
-            note("the reply ends here for want of room: --max-tokens allows longer ones, as far as the model's context goes")
+            forgotten = (
+                "the question is forgotten"
+                if before is self._conversation
+                else "the former reply stays"
+            )
+            note(
+                "interrupted: what was said is kept"
+                if answer.text
+                else f"interrupted before the first word: {forgotten}"
+            )
+        elif (
+            answer.result is not None
+            and answer.result.finish_reason == "length"
+            and not self._as_json
+        ):
+            note(
+                "the reply ends here for want of room: --max-tokens allows longer ones, as far "
+                "as the model's context goes"
+            )
 
     def _show(self, text: str, drafted: bool) -> None:
         """A piece of a reply, as it comes."""
@@ -155,7 +216,11 @@ class Chat:
             return
         self._in_line = not text.endswith("\n")
         shown = harmless(text) if self._terminal else text
-        click.echo(f"{DRAFTED}{shown}{PLAIN}" if drafted and self._colours else shown, nl=False, color=self._colours)
+        click.echo(
+            f"{DRAFTED}{shown}{PLAIN}" if drafted and self._colours else shown,
+            nl=False,
+            color=self._colours,
+        )
 
     def _end_line(self) -> None:
         """What comes next begins a line."""
@@ -163,7 +228,7 @@ class Chat:
             click.echo()
         self._in_line = False
 
-    # -- commands -------------------------------------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _obey(self, command: Command) -> None:
         argument = command.argument
@@ -192,7 +257,9 @@ class Chat:
             return
         before, last = self._conversation.taken_back()
         if last.is_repeated_in(self._manner):
-            fixed = "/temperature 0.7" if self._manner.sampling.temperature == 0.0 else "/seed random"
+            fixed = (
+                "/temperature 0.7" if self._manner.sampling.temperature == 0.0 else "/seed random"
+            )
             note(f"the reply will be the same: {fixed} allows another one")
         self._answer(before, last.question)
 
@@ -206,17 +273,33 @@ class Chat:
 
 
 def harmless(text: str) -> str:
-    """A text that no terminal takes for commands: without control characters, but for the end of a line and the tabulator."""
-    return "".join(c if c in "\n\t" or not (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in text)
+    """A text that no terminal takes for commands: without control characters, but for the end of a
+    line and the tabulator."""
+    return "".join(
+        c if c in "\n\t" or not (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in text
+    )
 
 
 def print_stats(results: list[Result | None]) -> None:
-    """The figures of the last replies, a row each: what they brought, and where their time went. Two tables, since a terminal may have 80 columns."""
-    shown = [(number, result) for number, result in enumerate(results, start=1) if result is not None][-SHOWN_REPLIES:]
+    """The figures of the last replies, a row each: what they brought, and where their time went.
+    Two tables, since a terminal may have 80 columns."""
+    shown = [
+        (number, result) for number, result in enumerate(results, start=1) if result is not None
+    ][-SHOWN_REPLIES:]
     if not shown:
         note("there is no reply yet")
         return
-    figures = ("reply", "tokens", "tokens/s", "tau", "accepted %", "hit %", "first ms", "prompt", "reused")
+    figures = (
+        "reply",
+        "tokens",
+        "tokens/s",
+        "tau",
+        "accepted %",
+        "hit %",
+        "first ms",
+        "prompt",
+        "reused",
+    )
     print_table(figures, [(number, *_figures(result)) for number, result in shown])
     times = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
     print_table(times, [(number, *_times(result)) for number, result in shown])
@@ -224,12 +307,24 @@ def print_stats(results: list[Result | None]) -> None:
 
 def _figures(result: Result) -> tuple[object, ...]:
     tau = None if result.tau is None else round(result.tau, 2)
-    rates = (_rounded(result.tokens_per_s), tau, _percent(result.acceptance_rate), _percent(result.hit_rate), round(1e3 * result.time_to_first_token_s))
+    rates = (
+        _rounded(result.tokens_per_s),
+        tau,
+        _percent(result.acceptance_rate),
+        _percent(result.hit_rate),
+        round(1e3 * result.time_to_first_token_s),
+    )
     return (result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens)
 
 
 def _times(result: Result) -> tuple[object, ...]:
-    accounts = (result.prefill_s, result.draft_exposed_s, result.verify_s, result.transport_s, result.queue_s)
+    accounts = (
+        result.prefill_s,
+        result.draft_exposed_s,
+        result.verify_s,
+        result.transport_s,
+        result.queue_s,
+    )
     shares = (_percent(seconds / result.wall_s) if result.wall_s else None for seconds in accounts)
     return (_rounded(result.wall_s), *shares)
 
@@ -259,7 +354,9 @@ def _in_force(manner: Manner, name: str) -> str:
     held = {
         "draft": "on" if manner.speculate else "off: the target decodes alone",
         "temperature": f"{temperature:g}" if temperature else "0: greedy",
-        "seed": str(manner.seed) if manner.seed is not None else "random: another one for each reply",
+        "seed": str(manner.seed)
+        if manner.seed is not None
+        else "random: another one for each reply",
     }
     return f"{name} {held[name]}"
 
@@ -272,7 +369,10 @@ def _seed(argument: str) -> int | None:
     if argument == "random":
         return None
     if not (argument.isascii() and argument.isdigit() and int(argument) <= MAX_SEED):
-        raise UserError(f"/seed {argument} is not possible: write a whole number from 0 to {MAX_SEED}, or random")
+        raise UserError(
+            f"/seed {argument} is not possible: write a whole number from 0 to {MAX_SEED}, or "
+            "random"
+        )
     return int(argument)
 
 
@@ -305,7 +405,8 @@ def _woken() -> Iterator[None]:
 
 @contextmanager
 def line_editing() -> Iterator[None]:
-    """Lines can be edited, and those of former conversations called up again; they are kept with the user's state, where that can be written."""
+    """Lines can be edited, and those of former conversations called up again; they are kept with
+    the user's state, where that can be written."""
     try:
         import readline
     except ImportError:  # a Python that was built without it

@@ -1,4 +1,5 @@
-"""What a process does that was started by a supervisor: it ends when it is told to, and when its supervisor ends, and shows where it is when it is asked."""
+"""What a process does that was started by a supervisor: it ends when it is told to, and when its
+supervisor ends, and shows where it is when it is asked."""
 
 import ctypes
 import faulthandler
@@ -10,11 +11,13 @@ from typing import NoReturn, TextIO
 
 PR_SET_PDEATHSIG = 1
 LET_GO = 3
-"""Exit code of a worker under a supervisor that the coordinator wants no more: it is not to be started again."""
+"""Exit code of a worker under a supervisor that the coordinator wants no more: it is not to be
+started again."""
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when the one that started it ends, even by SIGKILL; asked too late, end at once."""
+    """Have the kernel end this process when the one that started it ends, even by SIGKILL; asked
+    too late, end at once."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
@@ -24,7 +27,8 @@ def end_with(parent: int) -> None:
 def end_when_told() -> None:
     """SIGTERM lets this process go: it unwinds, closes what it opened, and ends with exit code 0.
 
-    SIGHUP, a closed terminal, is the same as SIGTERM, whoever handles that by then - unless it is ignored already, as under nohup.
+    SIGHUP, a closed terminal, is the same as SIGTERM, whoever handles that by then - unless it is
+    ignored already, as under nohup.
     """
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
@@ -39,17 +43,20 @@ def end_when_told() -> None:
 
 
 def show_stacks_when_asked() -> None:
-    """SIGUSR1 has this process write to stderr where all its threads are, whatever they are about."""
+    """SIGUSR1 has this process write to stderr where all its threads are, whatever they are
+    about."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def end_undisturbed() -> None:
-    """This process ends by itself from here on: being told so does not break into what it still puts away."""
+    """This process ends by itself from here on: being told so does not break into what it still
+    puts away."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def claim_stdout() -> TextIO:
-    """stdout for what we say to whoever started us; whatever else prints there from now on (ONEDNN_VERBOSE and its like) goes to stderr."""
+    """stdout for what we say to whoever started us; whatever else prints there from now on
+    (ONEDNN_VERBOSE and its like) goes to stderr."""
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return said

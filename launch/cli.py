@@ -1,7 +1,8 @@
 """The command line: which commands there are, and how every one of them ends.
 
-A command's module is imported when the command is chosen, so that help needs neither pydantic nor torch. Exit codes: 0 done, 1 failed, 2 the user's
-mistake (one line, never a traceback), 130 interrupted. Knows nothing of what the commands do.
+A command's module is imported when the command is chosen, so that help needs neither pydantic nor
+torch. Exit codes: 0 done, 1 failed, 2 the user's mistake (one line, never a traceback), 130
+interrupted. Knows nothing of what the commands do.
 """
 
 import contextlib
@@ -29,14 +30,29 @@ COMMANDS = {
     "drain": ("dovetail.launch.drain", "Let a worker go, under load."),
     "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
     "top": ("dovetail.launch.top", "Show what happens in a coordinator, live."),
-    "selftest": ("dovetail.launch.selftest", "Prove on this machine that the target is its checkpoint and speculation changes no token."),
+    "selftest": (
+        "dovetail.launch.selftest",
+        "Prove on this machine that the target is its checkpoint and speculation changes no token.",
+    ),
     "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
-    "profile": ("dovetail.launch.profile", "See where the time of a run goes, and what would make it faster."),
-    "simulate": ("dovetail.launch.simulate", "Play recorded rounds on machines that are not at hand."),
+    "profile": (
+        "dovetail.launch.profile",
+        "See where the time of a run goes, and what would make it faster.",
+    ),
+    "simulate": (
+        "dovetail.launch.simulate",
+        "Play recorded rounds on machines that are not at hand.",
+    ),
     "replay": ("dovetail.launch.replay", "Play a recorded session again, and compare."),
-    "calibrate": ("dovetail.launch.calibrate", "Measure what a pass of the target costs here, beside what it could."),
+    "calibrate": (
+        "dovetail.launch.calibrate",
+        "Measure what a pass of the target costs here, beside what it could.",
+    ),
     "plan": ("dovetail.launch.plan", "Say what this hardware should do with this model."),
-    "stratify": ("dovetail.launch.stratify", "Find the thresholds that the policy heterospec goes by."),
+    "stratify": (
+        "dovetail.launch.stratify",
+        "Find the thresholds that the policy heterospec goes by.",
+    ),
     "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
     "features": ("dovetail.launch.features", "Store what draft heads are trained on."),
     "train": ("dovetail.launch.train", "Train models."),
@@ -60,7 +76,9 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if near := [] if args[0] in COMMANDS else difflib.get_close_matches(args[0], COMMANDS, 1):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         return super().resolve_command(ctx, args)
@@ -77,13 +95,22 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 def group() -> None:
-    """Lossless, fast decoding of large language models on machines whose GPU is too small for them."""
+    """Lossless, fast decoding of large language models on machines whose GPU is too small for
+    them."""
 
 
 def run(arguments: Sequence[str], entry: click.Command = group) -> int:
-    """Run one command line, of `entry`; returns its exit code. What a user did wrong is one line on stderr; that nobody reads our output, click hears."""
+    """Run one command line, of `entry`; returns its exit code. What a user did wrong is one line on
+    stderr; that nobody reads our output, click hears."""
     try:
         return entry.main(list(arguments), prog_name="dovetail", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -97,7 +124,9 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
         return _complain(str(error), 2)
     except DovetailError as error:
         return _complain(str(error), 1)
-    except OSError as error:  # a full disk or a full stdout, where it hurts no more than this command
+    except (
+        OSError
+    ) as error:  # a full disk or a full stdout, where it hurts no more than this command
         where = f" {error.filename}" if error.filename is not None else ""
         return _complain(f"the system refused to read or write{where}: {refusal(error)}", 1)
 
@@ -113,7 +142,8 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """A standard stream that the shell closed (`<&-`) is as one of /dev/null, and its number is not given to the next file that is opened."""
+    """A standard stream that the shell closed (`<&-`) is as one of /dev/null, and its number is not
+    given to the next file that is opened."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -121,7 +151,8 @@ def _open_closed_streams() -> None:
 
 
 def _drop_unwritten() -> None:
-    """What could not be written, and has been complained of, is not tried again when Python ends, which would complain in its own words."""
+    """What could not be written, and has been complained of, is not tried again when Python ends,
+    which would complain in its own words."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

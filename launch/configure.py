@@ -1,8 +1,9 @@
 """The settings in force: flag > environment > file > default, and where each of them came from.
 
-Every setting is a flag by its dotted name (`--tree.gamma 6`), a variable (`DOVETAIL_TREE__GAMMA=6`) and a key of a TOML file (`--config FILE`). The
-embedded pair of models comes with a file of its own, which lies beneath the user's while no target is named. Knows what a setting is called and what it
-may be (from `protocol/settings.py`), not what it does.
+Every setting is a flag by its dotted name (`--tree.gamma 6`), a variable (`DOVETAIL_TREE__GAMMA=6`)
+and a key of a TOML file (`--config FILE`). The embedded pair of models comes with a file of its
+own, which lies beneath the user's while no target is named. Knows what a setting is called and what
+it may be (from `protocol/settings.py`), not what it does.
 """
 
 import difflib
@@ -78,7 +79,11 @@ class Setting:
 
     @cached_property
     def type(self) -> Any:
-        return Annotated[self.field.annotation, *self.field.metadata] if self.field.metadata else self.field.annotation
+        return (
+            Annotated[self.field.annotation, *self.field.metadata]
+            if self.field.metadata
+            else self.field.annotation
+        )
 
     @cached_property
     def expected(self) -> str:
@@ -88,7 +93,10 @@ class Setting:
     @property
     def is_table(self) -> bool:
         """Whether it maps things to things: a flag for it can be given several times."""
-        return get_origin(self.field.annotation) is tuple and get_origin(get_args(self.field.annotation)[0]) is tuple
+        return (
+            get_origin(self.field.annotation) is tuple
+            and get_origin(get_args(self.field.annotation)[0]) is tuple
+        )
 
     def parse(self, text: str, origin: str) -> Any:
         """The value that a flag or a variable spells; `SettingsError` if it spells none."""
@@ -101,20 +109,27 @@ class Setting:
         """What is wrong with a value, and what would be right."""
         first = error.errors(include_url=False)[0]
         if first["type"] == "value_error":
-            return f"{self.name} = {value!r} ({origin}): {str(first['msg']).removeprefix('Value error, ')}"
+            return (
+                f"{self.name} = {value!r} ({origin}): "
+                f"{str(first['msg']).removeprefix('Value error, ')}"
+            )
         return f"{self.name} = {value!r} ({origin}) is not possible: write {self.expected}"
 
     def flag_text(self, value: Any) -> str:
         """The text that `parse` reads as this value."""
         if isinstance(value, tuple):
-            return ",".join(f"{part[0]}={part[1]!r}" if self.is_table else str(part) for part in value)
+            return ",".join(
+                f"{part[0]}={part[1]!r}" if self.is_table else str(part) for part in value
+            )
         return str(value)
 
     def toml(self, value: Any) -> str:
         """The value as a TOML file has it."""
         if not self.is_table:
             return json.dumps(list(value) if isinstance(value, tuple) else value)
-        return f"{{ {', '.join(f'{key} = {number!r}' for key, number in value)} }}" if value else "{}"
+        return (
+            f"{{ {', '.join(f'{key} = {number!r}' for key, number in value)} }}" if value else "{}"
+        )
 
 
 def _settings() -> dict[str, Setting]:
@@ -129,7 +144,11 @@ def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:
     model = info.annotation
     if not (isinstance(model, type) and issubclass(model, Frozen)):
         return {name: Setting(name, info)}
-    return {found: leaf for key, part in model.model_fields.items() for found, leaf in _leaves(f"{name}.{key}", part).items()}
+    return {
+        found: leaf
+        for key, part in model.model_fields.items()
+        for found, leaf in _leaves(f"{name}.{key}", part).items()
+    }
 
 
 SETTINGS = _settings()
@@ -138,14 +157,17 @@ SETTINGS = _settings()
 
 @dataclass(frozen=True)
 class Configuration:
-    """The settings in force; `origins` says for every dotted name whether it came from a flag, a variable, a file, the demo's file or a default."""
+    """The settings in force; `origins` says for every dotted name whether it came from a flag, a
+    variable, a file, the demo's file or a default."""
 
     settings: Settings
     origins: Mapping[str, str]
     local: bool = True
-    """Whether the workers are started with these settings; else somebody else has started them, with settings of their own."""
+    """Whether the workers are started with these settings; else somebody else has started them,
+    with settings of their own."""
     thresholds: str | tuple[float, ...] = ""
-    """`tree.thresholds` as it was given. The settings have the numbers, or nothing where they are not needed: no name of a file leaves this process."""
+    """`tree.thresholds` as it was given. The settings have the numbers, or nothing where they are
+    not needed: no name of a file leaves this process."""
 
     def value(self, name: str) -> Any:
         if name == "tree.thresholds":
@@ -157,17 +179,23 @@ class Configuration:
         return self.origins[name] not in ("default", "demo")
 
     def arguments(self, *sections: str) -> list[str]:
-        """The flags that give another command the same settings, whatever its environment and defaults say."""
-        names = (n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default")
+        """The flags that give another command the same settings, whatever its environment and
+        defaults say."""
+        names = (
+            n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default"
+        )
         return [f"--{name}={SETTINGS[name].flag_text(self.value(name))}" for name in names]
 
     def over(self, origin: str, values: Mapping[str, Any]) -> "Configuration":
         """These settings with some replaced, by dotted name."""
         given = {**{name: self.value(name) for name in SETTINGS}, **values}
-        return _validated(given, {**self.origins, **dict.fromkeys(values, origin)}, self.local).stratified()
+        return _validated(
+            given, {**self.origins, **dict.fromkeys(values, origin)}, self.local
+        ).stratified()
 
     def stratified(self) -> "Configuration":
-        """The same with the thresholds of `heterospec` read; `SettingsError` if there are none that hold for its draft."""
+        """The same with the thresholds of `heterospec` read; `SettingsError` if there are none that
+        hold for its draft."""
         if self.settings.tree.policy != "heterospec" or self.settings.draft.kind == "none":
             return self
         found = thresholds_of(self.thresholds, self.settings, local=self.local)
@@ -182,17 +210,23 @@ def configure(
     demo: bool = True,
     stratified: bool = True,
 ) -> Configuration:
-    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the value, where it came from and the remedy.
+    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the
+    value, where it came from and the remedy.
 
-    `demo`: whether no named target means the embedded one; it does not where the workers are somebody else's. `stratified`: whether the thresholds of
-    `heterospec` are needed.
+    `demo`: whether no named target means the embedded one; it does not where the workers are
+    somebody else's. `stratified`: whether the thresholds of `heterospec` are needed.
     """
     environment = os.environ if environment is None else environment
     layers: list[tuple[str, dict[str, Any]]] = []
     if file is not None:
         layers.append((str(file), read_file(file)))
-    layers += [(s.variable, {s.name: s.parse(text, s.variable)}) for s, text in _variables(environment)]
-    layers += [(f"--{name}", {name: parse_setting(name, text, f"--{name}")}) for name, text in (flags or {}).items()]
+    layers += [
+        (s.variable, {s.name: s.parse(text, s.variable)}) for s, text in _variables(environment)
+    ]
+    layers += [
+        (f"--{name}", {name: parse_setting(name, text, f"--{name}")})
+        for name, text in (flags or {}).items()
+    ]
     if demo and not any(values.get("target.model") for _, values in layers):
         layers.insert(0, ("demo", read_file(DEMO_SETTINGS)))
     values: dict[str, Any] = {}
@@ -205,7 +239,8 @@ def configure(
 
 
 def parse_setting(name: str, text: str, origin: str) -> Any:
-    """The value that a text spells for the setting of this dotted name; `SettingsError` if there is no such setting or the text spells none."""
+    """The value that a text spells for the setting of this dotted name; `SettingsError` if there is
+    no such setting or the text spells none."""
     return _setting(name, origin).parse(text, origin)
 
 
@@ -222,15 +257,24 @@ def read_file(path: Path) -> dict[str, Any]:
         if section in ALL_SECTIONS and not isinstance(part, dict):
             name = _names([section])[0]
             example = f"{name.split('.')[1]} = {json.dumps(SETTINGS[name].default)}"
-            raise SettingsError(f"{section} in {path} must be a table: write [{section}] on a line, and below it lines such as {example}")
+            raise SettingsError(
+                f"{section} in {path} must be a table: write [{section}] on a line, and below "
+                f"it lines such as {example}"
+            )
         if section not in ALL_SECTIONS:
-            raise SettingsError(f"{section} in {path} is no section of the settings: {_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}")
-        values.update({_setting(name, str(path)).name: value for name, value in _flat(section, part)})
+            raise SettingsError(
+                f"{section} in {path} is no section of the settings: "
+                f"{_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}"
+            )
+        values.update(
+            {_setting(name, str(path)).name: value for name, value in _flat(section, part)}
+        )
     return values
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a table and of the tables in it; a setting may itself be a table, and none in itself."""
+    """Dotted names and values of a table and of the tables in it; a setting may itself be a table,
+    and none in itself."""
     if isinstance(value, dict) and name not in SETTINGS and (value or name in ALL_SECTIONS):
         for key, part in value.items():
             yield from _flat(f"{name}.{key}", part)
@@ -239,7 +283,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """The settings among the variables. Others may begin with our prefix (Kubernetes names a service's address so), but not with two underscores in it."""
+    """The settings among the variables. Others may begin with our prefix (Kubernetes names a
+    service's address so), but not with two underscores in it."""
     by_name = {s.variable: s for s in SETTINGS.values()}
     collapsed = {name.replace("__", "_"): name for name in by_name}
     found = []
@@ -247,15 +292,23 @@ def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
         if name in by_name:
             found.append((by_name[name], text))
         elif name in collapsed:
-            raise SettingsError(f"the variable {name} = {text!r} is no setting: did you mean {collapsed[name]}?")
+            raise SettingsError(
+                f"the variable {name} = {text!r} is no setting: did you mean {collapsed[name]}?"
+            )
         elif name.startswith(PREFIX) and "__" in name:
-            raise SettingsError(f"the variable {name} = {text!r} is no setting: {_suggest(name, by_name) or 'see `dovetail config show` for their names'}")
+            raise SettingsError(
+                f"the variable {name} = {text!r} is no setting: "
+                f"{_suggest(name, by_name) or 'see `dovetail config show` for their names'}"
+            )
     return found
 
 
 def _setting(name: str, origin: str) -> Setting:
     if name not in SETTINGS:
-        raise SettingsError(f"there is no setting {name!r} ({origin}): {_suggest(name, SETTINGS) or 'see `dovetail config show` for all of them'}")
+        raise SettingsError(
+            f"there is no setting {name!r} ({origin}): "
+            f"{_suggest(name, SETTINGS) or 'see `dovetail config show` for all of them'}"
+        )
     return SETTINGS[name]
 
 
@@ -276,28 +329,42 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: boo
     if (text := misfit(settings.sampling, settings.tree, settings.draft.kind)) is not None:
         raise SettingsError(text)
     named = settings.tree.thresholds
-    return Configuration(_with_thresholds(settings, "" if isinstance(named, str) else named), origins, local, named)
+    return Configuration(
+        _with_thresholds(settings, "" if isinstance(named, str) else named), origins, local, named
+    )
 
 
 def _with_thresholds(settings: Settings, thresholds: str | tuple[float, ...]) -> Settings:
-    return settings.model_copy(update={"tree": settings.tree.model_copy(update={"thresholds": thresholds})})
+    return settings.model_copy(
+        update={"tree": settings.tree.model_copy(update={"thresholds": thresholds})}
+    )
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     where = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
-    name = next(name for length in range(len(where), 0, -1) if (name := ".".join(where[:length])) in SETTINGS)
+    name = next(
+        name
+        for length in range(len(where), 0, -1)
+        if (name := ".".join(where[:length])) in SETTINGS
+    )
     return SETTINGS[name].complaint(error, values[name], origins[name])
 
 
 def _expected(kind: Any) -> list[str]:
     if get_origin(kind) is Annotated:
         inner, *metadata = get_args(kind)
-        bounds = [m for part in metadata for m in (part.metadata if isinstance(part, FieldInfo) else [part])]
+        bounds = [
+            m
+            for part in metadata
+            for m in (part.metadata if isinstance(part, FieldInfo) else [part])
+        ]
         return [_bounded(words, bounds) for words in _expected(inner)]
     if get_origin(kind) is Literal:
         return [repr(value) for value in get_args(kind)]
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is not tuple:
-        return [f"{SEVERAL} with commas between them, each {' or '.join(_expected(get_args(kind)[0]))}"]
+        return [
+            f"{SEVERAL} with commas between them, each {' or '.join(_expected(get_args(kind)[0]))}"
+        ]
     if get_origin(kind) is tuple:  # of pairs
         key, value = (_expected(part)[0] for part in get_args(get_args(kind)[0]))
         return [f"{SEVERAL} of A=B with commas between them, A {key} and B {value}"]
@@ -307,14 +374,31 @@ def _expected(kind: Any) -> list[str]:
 
 
 def _bounded(words: str, bounds: Sequence[Any]) -> str:
-    found = {key: getattr(b, key) for b in bounds for key in ("ge", "gt", "le", "lt", "max_length") if getattr(b, key, None) is not None}
-    low = f" from {found['ge']}" if "ge" in found else f" above {found['gt']}" if "gt" in found else ""
-    high = f" to {found['le']}" if "le" in found else f" below {found['lt']}" if "lt" in found else ""
-    many = f", at most {found['max_length']} of them" if "max_length" in found and words.startswith(SEVERAL) else ""
+    found = {
+        key: getattr(b, key)
+        for b in bounds
+        for key in ("ge", "gt", "le", "lt", "max_length")
+        if getattr(b, key, None) is not None
+    }
+    low = (
+        f" from {found['ge']}"
+        if "ge" in found
+        else f" above {found['gt']}"
+        if "gt" in found
+        else ""
+    )
+    high = (
+        f" to {found['le']}" if "le" in found else f" below {found['lt']}" if "lt" in found else ""
+    )
+    many = (
+        f", at most {found['max_length']} of them"
+        if "max_length" in found and words.startswith(SEVERAL)
+        else ""
+    )
     return words + low + high + many
 
 
-# -- flags -------------------------------------------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 
 class SettingsOption(click.Option):
@@ -325,7 +409,9 @@ class SettingsCommand(click.Command):
     """A command whose help shows the settings apart from its own options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = [(isinstance(p, SettingsOption), p.get_help_record(ctx)) for p in self.get_params(ctx)]
+        records = [
+            (isinstance(p, SettingsOption), p.get_help_record(ctx)) for p in self.get_params(ctx)
+        ]
         for heading, settings in (("Options", False), ("Settings", True)):
             rows = [record for mine, record in records if mine is settings and record is not None]
             if rows:
@@ -333,12 +419,14 @@ class SettingsCommand(click.Command):
                     formatter.write_dl(rows)
 
 
-def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the flags of these sections, or of single settings by their dotted names, and `--config`, and calls it with the settings in force as
-    `configuration`.
+def settings_flags(
+    *sections: str, without: Sequence[str] = (), stratified: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the flags of these sections, or of single settings by their dotted names, and
+    `--config`, and calls it with the settings in force as `configuration`.
 
-    `without` are short forms that the command has another use for. `stratified`: whether a command that has flags for the tree needs the thresholds of
-    `heterospec`.
+    `without` are short forms that the command has another use for. `stratified`: whether a command
+    that has flags for the tree needs the thresholds of `heterospec`.
     """
     stratified = stratified and "tree" in sections
 
@@ -347,7 +435,12 @@ def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool
         def with_configuration(config: Path | None, **parameters: Any) -> Any:
             given = take_settings(parameters)
             local = parameters.get("connect") is None
-            return function(configuration=configure(flags=given, file=config, demo=local, stratified=stratified), **parameters)
+            return function(
+                configuration=configure(
+                    flags=given, file=config, demo=local, stratified=stratified
+                ),
+                **parameters,
+            )
 
         decorated: Callable[..., Any] = with_configuration
         for option in reversed(_options(sections, without)):
@@ -358,39 +451,90 @@ def settings_flags(*sections: str, without: Sequence[str] = (), stratified: bool
 
 
 def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
-    """Takes the settings out of a command's parameters: dotted name -> text of those that were given."""
-    flags = {name: parameters.pop(_parameter(name)) for name in SETTINGS if _parameter(name) in parameters}
-    texts = {name: ",".join(text) or None if isinstance(text, tuple) else text for name, text in flags.items()}
+    """Takes the settings out of a command's parameters: dotted name -> text of those that were
+    given."""
+    flags = {
+        name: parameters.pop(_parameter(name))
+        for name in SETTINGS
+        if _parameter(name) in parameters
+    }
+    texts = {
+        name: ",".join(text) or None if isinstance(text, tuple) else text
+        for name, text in flags.items()
+    }
     given = {name: text for name, text in texts.items() if text is not None}
     if (draft_short := parameters.pop("draft_short", None)) is not None:
         name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
         _check_misspelling(draft_short)
         if given.setdefault(name, draft_short) != draft_short:
-            raise SettingsError(f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one of them out")
+            raise SettingsError(
+                f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one "
+                "of them out"
+            )
     return given
 
 
-def _options(sections: Sequence[str], without: Sequence[str]) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def _options(
+    sections: Sequence[str], without: Sequence[str]
+) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     path = click.Path(dir_okay=False, path_type=Path)
     options: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
         click.option("-c", "--config", type=path, cls=SettingsOption, help="TOML file of settings.")
     ]
     for name in _names(sections):
         setting = SETTINGS[name]
-        forms = [setting.flag, *(short for short in [SHORT_FORMS.get(name)] if short is not None and short not in without)]
-        text = f"{setting.field.description}  [default: {'empty' if setting.default in ('', ()) else setting.default}]"
-        options.append(click.option(*forms, _parameter(name), metavar=_metavar(setting), multiple=setting.is_table, cls=SettingsOption, help=text))
+        forms = [
+            setting.flag,
+            *(
+                short
+                for short in [SHORT_FORMS.get(name)]
+                if short is not None and short not in without
+            ),
+        ]
+        text = (
+            f"{setting.field.description}  [default: "
+            f"{'empty' if setting.default in ('', ()) else setting.default}]"
+        )
+        options.append(
+            click.option(
+                *forms,
+                _parameter(name),
+                metavar=_metavar(setting),
+                multiple=setting.is_table,
+                cls=SettingsOption,
+                help=text,
+            )
+        )
         if name == "draft.model":
-            text = "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or its model; none decodes with the target alone"
-            options.append(click.option("--draft", "draft_short", metavar="MODEL|KIND|none", cls=SettingsOption, help=text))
+            text = (
+                "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or "
+                "its model; none decodes with the target alone"
+            )
+            options.append(
+                click.option(
+                    "--draft",
+                    "draft_short",
+                    metavar="MODEL|KIND|none",
+                    cls=SettingsOption,
+                    help=text,
+                )
+            )
     return options
 
 
 def _check_misspelling(draft: str) -> None:
-    """`SettingsError` if `draft` is nearly a kind and no folder: it would be looked for on the hub."""
-    near: list[str] = [] if draft in DRAFT_KINDS or Path(draft).expanduser().exists() else difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75)
+    """`SettingsError` if `draft` is nearly a kind and no folder: it would be looked for on the
+    hub."""
+    near: list[str] = (
+        []
+        if draft in DRAFT_KINDS or Path(draft).expanduser().exists()
+        else difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75)
+    )
     if near:
-        raise SettingsError(f"--draft {draft} is no kind of draft and no folder: did you mean {near[0]}? (a model of the hub: --draft.model {draft})")
+        raise SettingsError(
+            f"--draft {draft} is no kind of draft and no folder: did you mean {near[0]}? (a "
+            f"model of the hub: --draft.model {draft})"
+        )
 
 
 def _names(sections: Sequence[str]) -> list[str]:
@@ -410,7 +554,7 @@ def _metavar(setting: Setting) -> str:
     return next((metavar for words, metavar in kinds.items() if words in setting.expected), "TEXT")
 
 
-# -- the command `config` ----------------------------------------------------------------------------------------------------------------------
+# -- the command `config` --------------------------------------------------------------------------
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -426,7 +570,9 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
     """Print the settings in force, as a TOML file that --config reads."""
     if as_json:
         settings = configuration.settings.model_dump(mode="json")
-        click.echo(json.dumps({**settings, **({"origin": dict(configuration.origins)} if origin else {})}))
+        click.echo(
+            json.dumps({**settings, **({"origin": dict(configuration.origins)} if origin else {})})
+        )
         return
     for table, names in groupby(SETTINGS, lambda name: name.rpartition(".")[0]):
         click.echo(f"[{table}]")
@@ -439,5 +585,6 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
 @command.command("export")
 @click.argument("what", type=click.Choice([*EXPORTS]))
 def export(what: str) -> None:
-    """Print a file for another program: grafana, a dashboard over /metrics, which Grafana imports."""
+    """Print a file for another program: grafana, a dashboard over /metrics, which Grafana
+    imports."""
     click.echo(EXPORTS[what].read_text(encoding="utf-8"), nl=False)

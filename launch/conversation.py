@@ -1,4 +1,5 @@
-"""A conversation with the models: what was said, how the next reply is asked for, and which lines are commands.
+"""A conversation with the models: what was said, how the next reply is asked for, and which lines
+are commands.
 
 Knows nothing of who answers (`answering.py`), nor of terminals.
 """
@@ -24,7 +25,8 @@ COMMANDS = {
     "help": ("", "these commands; a text that begins with / is written with //"),
     "quit": ("", "end; /exit and Ctrl-D do too"),
 }
-"""Name -> (what follows it, what it does); what may be left out, to be told what holds, is in brackets."""
+"""Name -> (what follows it, what it does); what may be left out, to be told what holds, is in
+brackets."""
 ALIASES = {"exit": "quit"}
 
 
@@ -37,7 +39,8 @@ class Command:
 
 
 def parse(line: str) -> Command | str | None:
-    """A command, a text to be answered, or None for an empty line; `UserError` for a command that there is not, or that lacks its argument."""
+    """A command, a text to be answered, or None for an empty line; `UserError` for a command that
+    there is not, or that lacks its argument."""
     text = line.strip()
     if not text.startswith("/") or text.startswith("//"):
         return text.removeprefix("/") if text.startswith("//") else text or None
@@ -45,13 +48,18 @@ def parse(line: str) -> Command | str | None:
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, (*COMMANDS, *ALIASES), 1)
-        raise UserError(f"there is no command /{name}: {f'did you mean /{near[0]}?' if near else '/help tells which there are'}")
+        raise UserError(
+            f"there is no command /{name}: "
+            f"{f'did you mean /{near[0]}?' if near else '/help tells which there are'}"
+        )
     optional = COMMANDS[name][0].startswith("[")
     wanted = COMMANDS[name][0].strip("[]")
     argument = argument.strip()
     missing, needless = not argument and wanted and not optional, argument and not wanted
     if missing or needless or (wanted == "on|off" and argument not in ("on", "off", "")):
-        raise UserError(f"/{name} {argument}".rstrip() + f" is not possible: write /{name} {wanted}".rstrip())
+        raise UserError(
+            f"/{name} {argument}".rstrip() + f" is not possible: write /{name} {wanted}".rstrip()
+        )
     return Command(name, argument)
 
 
@@ -70,7 +78,8 @@ class Manner:
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply: its text as far as it came, and its figures unless it was interrupted before there were any."""
+    """A reply: its text as far as it came, and its figures unless it was interrupted before there
+    were any."""
 
     text: str
     result: Result | None = None
@@ -86,11 +95,14 @@ class Exchange:
     answer: Answer
 
     def is_repeated_in(self, manner: Manner) -> bool:
-        """Whether the question, asked in that manner, is sure to get the same answer: greedily, or with the same seed, whatever the draft does."""
+        """Whether the question, asked in that manner, is sure to get the same answer: greedily, or
+        with the same seed, whatever the draft does."""
         if self.answer.interrupted or manner.sampling != self.manner.sampling:
             return False
         seed = self.answer.result.seed if self.answer.result is not None else self.manner.seed
-        drawn_alike = manner.seed is not None and manner.seed == seed and not manner.sampling.rejects
+        drawn_alike = (
+            manner.seed is not None and manner.seed == seed and not manner.sampling.rejects
+        )
         return manner.sampling.temperature == 0.0 or drawn_alike
 
 
@@ -102,21 +114,28 @@ class Conversation:
 
     def turns_with(self, question: str) -> tuple[str, ...]:
         """All turns up to this question, user first."""
-        return (*(turn for said in self.exchanges for turn in (said.question, said.answer.text)), question)
+        return (
+            *(turn for said in self.exchanges for turn in (said.question, said.answer.text)),
+            question,
+        )
 
     def with_answer(self, question: str, manner: Manner, answer: Answer) -> "Conversation":
         """The conversation that goes on with this."""
         return Conversation((*self.exchanges, Exchange(question, manner, answer)))
 
     def taken_back(self) -> tuple["Conversation", Exchange]:
-        """The conversation up to the last question, and what was said then. `UserError` if nothing was."""
+        """The conversation up to the last question, and what was said then. `UserError` if nothing
+        was."""
         if not self.exchanges:
             raise UserError("nothing was said that could be asked again")
         return Conversation(self.exchanges[:-1]), self.exchanges[-1]
 
     def as_json(self) -> str:
         """The turns, and of each reply the result as `--json` has it."""
-        results = [said.answer.result.model_dump() if said.answer.result is not None else None for said in self.exchanges]
+        results = [
+            said.answer.result.model_dump() if said.answer.result is not None else None
+            for said in self.exchanges
+        ]
         turns = self.turns_with("")[:-1]
         return json.dumps({"turns": turns, "results": results}, ensure_ascii=False, indent=1) + "\n"
 
@@ -124,8 +143,9 @@ class Conversation:
 class Paint:
     """Tells for every piece of a reply's text whether its token came from the draft.
 
-    Tokens come with the text that they complete, the text of the reply comes apart from them - later where something is held back, and cut at a stop
-    string - and is what counts: its characters are counted off those of the tokens.
+    Tokens come with the text that they complete, the text of the reply comes apart from them -
+    later where something is held back, and cut at a stop string - and is what counts: its
+    characters are counted off those of the tokens.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""`dovetail coordinator`: the process that owns the token logs, by hand or under a supervisor. Never imports torch."""
+"""`dovetail coordinator`: the process that owns the token logs, by hand or under a supervisor.
+Never imports torch."""
 
 import asyncio
 import logging
@@ -23,15 +24,39 @@ STDIN = 0
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]")
-@click.option("--own-folder", is_flag=True, hidden=True, help="The folder of an ipc address is for this coordinator alone, and goes with it.")
-@click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends; announce nothing.")
-@click.option("--supervised", is_flag=True, hidden=True, help="Standard input is the pipe of a supervisor, which says how the other parts are.")
+@click.option(
+    "--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]"
+)
+@click.option(
+    "--own-folder",
+    is_flag=True,
+    hidden=True,
+    help="The folder of an ipc address is for this coordinator alone, and goes with it.",
+)
+@click.option(
+    "--parent",
+    type=int,
+    hidden=True,
+    help="End when this process, which started us, ends; announce nothing.",
+)
+@click.option(
+    "--supervised",
+    is_flag=True,
+    hidden=True,
+    help="Standard input is the pipe of a supervisor, which says how the other parts are.",
+)
 @settings_flags("coordinator")
-def command(configuration: Configuration, cores: str | None, own_folder: bool, parent: int | None, supervised: bool) -> None:
+def command(
+    configuration: Configuration,
+    cores: str | None,
+    own_folder: bool,
+    parent: int | None,
+    supervised: bool,
+) -> None:
     """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
 
-    Its address goes to stdout as one line. Other commands of this user on this machine find it without --connect.
+    Its address goes to stdout as one line. Other commands of this user on this machine find it
+    without --connect.
     """
     if parent is not None:
         end_with(parent)
@@ -45,12 +70,24 @@ def command(configuration: Configuration, cores: str | None, own_folder: bool, p
         recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
         if recorder is not None:
             opened.callback(recorder.close)
-        hub = open_hub(settings.listen, keys=Path(settings.keys) if settings.keys else None, own_folder=own_folder)
+        hub = open_hub(
+            settings.listen,
+            keys=Path(settings.keys) if settings.keys else None,
+            own_folder=own_folder,
+        )
         opened.callback(hub.close)
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
         ready = partial(_introduce, hub.address, by_hand=parent is None)
-        asyncio.run(coordinate(hub, settings=settings, recorder=recorder, ready=ready, supervised=STDIN if supervised else None))
+        asyncio.run(
+            coordinate(
+                hub,
+                settings=settings,
+                recorder=recorder,
+                ready=ready,
+                supervised=STDIN if supervised else None,
+            )
+        )
 
 
 def _introduce(address: str, *, by_hand: bool) -> None:
@@ -63,6 +100,12 @@ def _introduce(address: str, *, by_hand: bool) -> None:
     over_tcp = address.startswith("tcp://")
     keys = " --keys FOLDER" if over_tcp else ""
     for role in ("target", "draft"):
-        click.echo(f"  dovetail worker --role {role} --{role} MODEL --connect {address}{keys}", err=True)
+        click.echo(
+            f"  dovetail worker --role {role} --{role} MODEL --connect {address}{keys}", err=True
+        )
     if over_tcp:
-        click.echo("FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both made by `dovetail keygen`.", err=True)
+        click.echo(
+            "FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both "
+            "made by `dovetail keygen`.",
+            err=True,
+        )

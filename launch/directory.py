@@ -1,6 +1,8 @@
-"""Where this user's files are: the runtime directory, in which each coordinator on this machine announces itself, the profile file and the history file.
+"""Where this user's files are: the runtime directory, in which each coordinator on this machine
+announces itself, the profile file and the history file.
 
-An announcement holds an address and the process behind it, and is removed with it; one whose process has gone is ignored and cleaned away. Knows no sockets.
+An announcement holds an address and the process behind it, and is removed with it; one whose
+process has gone is ignored and cleaned away. Knows no sockets.
 """
 
 import json
@@ -18,7 +20,8 @@ from dovetail.protocol.errors import UserError
 
 @dataclass(frozen=True)
 class Announcement:
-    """A coordinator that runs, and the process that runs it or looks after it. `started_ticks` tells that one from a later one of the same number."""
+    """A coordinator that runs, and the process that runs it or looks after it. `started_ticks`
+    tells that one from a later one of the same number."""
 
     address: str
     pid: int
@@ -30,7 +33,8 @@ class Announcement:
 
     @property
     def process(self) -> str:
-        """Which process `pid` is: `serve`, which has a coordinator for a child, or a coordinator itself."""
+        """Which process `pid` is: `serve`, which has a coordinator for a child, or a coordinator
+        itself."""
         return f"{'`dovetail serve`, ' if self.url else ''}pid {self.pid}"
 
     @property
@@ -44,21 +48,36 @@ class Announcement:
 
 
 def runtime_directory() -> Path:
-    """$XDG_RUNTIME_DIR/dovetail, or dovetail-UID in the temporary directory; made with mode 0700, and refused if it is somebody else's."""
+    """$XDG_RUNTIME_DIR/dovetail, or dovetail-UID in the temporary directory; made with mode 0700,
+    and refused if it is somebody else's."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "dovetail" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
+    folder = (
+        Path(base) / "dovetail"
+        if base and Path(base).is_dir()
+        else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
+    )
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise UserError(f"the runtime directory {folder} is not a folder that only you can enter: remove it, or set XDG_RUNTIME_DIR")
+        raise UserError(
+            f"the runtime directory {folder} is not a folder that only you can enter: remove "
+            "it, or set XDG_RUNTIME_DIR"
+        )
     return folder
 
 
 @contextmanager
 def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
-    """This process is, or looks after, a coordinator at that address, for as long as the block runs."""
+    """This process is, or looks after, a coordinator at that address, for as long as the block
+    runs."""
     path = runtime_directory() / f"coordinator-{os.getpid()}.json"
-    mine = Announcement(address, os.getpid(), _state_and_start(os.getpid())[1], keys and str(Path(keys).absolute()), url)
+    mine = Announcement(
+        address,
+        os.getpid(),
+        _state_and_start(os.getpid())[1],
+        keys and str(Path(keys).absolute()),
+        url,
+    )
     draft = path.with_suffix(".new")
     draft.write_text(json.dumps(asdict(mine)), encoding="utf-8")
     draft.replace(path)
@@ -69,7 +88,8 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
 
 
 def profile_path() -> Path:
-    """The file that keeps what was measured on this machine: dovetail/profile.json in $XDG_CACHE_HOME, else in ~/.cache. It need not be there.
+    """The file that keeps what was measured on this machine: dovetail/profile.json in
+    $XDG_CACHE_HOME, else in ~/.cache. It need not be there.
 
     For a user without a home it begins with "~", and there is no place for it.
     """
@@ -77,13 +97,15 @@ def profile_path() -> Path:
 
 
 def substitutes_path() -> Path | None:
-    """The folder that keeps what targets were quantised to, beside the profile file; it need not be there. None for a user without a home."""
+    """The folder that keeps what targets were quantised to, beside the profile file; it need not be
+    there. None for a user without a home."""
     path = profile_path().with_name("substitutes")
     return path if path.is_absolute() else None
 
 
 def history_path() -> Path | None:
-    """The file that keeps what was typed in conversations: dovetail/chat_history in $XDG_STATE_HOME, else in ~/.local/state; it need not be there.
+    """The file that keeps what was typed in conversations: dovetail/chat_history in
+    $XDG_STATE_HOME, else in ~/.local/state; it need not be there.
 
     None for a user without a home.
     """
@@ -94,7 +116,8 @@ def history_path() -> Path | None:
 
 
 def writable_profile_path() -> Path | None:
-    """The profile file if it can be written, its folders made; None where it cannot, as in many containers: then all is measured anew each time."""
+    """The profile file if it can be written, its folders made; None where it cannot, as in many
+    containers: then all is measured anew each time."""
     path = profile_path()
     if not path.is_absolute():
         return None
@@ -102,7 +125,12 @@ def writable_profile_path() -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    return path if os.access(path.parent, os.W_OK) and (not path.exists() or os.access(path, os.R_OK | os.W_OK)) else None
+    return (
+        path
+        if os.access(path.parent, os.W_OK)
+        and (not path.exists() or os.access(path, os.R_OK | os.W_OK))
+        else None
+    )
 
 
 def announcements() -> list[Announcement]:
@@ -121,15 +149,27 @@ def announcements() -> list[Announcement]:
 
 
 def only_announcement() -> Announcement | None:
-    """The one coordinator of this user, or none; `UserError` names the choices if there are several."""
+    """The one coordinator of this user, or none; `UserError` names the choices if there are
+    several."""
     found = announcements()
     if len(found) > 1:
-        choices = "; ".join(f"--connect {a.address} ({a.process}{f', over HTTP {a.url}' if a.url else ''})" for a in found)
-        raise UserError(f"{len(found)} coordinators of yours are running: choose one with {choices}")
+        choices = "; ".join(
+            f"--connect {a.address} ({a.process}{f', over HTTP {a.url}' if a.url else ''})"
+            for a in found
+        )
+        raise UserError(
+            f"{len(found)} coordinators of yours are running: choose one with {choices}"
+        )
     return found[0] if found else None
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """A process's state, and when it started, in ticks since the machine did (proc(5), fields 3 and 22 of stat): unlike a time of day, that never changes."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    """A process's state, and when it started, in ticks since the machine did (proc(5), fields 3 and
+    22 of stat): unlike a time of day, that never changes."""
+    fields = (
+        Path(f"/proc/{pid}/stat")
+        .read_text(encoding="utf-8", errors="replace")
+        .rpartition(")")[2]
+        .split()
+    )
     return fields[0], int(fields[19])

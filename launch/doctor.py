@@ -1,7 +1,9 @@
 """`dovetail doctor`: this machine, looked over: what is there, what is lost, and what to change.
 
-Every check is a function of `Facts`, gathered once: what the kernel tells, what `nvidia-smi` says, and what torch and the C++ kernels bring, which a process
-of its own finds out. A check that is not ok names a remedy; the exit code is 1 if there is one. Decides nothing for others and changes nothing.
+Every check is a function of `Facts`, gathered once: what the kernel tells, what `nvidia-smi` says,
+and what torch and the C++ kernels bring, which a process of its own finds out. A check that is not
+ok names a remedy; the exit code is 1 if there is one. Decides nothing for others and changes
+nothing.
 """
 
 import json
@@ -24,7 +26,14 @@ from dovetail.launch.directory import profile_path, writable_profile_path
 from dovetail.launch.preflight import free_memory_bytes, memory_bytes
 from dovetail.launch.terminal import counted, spinner
 from dovetail.launch.topology import Topology, cpus_for, format_numbers, read_topology
-from dovetail.launch.wheels import Capability, build_for, driver_for, has_code_for, install_command, parse_capability
+from dovetail.launch.wheels import (
+    Capability,
+    build_for,
+    driver_for,
+    has_code_for,
+    install_command,
+    parse_capability,
+)
 from dovetail.protocol.profile import ProfileError, load_profile
 
 TIMEOUT_S = 120
@@ -34,13 +43,37 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_FILES = 1024
 """A coordinator takes a file for every client and worker, and may have as many as 1024."""
 LEAST_MEMORY, LEAST_SHARED = 2 << 30, 64 << 20
-INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16")
+INSTRUCTIONS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "asimd",
+    "asimddp",
+    "i8mm",
+    "bf16",
+)
 """Flags of /proc/cpuinfo that matter here, on x86-64 and aarch64."""
 PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Bind the main thread to one core when torch is imported, and every thread that is started later inherits that."""
-CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
+"""Bind the main thread to one core when torch is imported, and every thread that is started later
+inherits that."""
+CAPS = (
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "FBGEMM_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+)
 SPINNING = {"OMP_WAIT_POLICY": "active", "KMP_BLOCKTIME": "infinite"}
-LOST = "int8 weights, half weights of BF16 checkpoints, a third of the speed, and that a token has the same bytes in every pass and on every processor"
+LOST = (
+    "int8 weights, half weights of BF16 checkpoints, a third of the speed, and that a token "
+    "has the same bytes in every pass and on every processor"
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +125,8 @@ class Facts:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
-    """Look this machine over: instruction sets, kernels, torch and GPUs, memory nodes, limits; say what to change. Exit code 1 if there is anything."""
+    """Look this machine over: instruction sets, kernels, torch and GPUs, memory nodes, limits; say
+    what to change. Exit code 1 if there is anything."""
     with spinner() as say:
         say("looking this machine over")
         checks = list(examine(gather()))
@@ -110,13 +144,18 @@ def examine(facts: Facts) -> Iterator[Check]:
         yield from check(facts)
 
 
-# -- the checks --------------------------------------------------------------------------------------------------------------------------------
+# -- the checks ------------------------------------------------------------------------------------
 
 
 def _processor(facts: Facts) -> Iterator[Check]:
     found = " ".join(name for name in INSTRUCTIONS if name in facts.flags) or "none that matter"
     fast = {"avx2", "fma", "f16c"} <= facts.flags or "asimd" in facts.flags
-    advice = "" if fast else "without AVX2, FMA and F16C everything works, slowly; in a virtual machine pass the host's processor through (-cpu host)"
+    advice = (
+        ""
+        if fast
+        else "without AVX2, FMA and F16C everything works, slowly; in a virtual machine pass "
+        "the host's processor through (-cpu host)"
+    )
     yield Check("processor", fast, f"{facts.machine}: {found}", advice)
 
 
@@ -126,23 +165,41 @@ def _kernels(facts: Facts) -> Iterator[Check]:
     missing, failures = facts.inventory["kernels_missing"], facts.inventory["kernels_failures"]
     if missing:
         install = "" if facts.compiler else "install a C++ compiler (apt-get install g++), then "
-        remedy = f"{install}build them: {sys.executable} -m dovetail.workers.kernels.build, or install dovetail again"
+        remedy = (
+            f"{install}build them: {sys.executable} -m dovetail.workers.kernels.build, or "
+            "install dovetail again"
+        )
         yield Check("kernels", False, f"{missing.partition(';')[0]}; lost: {LOST}", remedy)
         return
     yield Check("kernels", True, f"built for {', '.join(facts.inventory['isas'])}")
     advice = (
-        f"set target.backend = library, which loses {LOST}; build the kernels anew ({sys.executable} -m dovetail.workers.kernels.build) with another compiler"
+        f"set target.backend = library, which loses {LOST}; build the kernels anew "
+        f"({sys.executable} -m dovetail.workers.kernels.build) with another compiler"
     )
-    found = "; ".join(failures) or "every kind of weights, on every instruction set, has the right product and the same bytes"
+    found = (
+        "; ".join(failures)
+        or "every kind of weights, on every instruction set, has the right product and the "
+        "same bytes"
+    )
     yield Check("kernels' self-test", not failures, found, advice if failures else "")
 
 
 def _torch(facts: Facts) -> Iterator[Check]:
     if "broken" in facts.inventory:
-        yield Check("torch", False, f"cannot be imported: {facts.inventory['broken']}", "install it again: pip install --force-reinstall 'torch>=2.8,<2.14'")
+        yield Check(
+            "torch",
+            False,
+            f"cannot be imported: {facts.inventory['broken']}",
+            "install it again: pip install --force-reinstall 'torch>=2.8,<2.14'",
+        )
         return
     build = f"for CUDA {facts.inventory['cuda']}" if facts.inventory["cuda"] else "for CPUs"
-    yield Check("torch", True, f"{facts.inventory['torch']}, {build}, computes on this CPU with {facts.inventory['cpu_capability']}")
+    yield Check(
+        "torch",
+        True,
+        f"{facts.inventory['torch']}, {build}, computes on this CPU with "
+        f"{facts.inventory['cpu_capability']}",
+    )
 
 
 def _gpus(facts: Facts) -> Iterator[Check]:
@@ -151,7 +208,8 @@ def _gpus(facts: Facts) -> Iterator[Check]:
             "GPU driver",
             False,
             facts.driver_problem,
-            "install the NVIDIA driver anew, or restart after an update of it; in a container pass the GPU on (--gpus all)",
+            "install the NVIDIA driver anew, or restart after an update of it; in a container "
+            "pass the GPU on (--gpus all)",
         )
     for index, gpu in enumerate(facts.gpus):
         yield from _gpu(facts, index, gpu)
@@ -164,20 +222,35 @@ def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
     release, cuda = str(facts.inventory.get("torch", "")), str(facts.inventory.get("cuda", ""))
     name, found = (
         f"GPU {index}",
-        f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, {gpu.memory_mib} MiB, driver {gpu.driver or 'unknown'}",
+        f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
+        f"{gpu.memory_mib} MiB, driver {gpu.driver or 'unknown'}",
     )
-    build = build_for(gpu.capability, release=release, driver=gpu.driver) if facts.machine == "x86_64" else ""
-    remedy = install_command(build, release=release) if build else "no build of torch that dovetail runs with has code for this card: use device cpu"
+    build = (
+        build_for(gpu.capability, release=release, driver=gpu.driver)
+        if facts.machine == "x86_64"
+        else ""
+    )
+    remedy = (
+        install_command(build, release=release)
+        if build
+        else "no build of torch that dovetail runs with has code for this card: use device cpu"
+    )
     least = driver_for(cuda)
     if "broken" in facts.inventory:
         yield Check(name, True, found)
     elif not cuda:
-        yield Check(name, False, f"{found}; this build of torch is for CPUs and cannot use it", remedy)
+        yield Check(
+            name, False, f"{found}; this build of torch is for CPUs and cannot use it", remedy
+        )
     elif not has_code_for(facts.inventory["architectures"], gpu.capability):
         have = " ".join(facts.inventory["architectures"])
-        yield Check(name, False, f"{found}; torch {release} has no code for it, only for {have}", remedy)
+        yield Check(
+            name, False, f"{found}; torch {release} has no code for it, only for {have}", remedy
+        )
     elif least is not None and gpu.driver is not None and gpu.driver < least:
-        newer = f"update the driver to {least} or newer" + (f", or take another build: {remedy}" if build else "")
+        newer = f"update the driver to {least} or newer" + (
+            f", or take another build: {remedy}" if build else ""
+        )
         yield Check(name, False, f"{found}; torch {release} needs driver {least} or newer", newer)
     else:
         yield Check(name, True, f"{found}; torch has code for it")
@@ -187,55 +260,124 @@ def _cores(facts: Facts) -> Iterator[Check]:
     topology, usable = facts.topology, len(facts.topology.threads)
     layout = lay_out(topology)
     physical = sum(len(node.cores) for node in topology.nodes)
-    found = f"{physical} physical, {usable} of {counted(facts.online_cores, 'hardware thread')} may be used ({format_numbers(topology.threads)})"
-    places = f"target on {format_numbers(layout.target.cores)}, draft on {format_numbers(layout.draft.cores)}"
+    found = (
+        f"{physical} physical, {usable} of "
+        f"{counted(facts.online_cores, 'hardware thread')} may be used "
+        f"({format_numbers(topology.threads)})"
+    )
+    places = (
+        f"target on {format_numbers(layout.target.cores)}, draft on "
+        f"{format_numbers(layout.draft.cores)}"
+    )
     shared = set(layout.target.cores) & set(layout.draft.cores)
-    advice = "give this process a second core: a draft on the CPU shares the only one with the target, and both wait for each other" if shared else ""
+    advice = (
+        "give this process a second core: a draft on the CPU shares the only one with the "
+        "target, and both wait for each other"
+        if shared
+        else ""
+    )
     yield Check("cores", not shared, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)
-        given = f"{topology.quota:g} CPUs' worth of time, laid out as {counted(cpus_for(topology.quota), 'core')}"
+        given = (
+            f"{topology.quota:g} CPUs' worth of time, laid out as "
+            f"{counted(cpus_for(topology.quota), 'core')}"
+        )
         yield Check(
             "CPU quota",
             whole,
             given,
-            "" if whole else "a quota that is no whole number stops all threads for a part of each period: make it whole, or a cpuset",
+            ""
+            if whole
+            else "a quota that is no whole number stops all threads for a part of each period: "
+            "make it whole, or a cpuset",
         )
 
 
 def _memory_nodes(facts: Facts) -> Iterator[Check]:
     nodes = facts.topology.nodes
-    said = "; ".join(f"node {n.number}: {counted(sum(map(len, n.cores)), 'thread')}, {n.memory_bytes / 2**30:.1f} GiB" for n in nodes)
+    said = "; ".join(
+        f"node {n.number}: {counted(sum(map(len, n.cores)), 'thread')}, "
+        f"{n.memory_bytes / 2**30:.1f} GiB"
+        for n in nodes
+    )
     if len(nodes) < 2:
         yield Check("memory nodes", True, f"{said}; one node, so that only cores have to be bound")
     elif facts.memory_refusal:
-        remedy = "let this container bind memory (--cap-add SYS_NICE), or start it bound from outside (--cpuset-cpus and --cpuset-mems, or numactl)"
-        yield Check("memory nodes", False, f"{said}; memory cannot be bound ({facts.memory_refusal}): cores only", remedy)
+        remedy = (
+            "let this container bind memory (--cap-add SYS_NICE), or start it bound from "
+            "outside (--cpuset-cpus and --cpuset-mems, or numactl)"
+        )
+        yield Check(
+            "memory nodes",
+            False,
+            f"{said}; memory cannot be bound ({facts.memory_refusal}): cores only",
+            remedy,
+        )
     else:
         place = lay_out(facts.topology).target
-        yield Check("memory nodes", True, f"{said}; memory can be bound; the target's is node {format_numbers(place.nodes)}")
+        yield Check(
+            "memory nodes",
+            True,
+            f"{said}; memory can be bound; the target's is node {format_numbers(place.nodes)}",
+        )
 
 
 def _huge_pages(facts: Facts) -> Iterator[Check]:
     fine = facts.huge_pages in ("always", "madvise")
-    advice = "" if fine else f"echo madvise | sudo tee {HUGE_PAGES}: a pass reads all weights, and with small pages every 4 KB cost a look-up"
-    yield Check("huge pages", fine, f"transparent huge pages: {facts.huge_pages or 'not in this kernel'}", advice)
+    advice = (
+        ""
+        if fine
+        else f"echo madvise | sudo tee {HUGE_PAGES}: a pass reads all weights, and with small "
+        "pages every 4 KB cost a look-up"
+    )
+    yield Check(
+        "huge pages",
+        fine,
+        f"transparent huge pages: {facts.huge_pages or 'not in this kernel'}",
+        advice,
+    )
 
 
 def _memory(facts: Facts) -> Iterator[Check]:
     fine = facts.memory_bytes >= LEAST_MEMORY
-    found = f"{facts.memory_bytes / 2**30:.1f} GiB for this process by machine and control group, {facts.free_bytes / 2**30:.1f} GiB free"
-    yield Check("memory", fine, found, "" if fine else "two processes with torch take about 2 GiB before any model: raise the limit")
+    found = (
+        f"{facts.memory_bytes / 2**30:.1f} GiB for this process by machine and control "
+        f"group, {facts.free_bytes / 2**30:.1f} GiB free"
+    )
+    yield Check(
+        "memory",
+        fine,
+        found,
+        ""
+        if fine
+        else "two processes with torch take about 2 GiB before any model: raise the limit",
+    )
 
 
 def _limits(facts: Facts) -> Iterator[Check]:
     fine = facts.files >= LEAST_FILES
     yield Check(
-        "open files", fine, str(facts.files), "" if fine else f"ulimit -n {4 * LEAST_FILES} (LimitNOFILE= in a unit): a coordinator takes one for each client"
+        "open files",
+        fine,
+        str(facts.files),
+        ""
+        if fine
+        else f"ulimit -n {4 * LEAST_FILES} (LimitNOFILE= in a unit): a coordinator takes one "
+        "for each client",
     )
     fine = facts.shared_bytes >= LEAST_SHARED
-    found = f"{facts.shared_bytes / 2**20:.0f} MiB free in {SHARED_MEMORY}" if facts.shared_bytes else f"{SHARED_MEMORY} cannot be used"
-    yield Check("shared memory", fine, found, "" if fine else "torch may ask for it: --shm-size=1g for a container")
+    found = (
+        f"{facts.shared_bytes / 2**20:.0f} MiB free in {SHARED_MEMORY}"
+        if facts.shared_bytes
+        else f"{SHARED_MEMORY} cannot be used"
+    )
+    yield Check(
+        "shared memory",
+        fine,
+        found,
+        "" if fine else "torch may ask for it: --shm-size=1g for a container",
+    )
 
 
 def _environment(facts: Facts) -> Iterator[Check]:
@@ -243,16 +385,37 @@ def _environment(facts: Facts) -> Iterator[Check]:
     there = facts.environment
     disturbing = [name for name in (*PINNING, *CAPS) if there.get(name)]
     disturbing += [name for name, value in SPINNING.items() if there.get(name, "").lower() == value]
-    preloaded = [name for name in there.get("LD_PRELOAD", "").split(":") if "iomp" in name or "mkl" in name]
-    values = {**{name: there[name] for name in disturbing}, **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})}
+    preloaded = [
+        name for name in there.get("LD_PRELOAD", "").split(":") if "iomp" in name or "mkl" in name
+    ]
+    values = {
+        **{name: there[name] for name in disturbing},
+        **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
+    }
     found, names = ", ".join(f"{name}={value}" for name, value in values.items()), " ".join(values)
-    advice = f"unset {names}: dovetail binds and counts threads itself, and what caps instructions or makes threads spin slows it down" if names else ""
-    yield Check("environment", not names, found or "no variable that binds, caps or spins torch's threads", advice)
+    advice = (
+        f"unset {names}: dovetail binds and counts threads itself, and what caps instructions "
+        "or makes threads spin slows it down"
+        if names
+        else ""
+    )
+    yield Check(
+        "environment",
+        not names,
+        found or "no variable that binds, caps or spins torch's threads",
+        advice,
+    )
 
 
 def _profile(facts: Facts) -> Iterator[Check]:
-    advice = facts.profile_problem and "what is measured is not kept: make the place writable, or set XDG_CACHE_HOME to one that is; remove a damaged file"
-    yield Check("profile file", not facts.profile_problem, facts.profile_problem or facts.profile, advice)
+    advice = (
+        facts.profile_problem
+        and "what is measured is not kept: make the place writable, or set XDG_CACHE_HOME to "
+        "one that is; remove a damaged file"
+    )
+    yield Check(
+        "profile file", not facts.profile_problem, facts.profile_problem or facts.profile, advice
+    )
 
 
 CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
@@ -270,7 +433,7 @@ CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
 )
 
 
-# -- the facts ---------------------------------------------------------------------------------------------------------------------------------
+# -- the facts -------------------------------------------------------------------------------------
 
 
 def gather() -> Facts:
@@ -283,7 +446,11 @@ def gather() -> Facts:
         flags=_flags(CPUINFO.read_text(encoding="utf-8", errors="replace")),
         topology=topology,
         online_cores=os.cpu_count() or len(topology.threads),
-        memory_refusal=memory_refusal(tuple(node.number for node in topology.nodes if node.memory_bytes)[:1]) if len(topology.nodes) > 1 else "",
+        memory_refusal=memory_refusal(
+            tuple(node.number for node in topology.nodes if node.memory_bytes)[:1]
+        )
+        if len(topology.nodes) > 1
+        else "",
         inventory=_inventory(),
         gpus=gpus,
         driver_problem=driver_problem,
@@ -291,19 +458,31 @@ def gather() -> Facts:
         memory_bytes=memory_bytes(),
         free_bytes=free_memory_bytes(),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        shared_bytes=shutil.disk_usage(SHARED_MEMORY).free if os.access(SHARED_MEMORY, os.W_OK) else 0,
+        shared_bytes=shutil.disk_usage(SHARED_MEMORY).free
+        if os.access(SHARED_MEMORY, os.W_OK)
+        else 0,
         environment=dict(os.environ),
-        compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), ""),
+        compiler=next(
+            filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))),
+            "",
+        ),
         profile=profile,
         profile_problem=problem,
     )
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
-    """The NVIDIA GPUs, as the driver's own tool describes them, and what is wrong with the driver; neither where there is no such tool."""
-    query = [command, "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    """The NVIDIA GPUs, as the driver's own tool describes them, and what is wrong with the driver;
+    neither where there is no such tool."""
+    query = [
+        command,
+        "--query-gpu=name,compute_cap,driver_version,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        result = subprocess.run(
+            query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except FileNotFoundError:
         return [], ""
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -321,14 +500,22 @@ def _parse_gpu(line: str) -> Gpu | None:
     if capability is None or len(fields) < 3:
         return None
     driver, memory = fields[1].partition(".")[0], fields[2]
-    return Gpu(name.strip(), capability, int(driver) if driver.isdigit() else None, int(memory) if memory.isdigit() else 0)
+    return Gpu(
+        name.strip(),
+        capability,
+        int(driver) if driver.isdigit() else None,
+        int(memory) if memory.isdigit() else 0,
+    )
 
 
 def _inventory() -> dict[str, Any]:
-    """What torch and the kernels bring; a crash or a missing library there is a finding, not ours."""
+    """What torch and the kernels bring; a crash or a missing library there is a finding, not
+    ours."""
     command = [sys.executable, "-P", "-m", "dovetail.workers.inventory"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
         found: dict[str, Any] = json.loads(result.stdout)
     except subprocess.TimeoutExpired:
         return {"broken": f"no answer within {TIMEOUT_S} s"}
@@ -340,7 +527,9 @@ def _inventory() -> dict[str, Any]:
 
 def _flags(cpuinfo: str) -> frozenset[str]:
     """The flags of the first processor, on x86-64 and aarch64."""
-    line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
+    line = next(
+        (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), ""
+    )
     return frozenset(line.partition(":")[2].split())
 
 
@@ -361,7 +550,10 @@ def _profile_state() -> tuple[str, str]:
         entries = len(load_profile(path).entries)
     except ProfileError as error:
         return "", str(error)
-    return f"{path}: {counted(entries, 'measured combination') if entries else 'nothing measured yet'}", ""
+    return (
+        f"{path}: {counted(entries, 'measured combination') if entries else 'nothing measured yet'}",  # noqa: E501
+        "",
+    )
 
 
 def _show(checks: Sequence[Check]) -> None:
@@ -371,4 +563,8 @@ def _show(checks: Sequence[Check]) -> None:
         if check.advice:
             click.echo(f"{'':<{width + 6}}  -> {check.advice}")
     wrong = [check.name for check in checks if not check.ok]
-    click.echo(f"{len(checks)} checks, nothing to change" if not wrong else f"to change: {', '.join(wrong)}")
+    click.echo(
+        f"{len(checks)} checks, nothing to change"
+        if not wrong
+        else f"to change: {', '.join(wrong)}"
+    )

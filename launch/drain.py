@@ -1,4 +1,5 @@
-"""`dovetail drain`: lets a worker go while requests run; its sessions go on elsewhere, or end there first."""
+"""`dovetail drain`: lets a worker go while requests run; its sessions go on elsewhere, or end there
+first."""
 
 import json
 import re
@@ -16,15 +17,27 @@ from dovetail.runtime.client import Client
 
 @click.command(cls=SettingsCommand)
 @click.argument("worker")
-@click.option("--connect", metavar="ADDRESS", help="The coordinator of the worker.  [default: the only one of this user]")
-@click.option("--last", is_flag=True, help="Also where no other target is left: then requests are refused until there is one.")
+@click.option(
+    "--connect",
+    metavar="ADDRESS",
+    help="The coordinator of the worker.  [default: the only one of this user]",
+)
+@click.option(
+    "--last",
+    is_flag=True,
+    help="Also where no other target is left: then requests are refused until there is one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @settings_flags("coordinator.keys")
-def command(configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool) -> None:
-    """Let WORKER, by its name or pid in `dovetail status`, go: it gets no more sessions, and ends when it has none.
+def command(
+    configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool
+) -> None:
+    """Let WORKER, by its name or pid in `dovetail status`, go: it gets no more sessions, and ends
+    when it has none.
 
-    Sessions of a draft go on with another one, or with the target alone, from their next round on. Those of a target go on on another one that computes the
-    same (where the coordinator has move = any: on any of their vocabulary), and end where they are if there is none.
+    Sessions of a draft go on with another one, or with the target alone, from their next round on.
+    Those of a target go on on another one that computes the same (where the coordinator has move =
+    any: on any of their vocabulary), and end where they are if there is none.
     """
     with find_coordinator(configuration, connect, role="operator") as client:
         leaver = named(client.status().workers, worker)
@@ -36,14 +49,25 @@ def command(configuration: Configuration, worker: str, connect: str | None, last
 
 
 def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
-    """The worker of this name or pid; `UserError` names the choices if there is none, or are several."""
-    found = [worker for worker in workers if worker.name == name] or [worker for worker in workers if re.fullmatch("[0-9]+", name) and worker.pid == int(name)]
+    """The worker of this name or pid; `UserError` names the choices if there is none, or are
+    several."""
+    found = [worker for worker in workers if worker.name == name] or [
+        worker for worker in workers if re.fullmatch("[0-9]+", name) and worker.pid == int(name)
+    ]
     if len(found) == 1:
         return found[0]
-    choices = ", ".join(f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in found or workers)
+    choices = ", ".join(
+        f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in found or workers
+    )
     if found:
-        raise UserError(f"{len(found)} workers are called {name!r}, {choices}: name the one that you mean by its pid")
-    raise UserError(f"there is no worker {name!r}: " + (f"choose one of {choices}" if workers else "none is registered"))
+        raise UserError(
+            f"{len(found)} workers are called {name!r}, {choices}: name the one that you mean "
+            "by its pid"
+        )
+    raise UserError(
+        f"there is no worker {name!r}: "
+        + (f"choose one of {choices}" if workers else "none is registered")
+    )
 
 
 def wait_for(client: Client, request: int) -> Swapped | Dismissed:
@@ -63,4 +87,6 @@ def told(done: Swapped | Dismissed) -> str:
     if not (done.moved or done.stayed):
         return "it had no session"
     parts = [f"{counted(done.moved, 'session')} went over", f"{done.stayed} ended where they were"]
-    return ", ".join((*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms"))
+    return ", ".join(
+        (*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms")
+    )

@@ -1,4 +1,5 @@
-"""The models that come with the program: which one an empty setting means. Knows where they are, not what is in them."""
+"""The models that come with the program: which one an empty setting means. Knows where they are,
+not what is in them."""
 
 from pathlib import Path
 
@@ -10,11 +11,16 @@ DEMO_FOLDER = Path(__file__).parent / "demo"
 
 def with_target(settings: TargetSettings) -> TargetSettings:
     """`settings` that name a model: the embedded target if they name none."""
-    return settings if settings.model else settings.model_copy(update={"model": str(DEMO_FOLDER / "target")})
+    return (
+        settings
+        if settings.model
+        else settings.model_copy(update={"model": str(DEMO_FOLDER / "target")})
+    )
 
 
 def with_draft(settings: DraftSettings) -> DraftSettings:
-    """`settings` that name a model, unless their draft has none: the embedded one of their kind if they name none; `UserError` if there is no such head."""
+    """`settings` that name a model, unless their draft has none: the embedded one of their kind if
+    they name none; `UserError` if there is no such head."""
     if settings.model or settings.kind in MODELLESS_KINDS:
         return settings
     if settings.kind not in HEAD_KINDS:
@@ -23,7 +29,8 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"draft.kind = {settings.kind!r}: no head of this kind comes with the program; "
-            f"make one with `dovetail train {settings.kind} --data CHATS.jsonl --out FOLDER`, and name it: --draft FOLDER"
+            f"make one with `dovetail train {settings.kind} --data CHATS.jsonl --out FOLDER`, "
+            "and name it: --draft FOLDER"
         )
     return settings.model_copy(update={"model": str(folder)})
 

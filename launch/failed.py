@@ -1,4 +1,5 @@
-"""What is said of a reply whose draft failed: the text is the same, only slower. Computes nothing."""
+"""What is said of a reply whose draft failed: the text is the same, only slower. Computes
+nothing."""
 
 from collections.abc import Iterable
 
@@ -9,7 +10,10 @@ from dovetail.protocol.messages import DraftFailure, Result
 def failure_told(failure: DraftFailure) -> str:
     """Return a warning of one line."""
     when = f"in round {failure.round}, {failure.after_s:.2f} s after the request came"
-    return f"warning: the draft worker {printable(failure.draft)} failed {when}: {printable(failure.error)}; every token is the target's, as without it"
+    return (
+        f"warning: the draft worker {printable(failure.draft)} failed {when}: "
+        f"{printable(failure.error)}; every token is the target's, as without it"
+    )
 
 
 def first_failure(results: Iterable[Result]) -> tuple[int, DraftFailure | None]:

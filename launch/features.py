@@ -1,7 +1,8 @@
-"""`dovetail features`: let the target write answers, and store its hidden states, which draft heads are trained on.
+"""`dovetail features`: let the target write answers, and store its hidden states, which draft heads
+are trained on.
 
-Knows options and what people see while they wait; how states are computed and kept is the workers' business. What needs torch is imported when the work
-begins, so that help does not wait for it.
+Knows options and what people see while they wait; how states are computed and kept is the workers'
+business. What needs torch is imported when the work begins, so that help does not wait for it.
 """
 
 import json
@@ -25,29 +26,95 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--target", default=str(DEMO_FOLDER / "target"), show_default="the embedded one", help="The target: a folder or a hub id.")
+@click.option(
+    "--target",
+    default=str(DEMO_FOLDER / "target"),
+    show_default="the embedded one",
+    help="The target: a folder or a hub id.",
+)
 @click.option(
     "--data",
     "files",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
     required=True,
-    help="Chats as JSON lines, or a token file (.bin, with its .mask); may be given more than once.",
+    help="Chats as JSON lines, or a token file (.bin, with its .mask); may be given more than "
+    "once.",
 )
-@click.option("--out", type=OUT_FOLDER, required=True, help="The folder to write; a run that was interrupted goes on.")
-@click.option("--taps", default="auto", show_default=True, help="Layers whose input is stored beside the last state: auto (EAGLE-3's), none, or such as 2,4,5.")
-@click.option("--context", type=click.IntRange(min=2), help="Tokens of the longest sequence.  [default: the target's context]")
-@click.option("--long", type=click.Choice(("cut", "drop")), default="cut", show_default=True, help="What becomes of a longer one.")
-@click.option("--dtype", type=click.Choice(("float16", "bfloat16")), help="Of what is stored.  [default: bfloat16 if the checkpoint is, else float16]")
-@click.option("--weights", default="fp32", show_default=True, help="Of the target: fp32 or half; half is the right one on a GPU.")
-@click.option("--device", default="cpu", show_default=True, help="Where the target computes: cpu or cuda:N.")
-@click.option("--regenerate", is_flag=True, help="Let the target write the answers itself first; they are kept in OUT.answers.jsonl.")
 @click.option(
-    "--temperature", "temperatures", type=click.FloatRange(0, 100), multiple=True, default=(0.0, 1.0), show_default=True, help="At which it writes them."
+    "--out",
+    type=OUT_FOLDER,
+    required=True,
+    help="The folder to write; a run that was interrupted goes on.",
 )
-@click.option("--new-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Tokens of the longest answer that it writes.")
-@click.option("--sessions", type=click.IntRange(1, 512), default=64, show_default=True, help="How many answers it writes at a time.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the answers at temperatures above 0.")
+@click.option(
+    "--taps",
+    default="auto",
+    show_default=True,
+    help="Layers whose input is stored beside the last state: auto (EAGLE-3's), none, or such "
+    "as 2,4,5.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Tokens of the longest sequence.  [default: the target's context]",
+)
+@click.option(
+    "--long",
+    type=click.Choice(("cut", "drop")),
+    default="cut",
+    show_default=True,
+    help="What becomes of a longer one.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("float16", "bfloat16")),
+    help="Of what is stored.  [default: bfloat16 if the checkpoint is, else float16]",
+)
+@click.option(
+    "--weights",
+    default="fp32",
+    show_default=True,
+    help="Of the target: fp32 or half; half is the right one on a GPU.",
+)
+@click.option(
+    "--device", default="cpu", show_default=True, help="Where the target computes: cpu or cuda:N."
+)
+@click.option(
+    "--regenerate",
+    is_flag=True,
+    help="Let the target write the answers itself first; they are kept in OUT.answers.jsonl.",
+)
+@click.option(
+    "--temperature",
+    "temperatures",
+    type=click.FloatRange(0, 100),
+    multiple=True,
+    default=(0.0, 1.0),
+    show_default=True,
+    help="At which it writes them.",
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Tokens of the longest answer that it writes.",
+)
+@click.option(
+    "--sessions",
+    type=click.IntRange(1, 512),
+    default=64,
+    show_default=True,
+    help="How many answers it writes at a time.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of the answers at temperatures above 0.",
+)
 @json_option
 def command(
     target: str,
@@ -66,7 +133,8 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Store what a target's draft heads are trained on: its hidden states for every token of a set of chats, in 16 bits.
+    """Store what a target's draft heads are trained on: its hidden states for every token of a set
+    of chats, in 16 bits.
 
     \b
     dovetail features --target MODEL --data sharegpt.jsonl --out FEATURES
@@ -83,22 +151,53 @@ def command(
     reader = corpus.open_reader(target)
     with held(out):
         if regenerate:
-            answers, writing = out.with_name(out.name + ".answers.jsonl"), Writing(temperatures, new_tokens, sessions, seed)
+            answers, writing = (
+                out.with_name(out.name + ".answers.jsonl"),
+                Writing(temperatures, new_tokens, sessions, seed),
+            )
             with show_progress() as show:
-                written = regenerate_files(files, target, reader.renderer, answers, writing, weights=weights, device=name, progress=show)
+                written = regenerate_files(
+                    files,
+                    target,
+                    reader.renderer,
+                    answers,
+                    writing,
+                    weights=weights,
+                    device=name,
+                    progress=show,
+                )
             note(f"{answers}: {written.chats:,} chats answered")
             _tell_left_out(written.left_out)
             files = (answers,)
         with spinner() as say:
             say("reading the data")
-            examples = corpus.read_examples(files, reader, context=context, drop_long=long == "drop")
+            examples = corpus.read_examples(
+                files, reader, context=context, drop_long=long == "drop"
+            )
             say("loading the target")
-            source = states.open_states(target, taps=taps, context=context, dtype=dtype, weights=weights, device=name)
-        note(f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which {examples.learned:,} are learned")
-        _tell_left_out({**({"cut, since they were longer": examples.cut} if examples.cut else {}), **examples.left_out})
+            source = states.open_states(
+                target, taps=taps, context=context, dtype=dtype, weights=weights, device=name
+            )
+        note(
+            f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which "
+            f"{examples.learned:,} are learned"
+        )
+        _tell_left_out(
+            {
+                **({"cut, since they were longer": examples.cut} if examples.cut else {}),
+                **examples.left_out,
+            }
+        )
         index = store.begin(out, store.plan(examples, source.origin), examples)
-        stored = "the last hidden state" + (f" and what enters layers {', '.join(map(str, index.origin.taps))}" if index.origin.taps else "")
-        note(f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in {len(index.shards)} shards, of which {index.written} are there")
+        stored = "the last hidden state" + (
+            f" and what enters layers {', '.join(map(str, index.origin.taps))}"
+            if index.origin.taps
+            else ""
+        )
+        note(
+            f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in "
+            f"{len(index.shards)} shards, of which {index.written} are there"
+        )
         with show_progress() as show:
             index = store.write(out, index, examples, source, show)
         if as_json:
@@ -107,7 +206,13 @@ def command(
 
 def _told(out: Path, index: "Index") -> dict[str, Any]:
     """What stands in the folder now."""
-    counts = {"sequences": index.count, "tokens": index.tokens, "learned": index.learned, "shards": len(index.shards), "bytes": index.bytes}
+    counts = {
+        "sequences": index.count,
+        "tokens": index.tokens,
+        "learned": index.learned,
+        "shards": len(index.shards),
+        "bytes": index.bytes,
+    }
     return {"out": str(out), **counts, "dtype": index.origin.dtype, "taps": index.origin.taps}
 
 

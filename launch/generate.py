@@ -25,19 +25,31 @@ from dovetail.launch.travels import leaves_the_machine, of_request
 from dovetail.launch.web import WebAnswerer, api_key, check_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
 from dovetail.protocol.files import decode
-from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT, DraftFailure, Emitted, Failed, Finished, Recorded, Reported, Result
+from dovetail.protocol.messages import (
+    MAX_STOPS,
+    MAX_TEXT,
+    DraftFailure,
+    Emitted,
+    Failed,
+    Finished,
+    Recorded,
+    Reported,
+    Result,
+)
 from dovetail.runtime.trace import write_trace
 
 CANCEL_GRACE_S = 2.0
 QUIET_S = 1.0
-"""When nothing has come for so long, the coordinator is asked whether the reply waits for a target."""
+"""When nothing has come for so long, the coordinator is asked whether the reply waits for a
+target."""
 STOP_CHARACTERS = 1024
 """The longest stop that `messages.Submit` takes."""
 TOLD_SHARE = 0.05
 """Above this share of the time, the summary tells of the prefill, and of waiting for workers."""
 NOTHING_PAID = "no node promised to pay, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
-"""Why a round has no tree where nothing was decided: a policy that does not ask what pays always asks the draft, and waits for it."""
+"""Why a round has no tree where nothing was decided: a policy that does not ask what pays always
+asks the draft, and waits for it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,8 @@ class Wish:
         return self.configuration.settings.draft.kind != "none"
 
     def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
-        """Ask for the reply to these turns (user first, then alternating), or for the plain continuation of a text."""
+        """Ask for the reply to these turns (user first, then alternating), or for the plain
+        continuation of a text."""
         settings = self.configuration.settings
         try:
             return connection.client.submit(
@@ -75,22 +88,58 @@ class Wish:
             )
         except ValidationError as error:  # too many turns, or too long ones
             first = error.errors(include_url=False, include_input=False)[0]
-            raise UserError(f"the request is not possible: {first['loc'][0]}: {first['msg']}") from None
+            raise UserError(
+                f"the request is not possible: {first['loc'][0]}: {first['msg']}"
+            ) from None
 
 
 @click.command(cls=SettingsCommand)
 @click.argument("prompt", required=False)
-@click.option("--connect", metavar="ADDRESS|URL", help="The coordinator or server to use.  [default: the only coordinator of this user, else one of our own]")
-@click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help='File of prompts, a line {"id", "turns"} each.')
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help='File that gets a line {"id", "results"} for each; what it holds already is skipped.'
+    "--connect",
+    metavar="ADDRESS|URL",
+    help="The coordinator or server to use.  [default: the only coordinator of this user, else "
+    "one of our own]",
 )
-@click.option("--parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Prompts of a file that are decoded at a time.")
+@click.option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help='File of prompts, a line {"id", "turns"} each.',
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help='File that gets a line {"id", "results"} for each; what it holds already is skipped.',
+)
+@click.option(
+    "--parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Prompts of a file that are decoded at a time.",
+)
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Seed of the sampling.  [default: a random one, reported]")
-@click.option("--stop", multiple=True, metavar="TEXT", help="Text before which the reply ends; can be given several times.")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the time line of all processes, for ui.perfetto.dev.")
-@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="File that gets a line for every round: offered, verified, accepted, times.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    help="Seed of the sampling.  [default: a random one, reported]",
+)
+@click.option(
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    help="Text before which the reply ends; can be given several times.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the time line of all processes, for ui.perfetto.dev.",
+)
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File that gets a line for every round: offered, verified, accepted, times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")
 @settings_flags(*ALL_SECTIONS)
 def command(
@@ -109,18 +158,24 @@ def command(
 ) -> None:
     """Decode PROMPT, or what stands on standard input, and stream the reply; or a file of prompts.
 
-    The text goes to stdout, a summary to stderr, with a warning where the draft failed, which changes no token. A server over HTTP is sent the
-    first API key of the file --http.api_key_file, else $DOVETAIL_API_KEY.
+    The text goes to stdout, a summary to stderr, with a warning where the draft failed, which
+    changes no token. A server over HTTP is sent the first API key of the file --http.api_key_file,
+    else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
     if prompts is not None:
         if connect is not None and is_url(connect):
-            raise UserError(f"--prompts needs the coordinator: connect to its address (ipc:// or tcp://) instead of {connect}")
+            raise UserError(
+                "--prompts needs the coordinator: connect to its address (ipc:// or tcp://) "
+                f"instead of {connect}"
+            )
         _check_file_mode(prompt, out, as_json=as_json, trace=trace)
         assert out is not None
         if out.exists() and prompts.exists() and out.samefile(prompts):
-            raise UserError(f"--out {out} is the file of --prompts itself: choose another one for the answers")
+            raise UserError(
+                f"--out {out} is the file of --prompts itself: choose another one for the answers"
+            )
         if record is not None and record.resolve() == out.resolve():
             raise UserError(f"--out and --record both name {out}: choose a file for each")
         asked = read_prompts(prompts)
@@ -132,13 +187,21 @@ def command(
     text = _read_prompt(prompt)
     if connect is not None and speaks_http(connect):
         if raw or trace is not None or record is not None:
-            raise UserError("--raw, --trace and --record need the coordinator: connect to its address (ipc:// or tcp://) instead of the server's URL")
+            raise UserError(
+                "--raw, --trace and --record need the coordinator: connect to its address "
+                "(ipc:// or tcp://) instead of the server's URL"
+            )
         _decode_over_http(wish, connect, text, as_json=as_json)
         return
     check_output(trace, "the trace")
-    with open_records(record) if record is not None else nullcontext() as records, connected(configuration, connect) as connection:
+    with (
+        open_records(record) if record is not None else nullcontext() as records,
+        connected(configuration, connect) as connection,
+    ):
         tell_what_travels(connection)
-        finished, last = _decode_one(replace(wish, records=records), connection, text, stream=not as_json)
+        finished, last = _decode_one(
+            replace(wish, records=records), connection, text, stream=not as_json
+        )
         for loss in connection.stack.losses() if connection.stack else []:
             note(f"the target went on alone: {loss}")
         note(summary(finished.result, connection.models()))
@@ -148,15 +211,32 @@ def command(
             note(failure_told(finished.result.draft_failure))
         most = configuration.settings.sampling.max_tokens
         if finished.result.finish_reason == "length" and finished.result.completion_tokens < most:
-            note(f"the reply ends where the context of the target is full, before --max-tokens {most}: prompt and reply share it")
+            note(
+                "the reply ends where the context of the target is full, before --max-tokens "
+                f"{most}: prompt and reply share it"
+            )
         if wish.speculates and finished.result.plain_rounds:
             state = connection.client.status()
-            decisions = state.decisions if connection.stack is not None else ()  # elsewhere they may be about others' sessions
+            decisions = (
+                state.decisions if connection.stack is not None else ()
+            )  # elsewhere they may be about others' sessions
             failed = "its draft failed" if finished.result.draft_failure is not None else ""
             missing = _missing_draft(connection.state, state) or failed
-            note(without_speculation(finished.result, decisions, insists=configuration.settings.tree.insist, last=last, missing=missing))
+            note(
+                without_speculation(
+                    finished.result,
+                    decisions,
+                    insists=configuration.settings.tree.insist,
+                    last=last,
+                    missing=missing,
+                )
+            )
         if trace is not None:
-            write_trace(trace, finished.spans, {worker.name: worker.clock_bound_ns for worker in connection.client.look().workers})
+            write_trace(
+                trace,
+                finished.spans,
+                {worker.name: worker.clock_bound_ns for worker in connection.client.look().workers},
+            )
     if as_json:
         click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
 
@@ -168,48 +248,75 @@ def tell_what_travels(connection: Connection) -> None:
         note(of_request(address, connection.state))
 
 
-def _check_file_mode(prompt: str | None, out: Path | None, *, as_json: bool, trace: Path | None) -> None:
+def _check_file_mode(
+    prompt: str | None, out: Path | None, *, as_json: bool, trace: Path | None
+) -> None:
     if prompt is not None:
         raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
     if out is None:
         raise UserError("--prompts FILE needs --out FILE for the answers")
     if as_json or trace is not None:
-        raise UserError("--json and --trace are for a single prompt: the answers to --prompts are JSON lines anyway")
+        raise UserError(
+            "--json and --trace are for a single prompt: the answers to --prompts are JSON "
+            "lines anyway"
+        )
 
 
 def check_stops(stops: Sequence[str]) -> None:
     """`UserError` for stop strings that no request may have."""
     if len(stops) > MAX_STOPS:
-        raise UserError(f"--stop is given {len(stops)} times, and {MAX_STOPS} stops are possible: leave some out")
+        raise UserError(
+            f"--stop is given {len(stops)} times, and {MAX_STOPS} stops are possible: leave "
+            "some out"
+        )
     for stop in stops:
         if not stop:
-            raise UserError("--stop '' would end every reply before its first character: give some text, or leave it out")
+            raise UserError(
+                "--stop '' would end every reply before its first character: give some text, "
+                "or leave it out"
+            )
         if len(stop) > STOP_CHARACTERS:
-            raise UserError(f"--stop {stop[:20]!r}... has {len(stop)} characters, and {STOP_CHARACTERS} are possible: a part of it will do")
+            raise UserError(
+                f"--stop {stop[:20]!r}... has {len(stop)} characters, and {STOP_CHARACTERS} "
+                "are possible: a part of it will do"
+            )
         if not is_unicode(stop):
-            raise UserError(f"--stop {stop[:40]!r} is no valid UTF-8 text: set your terminal to UTF-8, or type it anew")
+            raise UserError(
+                f"--stop {stop[:40]!r} is no valid UTF-8 text: set your terminal to UTF-8, or "
+                "type it anew"
+            )
 
 
 def _read_prompt(prompt: str | None) -> str:
     """The argument, or standard input where there is none or it is "-"."""
     if prompt is None and sys.stdin.isatty():
-        raise UserError("there is no prompt: write it as an argument, pipe it in, or name a file with --prompts")
+        raise UserError(
+            "there is no prompt: write it as an argument, pipe it in, or name a file with --prompts"
+        )
     if prompt is None or prompt == "-":
         prompt = decode(sys.stdin.buffer.read(), "the prompt on standard input", zeros=True)
     if not prompt.strip():
         raise UserError("the prompt is empty: write some text")
     if not is_unicode(prompt):
-        raise UserError("the prompt is no valid UTF-8 text: set your terminal to UTF-8, or convert the text with iconv")
+        raise UserError(
+            "the prompt is no valid UTF-8 text: set your terminal to UTF-8, or convert the "
+            "text with iconv"
+        )
     if len(prompt) > MAX_TEXT:
-        raise UserError(f"the prompt has {len(prompt)} characters, and {MAX_TEXT} are possible: shorten it")
+        raise UserError(
+            f"the prompt has {len(prompt)} characters, and {MAX_TEXT} are possible: shorten it"
+        )
     return prompt
 
 
-# -- one prompt --------------------------------------------------------------------------------------------------------------------------------
+# -- one prompt ------------------------------------------------------------------------------------
 
 
-def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) -> tuple[Finished, int]:
-    """Decode and, if asked, stream to stdout; the reply, and how many tokens came last. Ctrl-C cancels the request."""
+def _decode_one(
+    wish: Wish, connection: Connection, text: str, *, stream: bool
+) -> tuple[Finished, int]:
+    """Decode and, if asked, stream to stdout; the reply, and how many tokens came last. Ctrl-C
+    cancels the request."""
     request = wish.submit(connection, (text,))
     shown, last = "", 0
     asked = waiting = False
@@ -223,7 +330,10 @@ def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) 
             elif isinstance(reply, Reported):
                 asked = False
                 if reply.totals.waiting and not waiting:
-                    note(("\n" if shown else "") + f"waiting: {'; '.join(map(printable, reply.reasons))}")
+                    note(
+                        ("\n" if shown else "")
+                        + f"waiting: {'; '.join(map(printable, reply.reasons))}"
+                    )
                 waiting = bool(reply.totals.waiting)
             elif isinstance(reply, Emitted):
                 last = len(reply.tokens)
@@ -245,7 +355,10 @@ def _decode_one(wish: Wish, connection: Connection, text: str, *, stream: bool) 
             click.echo()
         if connection.stack is not None:
             raise
-        raise LinkClosed(f"{lost}, and the reply is not finished: ask again when there is a coordinator (`dovetail serve`)") from None
+        raise LinkClosed(
+            f"{lost}, and the reply is not finished: ask again when there is a coordinator "
+            "(`dovetail serve`)"
+        ) from None
     except KeyboardInterrupt:
         _cancel(connection, [request])
         raise
@@ -255,15 +368,27 @@ def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None
     """Decode one prompt with a server, streamed to stdout unless the whole result is wanted."""
     check_flags(wish.configuration)
     settings = wish.configuration.settings
-    manner = Manner(settings.sampling, settings.sampling.max_tokens, settings.tree, wish.seed, wish.stop, speculate=wish.speculates)
+    manner = Manner(
+        settings.sampling,
+        settings.sampling.max_tokens,
+        settings.tree,
+        wish.seed,
+        wish.stop,
+        speculate=wish.speculates,
+    )
     server = WebAnswerer(url, api_key(wish.configuration))
-    answer = server.answer((text,), manner, lambda piece, _: None if as_json else click.echo(piece, nl=False))
+    answer = server.answer(
+        (text,), manner, lambda piece, _: None if as_json else click.echo(piece, nl=False)
+    )
     if not as_json and not answer.text.endswith("\n"):
         click.echo()
     if answer.interrupted:
         raise KeyboardInterrupt
     if answer.result is None:
-        raise DovetailError(f"the server at {url} tells no figures of its replies: it is no dovetail server, or of another version")
+        raise DovetailError(
+            f"the server at {url} tells no figures of its replies: it is no dovetail server, "
+            "or of another version"
+        )
     note(summary(answer.result, server.models()))
     if answer.result.fingerprints:
         note(other_targets(answer.result))
@@ -280,7 +405,13 @@ def _cancel(connection: Connection, requests: list[int]) -> None:
             connection.client.cancel(request)
         left = set(requests)
         for reply in connection.client.replies(CANCEL_GRACE_S):
-            left -= {reply.request} if isinstance(reply, Finished) else {reply.session} if isinstance(reply, Failed) else set()
+            left -= (
+                {reply.request}
+                if isinstance(reply, Finished)
+                else {reply.session}
+                if isinstance(reply, Failed)
+                else set()
+            )
             if not left:
                 return
     except LinkClosed:
@@ -289,7 +420,10 @@ def _cancel(connection: Connection, requests: list[int]) -> None:
 
 def summary(result: Result, models: str) -> str:
     """One line on what a request cost, in the field's words."""
-    parts = [f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s", f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}"]
+    parts = [
+        f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s",
+        f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}",
+    ]
     if result.tau is not None:
         parts.append(f"tau {result.tau:.2f}")
     if result.acceptance_rate is not None:
@@ -305,36 +439,65 @@ def summary(result: Result, models: str) -> str:
         parts.append(f"{counted(result.moves, 'move')} to another target")
     prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
     waiting = result.queue_s if result.queue_s > TOLD_SHARE * result.wall_s else 0.0
-    worked = (("draft", result.draft_exposed_s), ("verify", result.verify_s), ("transport", result.transport_s))
+    worked = (
+        ("draft", result.draft_exposed_s),
+        ("verify", result.verify_s),
+        ("transport", result.transport_s),
+    )
     shares = (("prefill", prefill), *worked, ("waiting", waiting))
-    parts.append(" ".join(f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds))
+    parts.append(
+        " ".join(
+            f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds
+        )
+    )
     return " · ".join((*parts, f"seed {result.seed}", models))
 
 
 def other_targets(result: Result) -> str:
     """Of a reply that began on one target and went on on others, which compute otherwise."""
-    return f"this reply was written by targets that differ, and is none of theirs alone: {', then '.join(result.fingerprints)}"
+    return (
+        "this reply was written by targets that differ, and is none of theirs alone: "
+        f"{', then '.join(result.fingerprints)}"
+    )
 
 
 def _predicted(result: Result) -> str:
-    return "" if result.predicted_tokens_per_s is None else f" ({result.predicted_tokens_per_s:.1f} predicted)"
+    return (
+        ""
+        if result.predicted_tokens_per_s is None
+        else f" ({result.predicted_tokens_per_s:.1f} predicted)"
+    )
 
 
 def _missing_draft(before: Reported, after: Reported) -> str:
     """In words, that nobody is there to draft; empty: somebody is."""
-    had, has = (any("draft" in worker.roles and not (worker.standby or worker.leaving) for worker in state.workers) for state in (before, after))
+    had, has = (
+        any(
+            "draft" in worker.roles and not (worker.standby or worker.leaving)
+            for worker in state.workers
+        )
+        for state in (before, after)
+    )
     return "" if has else "its draft worker was lost" if had else "no draft worker is there"
 
 
-def without_speculation(result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = "") -> str:
-    """How many rounds the target decoded alone, and why: to be measured, for want of room behind the token that a round brings in any case, and by what the
-    coordinator last decided. `insists`: whether the request did; `last`: tokens that the last round brought; `missing`: that there is no draft, in words.
+def without_speculation(
+    result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = ""
+) -> str:
+    """How many rounds the target decoded alone, and why: to be measured, for want of room behind
+    the token that a round brings in any case, and by what the coordinator last decided. `insists`:
+    whether the request did; `last`: tokens that the last round brought; `missing`: that there is no
+    draft, in words.
     """
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
-    about = [line for line in decisions if line.startswith("session ")]  # others are about a pair of workers
+    about = [
+        line for line in decisions if line.startswith("session ")
+    ]  # others are about a pair of workers
     full = result.finish_reason == "length" and last == 1 and (not every or plain == 1)
     reasons = [
-        f"{result.control_rounds} to measure the target's pass over a single row" if result.control_rounds else "",
+        f"{result.control_rounds} to measure the target's pass over a single row"
+        if result.control_rounds
+        else "",
         "the last, which had room for a single token" if full else "",
         missing or (about[-1] if about else ""),
     ]
@@ -346,12 +509,13 @@ def without_speculation(result: Result, decisions: Sequence[str], *, insists: bo
     return f"without speculation in {which}{f': {told}' if told else ''}"
 
 
-# -- a file of prompts -------------------------------------------------------------------------------------------------------------------------
+# -- a file of prompts -----------------------------------------------------------------------------
 
 
 @dataclass
 class _Dialogue:
-    """One prompt of a file on its way: the history so far, and the results of the turns that are answered."""
+    """One prompt of a file on its way: the history so far, and the results of the turns that are
+    answered."""
 
     prompt: Prompt
     history: list[str] = field(default_factory=list)
@@ -368,16 +532,24 @@ class _Dialogue:
         return len(self.results) == len(self.prompt.turns)
 
 
-def _decode_file(wish: Wish, connect: str | None, prompts: list[Prompt], out: Path, parallel: int) -> None:
+def _decode_file(
+    wish: Wish, connect: str | None, prompts: list[Prompt], out: Path, parallel: int
+) -> None:
     if wish.raw and (several := next((p for p in prompts if len(p.turns) > 1), None)):
-        raise UserError(f"prompt {several.id!r} has {len(several.turns)} turns, and --raw continues a single text: leave --raw out")
+        raise UserError(
+            f"prompt {several.id!r} has {len(several.turns)} turns, and --raw continues a "
+            "single text: leave --raw out"
+        )
     with open_answers(out) as answers:
         left = [prompt for prompt in prompts if prompt.id not in answers.done]
         if len(left) < len(prompts):
             note(f"{len(prompts) - len(left)} of {len(prompts)} prompts are done already")
         if not left:
             return
-        with connected(wish.configuration, connect) as connection, progress_bar(len(left), "prompts") as step:
+        with (
+            connected(wish.configuration, connect) as connection,
+            progress_bar(len(left), "prompts") as step,
+        ):
             tell_what_travels(connection)
             batch, began_s = _Batch(wish, connection, answers), time.monotonic()
             errors = batch.run(left, parallel, step)
@@ -386,15 +558,25 @@ def _decode_file(wish: Wish, connect: str | None, prompts: list[Prompt], out: Pa
         note(f"{prompt.id}: {error}")
     note(_batch_summary(len(left) - len(errors), batch.tokens, taken_s))
     if batch.failure is not None:
-        note(f"the draft failed in {counted(batch.failures, 'reply', 'replies')}; the first: {failure_told(batch.failure)}")
+        note(
+            f"the draft failed in {counted(batch.failures, 'reply', 'replies')}; the first: "
+            f"{failure_told(batch.failure)}"
+        )
     if errors:
         text = f"{len(errors)} of {len(prompts)} prompts were not answered"
-        raise UserError(text) if all(isinstance(error, UserError) for _, error in errors) else DovetailError(text)
+        raise (
+            UserError(text)
+            if all(isinstance(error, UserError) for _, error in errors)
+            else DovetailError(text)
+        )
 
 
 def _batch_summary(prompts: int, tokens: int, seconds: float) -> str:
     """One line on what a file of prompts cost, the reading of its prompts included."""
-    return f"{counted(prompts, 'prompt')} answered: {counted(tokens, 'token')} in {seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
+    return (
+        f"{counted(prompts, 'prompt')} answered: {counted(tokens, 'token')} in "
+        f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
+    )
 
 
 class _Batch:
@@ -409,7 +591,9 @@ class _Batch:
         """Replies whose draft failed, and the failure of the first one."""
         self.failure: DraftFailure | None = None
 
-    def run(self, prompts: list[Prompt], parallel: int, step: Callable[[str], None]) -> list[tuple[Prompt, DovetailError]]:
+    def run(
+        self, prompts: list[Prompt], parallel: int, step: Callable[[str], None]
+    ) -> list[tuple[Prompt, DovetailError]]:
         """Decode all; returns those that failed, and why."""
         waiting = deque(_Dialogue(prompt) for prompt in prompts)
         errors: list[tuple[Prompt, DovetailError]] = []
@@ -430,7 +614,9 @@ class _Batch:
                     step(dialogue.prompt.id)
                 elif isinstance(reply, Recorded) and self._wish.records is not None:
                     dialogue = self._flying[reply.request]
-                    self._wish.records.write(dialogue.prompt.id, len(dialogue.results), reply.record)
+                    self._wish.records.write(
+                        dialogue.prompt.id, len(dialogue.results), reply.record
+                    )
                 elif isinstance(reply, Failed):
                     errors.append((self._fallen(reply).prompt, self._connection.failure(reply)))
                     step("")

@@ -1,4 +1,5 @@
-"""`dovetail train eagle|eagle3|dovetail|jakiro`: train a draft head for a target, and write its folder with a card and pictures.
+"""`dovetail train eagle|eagle3|dovetail|jakiro`: train a draft head for a target, and write its
+folder with a card and pictures.
 
 It knows options, not how training works. What needs torch is imported when a training begins.
 """
@@ -44,7 +45,7 @@ dovetail features --data FILE --out FEATURES
 dovetail train {kind} --features FEATURES --out HEAD
 
 Without --features the target computes its states whenever a row is drawn, which costs no disk and, on one core, more time than the training itself.
-The target itself is left as it is. A run that was interrupted is resumed by the same command. Where no value is shown, the preset has it."""
+The target itself is left as it is. A run that was interrupted is resumed by the same command. Where no value is shown, the preset has it."""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,48 @@ class Wish:
 
 
 COMMON: tuple[Callable[[Any], Any], ...] = (
-    click.option("--data", multiple=True, type=FILE, help="Chats as JSON lines (ShareGPT, OpenAI), or a token file; may be given more than once."),
-    click.option("--features", type=FOLDER, help="The target's states as `dovetail features` has written them, instead of --data."),
-    click.option("--target", help="The model that the head is for: a folder or a hub id.  [default: that of the features, or the embedded one]"),
-    click.option("--regenerate", is_flag=True, help="Let the target write the answers to --data itself first; they are kept in OUT.answers.jsonl."),
-    click.option("--out", type=OUT_FOLDER, required=True, help="The folder to write; an unfinished run beside it is resumed."),
-    click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="How long to train.  [default: 10]"),
+    click.option(
+        "--data",
+        multiple=True,
+        type=FILE,
+        help="Chats as JSON lines (ShareGPT, OpenAI), or a token file; may be given more than "
+        "once.",
+    ),
+    click.option(
+        "--features",
+        type=FOLDER,
+        help="The target's states as `dovetail features` has written them, instead of --data.",
+    ),
+    click.option(
+        "--target",
+        help="The model that the head is for: a folder or a hub id.  [default: that of the "
+        "features, or the embedded one]",
+    ),
+    click.option(
+        "--regenerate",
+        is_flag=True,
+        help="Let the target write the answers to --data itself first; they are kept in "
+        "OUT.answers.jsonl.",
+    ),
+    click.option(
+        "--out",
+        type=OUT_FOLDER,
+        required=True,
+        help="The folder to write; an unfinished run beside it is resumed.",
+    ),
+    click.option(
+        "--minutes",
+        type=click.FloatRange(min=0, min_open=True),
+        help="How long to train.  [default: 10]",
+    ),
     click.option("--steps", type=click.IntRange(min=1), help="How many steps to train instead."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and of the order of the data."),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Of the weights and of the order of the data.",
+    ),
     click.option(
         "--preset",
         type=click.Choice(["auto", "paper", "tiny"]),
@@ -99,37 +134,104 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         show_default=True,
         help="Losses, rate and batches as in the paper, or for minutes.",
     ),
-    click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="The peak learning rate."),
+    click.option(
+        "--rate", type=click.FloatRange(min=0, min_open=True), help="The peak learning rate."
+    ),
     click.option("--batch", type=click.IntRange(min=1), help="Rows a step."),
-    click.option("--length", type=click.IntRange(min=8), help="Tokens a row; whole sequences share a row."),
-    click.option("--ttt-steps", type=click.IntRange(1, 16), help="Steps of the training-time test: how often a row goes on from its own output."),
-    click.option("--ce-weight", type=click.FloatRange(min=0), help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1)."),
-    click.option("--feature-weight", type=click.FloatRange(min=0), help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0)."),
-    click.option("--noise", type=click.FloatRange(min=0), help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2)."),
+    click.option(
+        "--length", type=click.IntRange(min=8), help="Tokens a row; whole sequences share a row."
+    ),
+    click.option(
+        "--ttt-steps",
+        type=click.IntRange(1, 16),
+        help="Steps of the training-time test: how often a row goes on from its own output.",
+    ),
+    click.option(
+        "--ce-weight",
+        type=click.FloatRange(min=0),
+        help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1).",
+    ),
+    click.option(
+        "--feature-weight",
+        type=click.FloatRange(min=0),
+        help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
+    ),
+    click.option(
+        "--noise",
+        type=click.FloatRange(min=0),
+        help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
+    ),
     click.option("--warm-up", type=click.IntRange(min=1), help="Steps over which the rate rises."),
     click.option(
-        "--number", type=click.Choice(["fp32", "bf16"]), help="What matrix products are computed in.  [default: bf16 on a GPU, what is faster on a CPU]"
+        "--number",
+        type=click.Choice(["fp32", "bf16"]),
+        help="What matrix products are computed in.  [default: bf16 on a GPU, what is faster "
+        "on a CPU]",
     ),
     click.option(
-        "--intermediate", type=click.IntRange(min=8), help="Width of the MLP, of each expert with Jakiro.  [default: the target's; Jakiro: its hidden width]"
+        "--intermediate",
+        type=click.IntRange(min=8),
+        help="Width of the MLP, of each expert with Jakiro.  [default: the target's; Jakiro: "
+        "its hidden width]",
     ),
     click.option(
-        "--begin", type=click.Choice(["target", "random"]), default="target", show_default=True, help="With the target's last layers where they fit, or random."
+        "--begin",
+        type=click.Choice(["target", "random"]),
+        default="target",
+        show_default=True,
+        help="With the target's last layers where they fit, or random.",
     ),
     click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's]"),
 )
 OWN: "dict[Kind, tuple[Callable[[Any], Any], ...]]" = {
     "eagle": (),
-    "eagle3": (click.option("--draft-vocabulary", type=click.IntRange(min=2), help="How many of the most frequent tokens it can propose.  [default: all]"),),
+    "eagle3": (
+        click.option(
+            "--draft-vocabulary",
+            type=click.IntRange(min=2),
+            help="How many of the most frequent tokens it can propose.  [default: all]",
+        ),
+    ),
     "dovetail": (
-        click.option("--blocks", type=click.IntRange(1, 6), default=1, show_default=True, help="Decoder layers."),
-        click.option("--dgf-silu/--no-dgf-silu", default=True, show_default=True, help="SiLU on the embedding's side (in the code, not in the paper)."),
-        click.option("--dgf-embed-norm/--no-dgf-embed-norm", default=True, show_default=True, help="RMSNorm of the embedding (in the code, not in the paper)."),
+        click.option(
+            "--blocks",
+            type=click.IntRange(1, 6),
+            default=1,
+            show_default=True,
+            help="Decoder layers.",
+        ),
+        click.option(
+            "--dgf-silu/--no-dgf-silu",
+            default=True,
+            show_default=True,
+            help="SiLU on the embedding's side (in the code, not in the paper).",
+        ),
+        click.option(
+            "--dgf-embed-norm/--no-dgf-embed-norm",
+            default=True,
+            show_default=True,
+            help="RMSNorm of the embedding (in the code, not in the paper).",
+        ),
     ),
     "jakiro": (
-        click.option("--experts", type=click.IntRange(2, 4), default=2, show_default=True, help="Experts, of which two run."),
-        click.option("--contrast/--no-contrast", default=True, show_default=True, help="The second prediction, for the tree's last level."),
-        click.option("--contrast-weight", type=click.FloatRange(min=0), help="Of its feature loss: 0.5 in Jakiro's code, 1.0 in its paper.  [default: 0.5]"),
+        click.option(
+            "--experts",
+            type=click.IntRange(2, 4),
+            default=2,
+            show_default=True,
+            help="Experts, of which two run.",
+        ),
+        click.option(
+            "--contrast/--no-contrast",
+            default=True,
+            show_default=True,
+            help="The second prediction, for the tree's last level.",
+        ),
+        click.option(
+            "--contrast-weight",
+            type=click.FloatRange(min=0),
+            help="Of its feature loss: 0.5 in Jakiro's code, 1.0 in its paper.  [default: 0.5]",
+        ),
     ),
 }
 
@@ -141,25 +243,42 @@ def head_commands() -> list[click.Command]:
 
 def _command(kind: "Kind", what: str) -> click.Command:
     def run(*, as_json: bool, **options: Any) -> None:
-        trained = train_head(Wish(kind=kind, processes=int(os.environ.get("WORLD_SIZE", "1")), **options))
+        trained = train_head(
+            Wish(kind=kind, processes=int(os.environ.get("WORLD_SIZE", "1")), **options)
+        )
         if trained is not None:
             last, outcome = trained.checks[-1], trained.outcome
             simulated = {"tau": last.length, "accepted_at": last.at, "contrast": last.contrast}
-            line = f"{options['out']}: tau {last.length:.2f} in simulation, {outcome.parameters:,} parameters, {outcome.tokens:,} tokens"
-            tell({"out": str(options["out"]), "kind": kind, **asdict(outcome), **simulated}, line, as_json=as_json)
+            line = (
+                f"{options['out']}: tau {last.length:.2f} in simulation, "
+                f"{outcome.parameters:,} parameters, {outcome.tokens:,} tokens"
+            )
+            tell(
+                {"out": str(options["out"]), "kind": kind, **asdict(outcome), **simulated},
+                line,
+                as_json=as_json,
+            )
 
     decorated: Callable[..., Any] = run
     for option in reversed((*COMMON, *OWN[kind], json_option)):
         decorated = option(decorated)
-    return click.command(name=kind, help=HELP.format(what=what, kind=kind), short_help=f"Train {what.split(':')[0]}.")(decorated)
+    return click.command(
+        name=kind, help=HELP.format(what=what, kind=kind), short_help=f"Train {what.split(':')[0]}."
+    )(decorated)
 
 
 def train_head(wish: Wish) -> "Trained | None":
     """Train what is wished and write the folder; None in all processes of a run but the first."""
     if (wish.features is None) == (not wish.data):
-        raise UserError("give --data FILE, or --features DIR with what `dovetail features` made of it; one of them")
+        raise UserError(
+            "give --data FILE, or --features DIR with what `dovetail features` made of it; one "
+            "of them"
+        )
     if wish.regenerate and not wish.data:
-        raise UserError("--regenerate answers the chats of --data; with --features it is `dovetail features --regenerate` that lets the target write")
+        raise UserError(
+            "--regenerate answers the chats of --data; with --features it is `dovetail "
+            "features --regenerate` that lets the target write"
+        )
     from dovetail.workers.training.folder import workplace
     from dovetail.workers.training.peers import ALONE, Accelerated
     from dovetail.workers.training.trainer import use_threads
@@ -182,7 +301,12 @@ def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
     target = read_target(name)
     _check_features(features, target, name)
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
-    about = {"target": target.digest, "taps": features.origin.taps, "data": features.digest, "begin": wish.begin}
+    about = {
+        "target": target.digest,
+        "taps": features.origin.taps,
+        "data": features.digest,
+        "begin": wish.begin,
+    }
 
     def prepare(head: "Head") -> None:
         if wish.begin == "target":
@@ -190,13 +314,32 @@ def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
 
     with show_progress() as show:
         told = silent if peers.rank else show
-        trained = train(shape, features, target.frozen, plan, prepare=prepare, checkpoint=place.checkpoint, about=about, peers=peers, progress=told)
+        trained = train(
+            shape,
+            features,
+            target.frozen,
+            plan,
+            prepare=prepare,
+            checkpoint=place.checkpoint,
+            about=about,
+            peers=peers,
+            progress=told,
+        )
     if peers.rank:
         return None
     log = log_of(wish.kind, features.origin, trained)
-    texts = {"README.md": card(wish.kind, KINDS[wish.kind], features, trained), "training.json": json.dumps(log, indent=2) + "\n", **curves(trained)}
+    texts = {
+        "README.md": card(wish.kind, KINDS[wish.kind], features, trained),
+        "training.json": json.dumps(log, indent=2) + "\n",
+        **curves(trained),
+    }
     with place.result() as folder:
-        write_head(folder, trained.head, config_of(shape, trained_for=target.digest, taps=features.origin.taps), texts)
+        write_head(
+            folder,
+            trained.head,
+            config_of(shape, trained_for=target.digest, taps=features.origin.taps),
+            texts,
+        )
     return trained
 
 
@@ -215,15 +358,20 @@ def _features(wish: Wish) -> "tuple[Features, str]":
     if wish.regenerate:
         files = (wish.out.with_name(wish.out.name + ".answers.jsonl"),)
         with show_progress() as show:
-            regenerate_files(wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show)
+            regenerate_files(
+                wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
+            )
     examples = read_examples(files, reader)
-    return online_features(examples, open_states(target, taps="auto" if wish.kind == "eagle3" else "none")), target
+    return online_features(
+        examples, open_states(target, taps="auto" if wish.kind == "eagle3" else "none")
+    ), target
 
 
 def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
     if features.origin.digest != target.digest:
         raise UserError(
-            f"the features are those of {features.origin.target} (checkpoint {features.origin.digest[:12]}), and {name} is another model ({target.digest[:12]})"
+            f"the features are those of {features.origin.target} (checkpoint "
+            f"{features.origin.digest[:12]}), and {name} is another model ({target.digest[:12]})"
         )
 
 
@@ -232,18 +380,35 @@ def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShap
 
     choices: dict[str, Any] = {}
     if wish.kind == "dovetail":
-        choices = {"blocks": wish.blocks, "dgf_silu": wish.dgf_silu, "dgf_embed_norm": wish.dgf_embed_norm}
+        choices = {
+            "blocks": wish.blocks,
+            "dgf_silu": wish.dgf_silu,
+            "dgf_embed_norm": wish.dgf_embed_norm,
+        }
     if wish.kind == "jakiro":
         choices = {"experts": wish.experts, "contrast": wish.contrast}
     if wish.kind == "eagle3":
         if len(features.origin.taps) != 3:
             raise UserError(
-                f"an EAGLE-3 head reads three residual streams of the target, and the features have {len(features.origin.taps)}: write them with --taps auto"
+                "an EAGLE-3 head reads three residual streams of the target, and the features "
+                f"have {len(features.origin.taps)}: write them with --taps auto"
             )
         choices = {"draft_vocabulary": wish.draft_vocabulary or 0}
-    if wish.draft_vocabulary is not None and wish.draft_vocabulary > features.origin.vocabulary_size:
-        raise UserError(f"--draft-vocabulary {wish.draft_vocabulary} is more than the target's {features.origin.vocabulary_size} tokens")
-    return shape_for(wish.kind, target, context=features.origin.context, intermediate=wish.intermediate, **choices)
+    if (
+        wish.draft_vocabulary is not None
+        and wish.draft_vocabulary > features.origin.vocabulary_size
+    ):
+        raise UserError(
+            f"--draft-vocabulary {wish.draft_vocabulary} is more than the target's "
+            f"{features.origin.vocabulary_size} tokens"
+        )
+    return shape_for(
+        wish.kind,
+        target,
+        context=features.origin.context,
+        intermediate=wish.intermediate,
+        **choices,
+    )
 
 
 def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
@@ -251,7 +416,9 @@ def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
     from dovetail.workers.training.recipes import plan_for
     from dovetail.workers.training.trainer import faster_number
 
-    plan = plan_for(wish.kind, target.frozen.embedding.shape[1], None if wish.preset == "auto" else wish.preset)
+    plan = plan_for(
+        wish.kind, target.frozen.embedding.shape[1], None if wish.preset == "auto" else wish.preset
+    )
     pace = replace(
         plan.pace,
         seed=wish.seed,
@@ -266,7 +433,13 @@ def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
         "noise": wish.noise,
     }
     number = wish.number or faster_number(pace.device)
-    return replace(plan, pace=pace, recipe=replace(plan.recipe, **_given(**weights)), number=number, **_given(batch=wish.batch, length=wish.length))
+    return replace(
+        plan,
+        pace=pace,
+        recipe=replace(plan.recipe, **_given(**weights)),
+        number=number,
+        **_given(batch=wish.batch, length=wish.length),
+    )
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`dovetail http`: the HTTP API of a coordinator, in a process of its own, by hand or under a supervisor. Never imports torch."""
+"""`dovetail http`: the HTTP API of a coordinator, in a process of its own, by hand or under a
+supervisor. Never imports torch."""
 
 import asyncio
 import gc
@@ -32,19 +33,28 @@ from dovetail.runtime.http.server import Connections, listen, serve
 RECONNECT_S = 1.0
 SHORTEST_KEY = 16
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
-"""Descriptors that are left for what a server needs beside its connections, and where few are allowed: it has 24 when it begins."""
+"""Descriptors that are left for what a server needs beside its connections, and where few are
+allowed: it has 24 when it begins."""
 log = logging.getLogger("dovetail.http")
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--connect", metavar="ADDRESS", required=True, help="The coordinator: ipc://PATH or tcp://HOST:PORT.")
-@click.option("--parent", type=int, hidden=True, help="End when this process, which started us, ends.")
+@click.option(
+    "--connect",
+    metavar="ADDRESS",
+    required=True,
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT.",
+)
+@click.option(
+    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
+)
 @settings_flags("http", "sampling", "tree", "draft", "coordinator.keys")
 def command(configuration: Configuration, connect: str, parent: int | None) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
-    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are those of requests that do not say otherwise. Of the draft's,
-    ahead and kind none are wishes of the requests; the others are a matter of its worker.
+    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are those
+    of requests that do not say otherwise. Of the draft's, ahead and kind none are wishes of the
+    requests; the others are a matter of its worker.
     """
     if parent is not None:
         end_with(parent)
@@ -58,8 +68,12 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(settings.http.host, settings.http.port))
-        connections = Connections(receive_s=settings.http.receive_s, most=_connections(configuration))
-        link = open_link(connect, keys=folder, role="client")  # a wrong address or key is told at once
+        connections = Connections(
+            receive_s=settings.http.receive_s, most=_connections(configuration)
+        )
+        link = open_link(
+            connect, keys=folder, role="client"
+        )  # a wrong address or key is told at once
         again = partial(open_link, connect, keys=folder, role="client", timeout_s=RECONNECT_S)
 
         def ready() -> None:
@@ -72,7 +86,9 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
             try:
                 await gateway.first()
                 gc.freeze()
-                await serve(open_app(service), listener, connections, hurry=service.end, ready=ready)
+                await serve(
+                    open_app(service), listener, connections, hurry=service.end, ready=ready
+                )
             finally:
                 connecting.cancel()
                 await asyncio.wait([connecting])
@@ -82,10 +98,14 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
 
 
 def read_keys(settings: HttpSettings) -> tuple[str, ...]:
-    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others can read them."""
+    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others
+    can read them."""
     if not settings.api_key_file:
         if not is_here_only(settings.host):
-            text = f"http.host = {settings.host!r} is open to other machines, which needs a key: write one into a file and name it with --http.api_key_file"
+            text = (
+                f"http.host = {settings.host!r} is open to other machines, which needs a "
+                "key: write one into a file and name it with --http.api_key_file"
+            )
             raise SettingsError(text)
         return ()
     path = Path(settings.api_key_file).expanduser()
@@ -98,7 +118,8 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or min(map(len, keys)) < SHORTEST_KEY or not all(key.isascii() for key in keys):
         raise SettingsError(
-            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII characters a line: write one, such as `openssl rand -hex 32`"
+            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII "
+            "characters a line: write one, such as `openssl rand -hex 32`"
         )
     return keys
 
@@ -106,7 +127,12 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
 def is_here_only(host: str) -> bool:
     """Whether only this machine can reach an address."""
     try:
-        return all(is_loopback(str(address[4][0])) for address in socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        return all(
+            is_loopback(str(address[4][0]))
+            for address in socket.getaddrinfo(
+                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        )
     except (OSError, UnicodeError):
         return True  # it is no address: `listen` says so
 
@@ -118,7 +144,12 @@ def url_of(host: str, listener: socket.socket) -> str:
 
 def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
     return Terms(
-        defaults=Defaults(settings.sampling, settings.tree, settings.draft.kind != "none", ahead_of(settings.draft)),
+        defaults=Defaults(
+            settings.sampling,
+            settings.tree,
+            settings.draft.kind != "none",
+            ahead_of(settings.draft),
+        ),
         model=settings.http.model,
         version=installed_version(),
         keys=keys,
@@ -130,13 +161,15 @@ def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
 
 
 def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
-    """What the dashboard shows: tokens of requests by itself only where all who can see it are one user."""
+    """What the dashboard shows: tokens of requests by itself only where all who can see it are one
+    user."""
     return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
 def _connections(configuration: Configuration) -> int:
-    """How many connections this process may hold; the system's limit on open files is raised for them as far as it goes. Where that is not enough a number
-    that somebody asked for is refused, and the default is lowered."""
+    """How many connections this process may hold; the system's limit on open files is raised for
+    them as far as it goes. Where that is not enough a number that somebody asked for is refused,
+    and the default is lowered."""
     wanted = configuration.settings.http.connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -144,10 +177,19 @@ def _connections(configuration: Configuration) -> int:
     others = min(OTHER_FILES, max(FEWEST_OTHER_FILES, hard // 2))
     if wanted + others > hard:
         if configuration.given("http.connections") or hard <= others:
-            text = f"http.connections = {wanted} needs {wanted + others} open files, and this process may have {hard}"
+            text = (
+                f"http.connections = {wanted} needs {wanted + others} open files, and this "
+                f"process may have {hard}"
+            )
             raise UserError(f"{text}: {'lower it, or ' if hard > others else ''}raise `ulimit -Hn`")
-        text = "http.connections is %d and not %d, since this process may have %d open files (`ulimit -Hn`)"
+        text = (
+            "http.connections is %d and not %d, since this process may have %d open files "
+            "(`ulimit -Hn`)"
+        )
         log.warning(text, hard - others, wanted, hard)
         wanted = hard - others
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE,
+        (max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+    )
     return wanted

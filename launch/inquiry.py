@@ -1,4 +1,5 @@
-"""Asking a coordinator again and again who is there, without ever waiting for its answer: it may be the one that is stuck.
+"""Asking a coordinator again and again who is there, without ever waiting for its answer: it may be
+the one that is stuck.
 
 Knows the protocol's Status and what comes back, not what follows from it.
 """
@@ -18,7 +19,8 @@ RETRY_S = 0.2
 
 
 class Inquiry:
-    """A client of a coordinator; it connects when it is first asked for news, and anew when the coordinator has gone."""
+    """A client of a coordinator; it connects when it is first asked for news, and anew when the
+    coordinator has gone."""
 
     def __init__(self, connect: Callable[[], Link]) -> None:
         """`connect` may take a moment, and raises `LinkError` if nobody answers."""
@@ -29,7 +31,8 @@ class Inquiry:
         self._registered = self._asked = False
 
     def news(self, now_s: float, every_s: float) -> Reported | None:
-        """What the coordinator has answered since the last call; None: nothing. It is asked `every_s` seconds."""
+        """What the coordinator has answered since the last call; None: nothing. It is asked
+        `every_s` seconds."""
         try:
             if self._link is None and not self._open(now_s):
                 return None
@@ -53,7 +56,15 @@ class Inquiry:
             return False
         self._ask_s = now_s + RETRY_S
         self._link = self._connect()
-        self._send(Hello(epoch=self._epoch, roles=("client",), name=f"client-{os.getpid()}", host=socket.gethostname()[:512], pid=os.getpid()))
+        self._send(
+            Hello(
+                epoch=self._epoch,
+                roles=("client",),
+                name=f"client-{os.getpid()}",
+                host=socket.gethostname()[:512],
+                pid=os.getpid(),
+            )
+        )
         return True
 
     def _take(self) -> Reported | None:
@@ -63,7 +74,9 @@ class Inquiry:
             try:
                 reply = REPLY.decode(frames)
             except DecodeError as error:
-                raise LinkClosed(f"the coordinator says what cannot be understood: {error}") from None
+                raise LinkClosed(
+                    f"the coordinator says what cannot be understood: {error}"
+                ) from None
             self._registered |= isinstance(reply, Welcome)
             if isinstance(reply, Reported):
                 self._asked, found = False, reply

@@ -1,4 +1,5 @@
-"""What a process of ours logs: a line on stderr for each record, whatever peers have put into their names and words."""
+"""What a process of ours logs: a line on stderr for each record, whatever peers have put into their
+names and words."""
 
 import logging
 import os
@@ -13,7 +14,8 @@ STDERR = 2
 
 
 class OneLine(logging.Formatter):
-    """The message in one line that no terminal takes for commands; a traceback, which is of our own making, stands below it."""
+    """The message in one line that no terminal takes for commands; a traceback, which is of our own
+    making, stands below it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -27,7 +29,8 @@ def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s
 
 
 def keep_stderr_short() -> None:
-    """For as long as this process lives, cut the file that its stderr is appended to whenever that has become long. Nobody else may write to it."""
+    """For as long as this process lives, cut the file that its stderr is appended to whenever that
+    has become long. Nobody else may write to it."""
 
     def look() -> None:
         while True:
@@ -38,7 +41,8 @@ def keep_stderr_short() -> None:
 
 
 def cut(descriptor: int, longest_bytes: int) -> None:
-    """Leave of a file that is longer than this the last half of that, from the beginning of a line on."""
+    """Leave of a file that is longer than this the last half of that, from the beginning of a line
+    on."""
     size, half = os.fstat(descriptor).st_size, longest_bytes // 2
     if size <= longest_bytes:
         return

@@ -1,4 +1,5 @@
-"""Files and folders that are written at the end of a long run: whether they can be is found out at its beginning."""
+"""Files and folders that are written at the end of a long run: whether they can be is found out at
+its beginning."""
 
 import os
 from pathlib import Path
@@ -13,7 +14,12 @@ from dovetail.protocol.files import refusal
 class _Folder(click.Path):
     """A folder, which need not be there."""
 
-    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
         if Path(value).is_file():
             self.fail(f"{value} is a file, and a folder is wanted", param, ctx)
         return super().convert(value, param, ctx)
@@ -23,7 +29,8 @@ OUT_FOLDER = _Folder(file_okay=False, path_type=Path)
 
 
 def check_output(path: Path | None, what: str) -> None:
-    """`UserError` if there cannot be a file at `path`; None is fine. A file that is there keeps its content, and none is left where there was none."""
+    """`UserError` if there cannot be a file at `path`; None is fine. A file that is there keeps its
+    content, and none is left where there was none."""
     try:
         if path is not None:
             known = path.exists()

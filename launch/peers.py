@@ -1,8 +1,11 @@
-"""`assisted` in `dovetail bench`: transformers' assisted generation with the same two models, on the cores of our target and our draft together.
+"""`assisted` in `dovetail bench`: transformers' assisted generation with the same two models, on
+the cores of our target and our draft together.
 
-One process holds both models, as transformers has it, and is asked reply by reply over a link; while another method has its turn it sleeps. It is measured
-with a thread on each of these cores, and with a single thread too, which is the faster one for small models: `bench` reports the better. A trial leaves
-out what is far from it, such as threads that wait for each other because something else is running.
+One process holds both models, as transformers has it, and is asked reply by reply over a link;
+while another method has its turn it sleeps. It is measured with a thread on each of these cores,
+and with a single thread too, which is the faster one for small models: `bench` reports the better.
+A trial leaves out what is far from it, such as threads that wait for each other because something
+else is running.
 
 `python -m dovetail.launch.peers` is that process; nothing but it imports torch.
 """
@@ -48,7 +51,8 @@ POLL_MS = 1000
 
 @dataclass(frozen=True)
 class PeerReply:
-    """A reply of the peer; `together` tokens of it came with the first round, which computed the prompt too, the others after it."""
+    """A reply of the peer; `together` tokens of it came with the first round, which computed the
+    prompt too, the others after it."""
 
     result: Result
     together: int
@@ -57,23 +61,37 @@ class PeerReply:
 class Peer:
     """The process, and a link to it."""
 
-    def __init__(self, supervisor: Supervisor, configuration: Configuration, layout: CoreLayout) -> None:
-        """Returns when both models are loaded; what the process has to say if they cannot be is raised."""
+    def __init__(
+        self, supervisor: Supervisor, configuration: Configuration, layout: CoreLayout
+    ) -> None:
+        """Returns when both models are loaded; what the process has to say if they cannot be is
+        raised."""
         check(configuration.settings)
         self.cores = tuple(sorted({*layout.target.cores, *layout.draft.cores}))
-        arguments = (f"--cores={format_numbers(self.cores)}", *configuration.arguments("target", "draft"))
+        arguments = (
+            f"--cores={format_numbers(self.cores)}",
+            *configuration.arguments("target", "draft"),
+        )
         address = supervisor.start_hub(f"{ASSISTED}: transformers", arguments, module=MODULE)
         self._child: Child = supervisor.children[-1]
         self._link: Link = open_link(address, role="client")
         self.identity = f"transformers {importlib.metadata.version('transformers')}"
         """What decodes; the models are those of the settings."""
-        self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in thread_counts_of(len(self.cores))})
+        self.thread_counts = near_the_fastest(
+            {threads: self._try(threads) for threads in thread_counts_of(len(self.cores))}
+        )
         """What it is measured with, the number of its cores first."""
 
-    def decode(self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int) -> PeerReply:
+    def decode(
+        self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
+    ) -> PeerReply:
         """Decode one reply to its end."""
         told = self._asked(
-            turns=list(turns), sampling=sampling.model_dump(mode="json", include=set(Sampling.model_fields)), max_tokens=max_tokens, seed=seed, threads=threads
+            turns=list(turns),
+            sampling=sampling.model_dump(mode="json", include=set(Sampling.model_fields)),
+            max_tokens=max_tokens,
+            seed=seed,
+            threads=threads,
         )
         return PeerReply(Result.model_validate_json(json.dumps(told["result"])), told["together"])
 
@@ -87,7 +105,9 @@ class Peer:
     def _try(self, threads: int) -> float:
         """Seconds of the second of two short replies."""
         for _ in range(2):
-            reply = self.decode(("Hello.",), sampling=Sampling(), max_tokens=TRIAL_TOKENS, seed=0, threads=threads)
+            reply = self.decode(
+                ("Hello.",), sampling=Sampling(), max_tokens=TRIAL_TOKENS, seed=0, threads=threads
+            )
         return reply.result.wall_s
 
     def _asked(self, **question: Any) -> dict[str, Any]:
@@ -110,24 +130,39 @@ def thread_counts_of(cores: int) -> tuple[int, ...]:
 
 
 def near_the_fastest(trials: Mapping[int, float]) -> tuple[int, ...]:
-    """The numbers of threads whose trial took no more than `HOPELESS` times as long as the fastest."""
-    return tuple(threads for threads, seconds in trials.items() if seconds <= HOPELESS * min(trials.values()))
+    """The numbers of threads whose trial took no more than `HOPELESS` times as long as the
+    fastest."""
+    return tuple(
+        threads for threads, seconds in trials.items() if seconds <= HOPELESS * min(trials.values())
+    )
 
 
 def check(settings: Settings, method: str = ASSISTED) -> None:
     """`UserError` for what another engine, the method of this name, would not do as we do it."""
     if settings.sampling.looks_back:
-        raise UserError(f"--method {method} takes temperature, top-k, top-p and min-p: leave penalties, biases and min_tokens out")
+        raise UserError(
+            f"--method {method} takes temperature, top-k, top-p and min-p: leave penalties, "
+            "biases and min_tokens out"
+        )
     if settings.target.device != "cpu":
-        raise UserError(f"--method {method} runs on the CPU, and target.device is {settings.target.device!r}: leave one of the two out")
+        raise UserError(
+            f"--method {method} runs on the CPU, and target.device is "
+            f"{settings.target.device!r}: leave one of the two out"
+        )
 
 
-def result_of(generated: Generated, codec: "TextCodec", prompt_tokens: int, seed: int, ends: Sequence[int]) -> Result:
-    """What a reply of the peer is in our terms. Its first round, which computes the prompt, is none of decoding; what is not the target's is drafting."""
+def result_of(
+    generated: Generated, codec: "TextCodec", prompt_tokens: int, seed: int, ends: Sequence[int]
+) -> Result:
+    """What a reply of the peer is in our terms. Its first round, which computes the prompt, is none
+    of decoding; what is not the target's is drafting."""
     first, *later = generated.rounds
     tokens, accepted = generated.tokens, sum(r.committed - 1 for r in later)
     drafted = sum(r.rows - 1 for r in later)
-    wall_ns, first_ns = (generated.rounds[-1].ended_ns - generated.began_ns), first.ended_ns - generated.began_ns
+    wall_ns, first_ns = (
+        (generated.rounds[-1].ended_ns - generated.began_ns),
+        first.ended_ns - generated.began_ns,
+    )
     verify_s = sum(r.pass_ns for r in later) / 1e9
     decode_s = (wall_ns - first_ns) / 1e9
     detokenizer = codec.detokenizer()
@@ -163,7 +198,7 @@ def result_of(generated: Generated, codec: "TextCodec", prompt_tokens: int, seed
     )
 
 
-# -- the process -------------------------------------------------------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
 
 
 @click.command(cls=SettingsCommand)
@@ -210,11 +245,18 @@ class _Assisted:
 
     def __init__(self, settings: Settings) -> None:
         from dovetail.runtime.text import TextCodec
-        from dovetail.workers.assisted import AssistedModel  # torch comes in here, after the binding
+        from dovetail.workers.assisted import (
+            AssistedModel,
+        )  # torch comes in here, after the binding
 
         target, inflate = settings.target, settings.target.inflate
         source = target.model or str(DEMO_FOLDER / "target")
-        self._model: AssistedModel = AssistedModel(source, assistant_of(settings), weights=target.weights, inflate_bytes=byte_count(inflate) if inflate else 0)
+        self._model: AssistedModel = AssistedModel(
+            source,
+            assistant_of(settings),
+            weights=target.weights,
+            inflate_bytes=byte_count(inflate) if inflate else 0,
+        )
         self._codec = TextCodec(self._model.tokenizer, self._model.vocabulary)
 
     def decode(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,19 +264,25 @@ class _Assisted:
         sampling = Sampling.model_validate_json(json.dumps(question["sampling"]))
         asked = {name: question[name] for name in ("max_tokens", "seed", "threads")}
         generated = self._model.generate(prompt, sampling=sampling, **asked)
-        result = result_of(generated, self._codec, len(prompt), question["seed"], self._model.vocabulary.end)
+        result = result_of(
+            generated, self._codec, len(prompt), question["seed"], self._model.vocabulary.end
+        )
         return {"result": result.model_dump(mode="json"), "together": generated.rounds[0].committed}
 
 
 def assistant_of(settings: Settings) -> str:
-    """The whole model that assists: the draft if it is one; of the embedded target the embedded draft, where another draft or none is named."""
+    """The whole model that assists: the draft if it is one; of the embedded target the embedded
+    draft, where another draft or none is named."""
     from dovetail.workers.models.heads import classify
 
     draft = settings.draft
     if draft.model and classify(draft.model, allow_bin=draft.pickled) is None:
         return draft.model
     if settings.target.model:
-        raise UserError(f"--method {ASSISTED} needs a whole model for the assistant: name one with --method {ASSISTED},draft.model=FOLDER")
+        raise UserError(
+            f"--method {ASSISTED} needs a whole model for the assistant: name one with "
+            f"--method {ASSISTED},draft.model=FOLDER"
+        )
     return str(DEMO_FOLDER / "draft")
 
 

@@ -1,7 +1,8 @@
-"""What can be refused before a process is started or torch is imported: a model that is not there, an inflation that this machine cannot hold.
+"""What can be refused before a process is started or torch is imported: a model that is not there,
+an inflation that this machine cannot hold.
 
-Cheap looks at files only, so that a slip of the pen costs no loading time; whether a model is whole and fits, its worker finds out. Knows nothing of
-what is in a file.
+Cheap looks at files only, so that a slip of the pen costs no loading time; whether a model is whole
+and fits, its worker finds out. Knows nothing of what is in a file.
 """
 
 import json
@@ -30,39 +31,57 @@ def check_target(settings: Settings) -> None:
 def check_draft(settings: Settings) -> None:
     """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
     if settings.draft.kind == "ngram" and settings.draft.model:
-        raise SettingsError(f"draft.kind = 'ngram' has no model, and draft.model names {settings.draft.model!r}: leave one of the two out")
+        raise SettingsError(
+            "draft.kind = 'ngram' has no model, and draft.model names "
+            f"{settings.draft.model!r}: leave one of the two out"
+        )
     if settings.draft.kind == "substitute":
         check_substitute(settings)
         if settings.draft.share is True:
             check_unified(settings)
         return
     if settings.draft.share is True:
-        raise SettingsError(f"draft.share = true is for a substitute of the target, and draft.kind is {settings.draft.kind!r}: leave one of the two out")
+        raise SettingsError(
+            "draft.share = true is for a substitute of the target, and draft.kind is "
+            f"{settings.draft.kind!r}: leave one of the two out"
+        )
     check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
 
 
 def check_substitute(settings: Settings) -> None:
-    """`SettingsError` for a substitute of another model than the target, or of weights that it cannot have."""
+    """`SettingsError` for a substitute of another model than the target, or of weights that it
+    cannot have."""
     draft = settings.draft
     if draft.model:
-        raise SettingsError(f"draft.kind = 'substitute' is made of the target, and draft.model names {draft.model!r}: leave one of the two out")
+        raise SettingsError(
+            "draft.kind = 'substitute' is made of the target, and draft.model names "
+            f"{draft.model!r}: leave one of the two out"
+        )
     if draft.weights not in SUBSTITUTE_WEIGHTS:
-        raise SettingsError(f"draft.weights = {draft.weights!r} is no type of a substitute's weights: use int8, int4, int3 or int2")
+        raise SettingsError(
+            f"draft.weights = {draft.weights!r} is no type of a substitute's weights: use "
+            "int8, int4, int3 or int2"
+        )
 
 
 def check_unified(settings: Settings) -> None:
     """`SettingsError` unless target and draft can be one process, as far as the settings tell."""
     target, draft = settings.target, settings.draft
     if draft.kind != "substitute":
-        raise SettingsError(f"one process with both roles drafts with a substitute of its target: set draft.kind to 'substitute', not {draft.kind!r}")
+        raise SettingsError(
+            "one process with both roles drafts with a substitute of its target: set "
+            f"draft.kind to 'substitute', not {draft.kind!r}"
+        )
     check_substitute(settings)
     if draft.device not in ("auto", target.device):
         raise SettingsError(
-            f"a target and a substitute that share are on one device, and draft.device is {draft.device!r}: leave it out, or set draft.share to false"
+            "a target and a substitute that share are on one device, and draft.device is "
+            f"{draft.device!r}: leave it out, or set draft.share to false"
         )
     if target.split.device not in ("", "cpu"):
         raise SettingsError(
-            "a target that is split shares nothing with a substitute: set target.device to the GPU in place of target.split, or draft.share to false"
+            "a target that is split shares nothing with a substitute: set target.device to the "
+            "GPU in place of target.split, or draft.share to false"
         )
 
 
@@ -76,19 +95,32 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
         check_source(role, source, pickled=pickled)
         return
     if not path.is_dir():
-        why = why_no_folder(source) if path.exists() else "is not there: name an existing folder, or a hub id (OWNER/NAME)"
+        why = (
+            why_no_folder(source)
+            if path.exists()
+            else "is not there: name an existing folder, or a hub id (OWNER/NAME)"
+        )
         raise CheckpointError(f"the {role} model {source} {why}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
     if not any(path.glob("*.safetensors")) and any(path.glob("*.gguf")):
-        raise CheckpointError(f"the {role} model {source} has only GGUF weights, which llama.cpp reads; take the model's folder of safetensors")
+        raise CheckpointError(
+            f"the {role} model {source} has only GGUF weights, which llama.cpp reads; take the "
+            "model's folder of safetensors"
+        )
     if not any(path.glob("*.safetensors")) and not (pickled and any(path.glob("*.bin"))):
-        allowed = ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
-        raise CheckpointError(f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights of another kind (*.bin) first{allowed}")
+        allowed = (
+            ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
+        )
+        raise CheckpointError(
+            f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights "
+            f"of another kind (*.bin) first{allowed}"
+        )
 
 
 def check_source(role: str, source: str, *, pickled: bool = False) -> None:
-    """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads nothing."""
+    """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads
+    nothing."""
     from dovetail.workers.models import hub  # half a second, which only ids of the hub cost
 
     files = (*hub.HUB_FILES, *hub.PICKLED_FILES) if pickled else hub.HUB_FILES
@@ -104,17 +136,22 @@ def is_path(source: str) -> bool:
 
 
 def check_inflation(size: str, memory: int) -> None:
-    """`SettingsError` if a target inflated to `size` does not fit into `memory` bytes. A target for a GPU counts too: it grows in memory first."""
+    """`SettingsError` if a target inflated to `size` does not fit into `memory` bytes. A target for
+    a GPU counts too: it grows in memory first."""
     try:
         wanted = byte_count(size) if size else 0
     except ValueError as error:
         raise SettingsError(f"target.inflate: {error}") from None
     if wanted > memory:
-        raise SettingsError(f"target.inflate = {size!r} is {_gib(wanted)} and does not fit into the {_gib(memory)} of memory here: ask for less")
+        raise SettingsError(
+            f"target.inflate = {size!r} is {_gib(wanted)} and does not fit into the "
+            f"{_gib(memory)} of memory here: ask for less"
+        )
 
 
 def estimated_bytes(target: TargetSettings) -> int:
-    """The memory that a target's weights will need, from the sizes of its files; 0 where they are not here yet, or hold what we cannot tell."""
+    """The memory that a target's weights will need, from the sizes of its files; 0 where they are
+    not here yet, or hold what we cannot tell."""
     folder = Path(target.model).expanduser() if target.model else None
     try:
         size = byte_count(target.inflate) if target.inflate else 0
@@ -127,11 +164,17 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 
 def draft_bytes(settings: Settings) -> int:
-    """What a draft takes of the GPU that it has in common with the target, as far as the sizes of both tell: weights of 16 bits (a substitute's codes), the
-    cache of a long conversation and its trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
+    """What a draft takes of the GPU that it has in common with the target, as far as the sizes of
+    both tell: weights of 16 bits (a substitute's codes), the cache of a long conversation and its
+    trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
-    if not device.startswith("cuda") or draft.device not in ("auto", device) or draft.kind in ("none", "ngram") or draft.share is True:
+    if (
+        not device.startswith("cuda")
+        or draft.device not in ("auto", device)
+        or draft.kind in ("none", "ngram")
+        or draft.share is True
+    ):
         return 0
     own, whole = _sizes(draft.model), _sizes(target.model)
     if draft.kind == "substitute" and whole is not None:
@@ -141,7 +184,8 @@ def draft_bytes(settings: Settings) -> int:
 
 
 def _sizes(model: str) -> Sizes | None:
-    """Of a model, or a head with what it has of its target, that is here and has its sizes in its config.json."""
+    """Of a model, or a head with what it has of its target, that is here and has its sizes in its
+    config.json."""
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None
@@ -164,7 +208,8 @@ def free_memory_bytes() -> int:
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Bytes of a weight in a model's files, as its config.json says: 2 for float16 and bfloat16, else 4."""
+    """Bytes of a weight in a model's files, as its config.json says: 2 for float16 and bfloat16,
+    else 4."""
     try:
         with (folder / "config.json").open("rb") as file:
             content = json.loads(file.read(MAX_CONFIG_BYTES))

@@ -1,7 +1,9 @@
-"""`dovetail profile`: where the time of a run goes, device by device and round by round, beside what would be possible; and what would make it faster.
+"""`dovetail profile`: where the time of a run goes, device by device and round by round, beside
+what would be possible; and what would make it faster.
 
-It measures through the same messages as serving: a run of its own, or a server that is watched. What is found goes to the terminal, to a report, to a trace
-and to JSON. Knows options and files; the work is in `profiling/`.
+It measures through the same messages as serving: a run of its own, or a server that is watched.
+What is found goes to the terminal, to a report, to a trace and to JSON. Knows options and files;
+the work is in `profiling/`.
 """
 
 import json
@@ -14,7 +16,12 @@ from typing import Any
 import click
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import (
+    DECODING_SECTIONS,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
 from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.profiling import report
@@ -55,13 +62,44 @@ WORDS = {
 
 @click.command("profile", cls=SettingsCommand, epilog=explained(WORDS, "Words:"))
 @click.option("--prompt", help="Text to decode.")
-@click.option("--prompts", "file", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts; the first turn of each is decoded.")
-@click.option("--limit", type=click.IntRange(min=1), help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]")
-@click.option("--connect", metavar="ADDRESS|URL", help="What to watch, or to run prompts on; a URL: of this machine.  [default: processes of our own]")
-@click.option("--seconds", type=click.FloatRange(0.5, 3600.0), help=f"With --connect: how long to watch where no prompts are given.  [default: {SECONDS:g}]")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Of the replies.")
-@click.option("--out", type=OUT_FOLDER, required=True, help="Folder for report.html, profile.json, trace.json, plots.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of prompts; the first turn of each is decoded.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]",
+)
+@click.option(
+    "--connect",
+    metavar="ADDRESS|URL",
+    help="What to watch, or to run prompts on; a URL: of this machine.  [default: processes of "
+    "our own]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.5, 3600.0),
+    help=f"With --connect: how long to watch where no prompts are given.  [default: {SECONDS:g}]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    help="Of the replies.",
+)
+@click.option(
+    "--out",
+    type=OUT_FOLDER,
+    required=True,
+    help="Folder for report.html, profile.json, trace.json, plots.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables."
+)
 @settings_flags(*DECODING_SECTIONS)
 def command(
     configuration: Configuration,
@@ -74,20 +112,28 @@ def command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Say of every device how long it was busy, idle, and waiting for what; of the rounds where their time went; and which change would help most.
+    """Say of every device how long it was busy, idle, and waiting for what; of the rounds where
+    their time went; and which change would help most.
 
-    With processes of our own the machine's limits are probed first, and after the run some short replies with other trees tell what larger and smaller ones
-    would bring. A server that is watched is left as it is: then the advice goes by what it did, and by the profile file of `dovetail calibrate`.
+    With processes of our own the machine's limits are probed first, and after the run some short
+    replies with other trees tell what larger and smaller ones would bring. A server that is watched
+    is left as it is: then the advice goes by what it did, and by the profile file of `dovetail
+    calibrate`.
     """
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
     if seconds is not None and (connect is None or prompts):
-        raise UserError("--seconds is how long others are watched: name them with --connect, and leave prompts out, or leave --seconds out")
+        raise UserError(
+            "--seconds is how long others are watched: name them with --connect, and leave "
+            "prompts out, or leave --seconds out"
+        )
     with _made(out):
         with ExitStack() as owned:
             if connect is None:
                 evidence, watch = own_run(owned, configuration, prompts, seed)
             else:
-                evidence, watch = attached(owned, configuration, connect, prompts, seconds or SECONDS, seed)
+                evidence, watch = attached(
+                    owned, configuration, connect, prompts, seconds or SECONDS, seed
+                )
         told = _write(out, find(evidence), watch)
     if as_json:
         click.echo(json.dumps(told))
@@ -96,7 +142,9 @@ def command(
         note(f"the report is {out / REPORT}; ui.perfetto.dev shows {out / TRACE}")
 
 
-def _prompts(text: str | None, file: Path | None, limit: int | None, *, watching: bool) -> list[Prompt]:
+def _prompts(
+    text: str | None, file: Path | None, limit: int | None, *, watching: bool
+) -> list[Prompt]:
     """What is decoded; nothing where others are watched."""
     if text is not None and file is not None:
         raise UserError("--prompt and --prompts name two workloads: leave one of them out")
@@ -112,7 +160,8 @@ def _prompts(text: str | None, file: Path | None, limit: int | None, *, watching
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """The folder, before anything is measured; `UserError` if there cannot be one. Where nothing comes of it, nothing of it stays."""
+    """The folder, before anything is measured; `UserError` if there cannot be one. Where nothing
+    comes of it, nothing of it stays."""
     result, new = out / RESULT, [place for place in (out, *out.parents) if not place.exists()]
     there = result.exists()
     try:
@@ -144,11 +193,19 @@ def _clear(folders: list[Path]) -> None:
 def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
     """All files; the result, which names them."""
     drawn = report.pictures(findings)
-    made = f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail {installed_version()}"
-    texts = {**{f"{name}.svg": svg for name, svg in drawn.items()}, REPORT: report.page(findings, drawn, made)}
+    made = (
+        f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail "
+        f"{installed_version()}"
+    )
+    texts = {
+        **{f"{name}.svg": svg for name, svg in drawn.items()},
+        REPORT: report.page(findings, drawn, made),
+    }
     for name, text in texts.items():
         _write_text(out / name, text)
-    write_trace(out / TRACE, watch.spans, {worker.name: worker.clock_bound_ns for worker in watch.workers})
+    write_trace(
+        out / TRACE, watch.spans, {worker.name: worker.clock_bound_ns for worker in watch.workers}
+    )
     told = {**findings.told, "files": [REPORT, TRACE, RESULT, *(f"{name}.svg" for name in drawn)]}
     _write_text(out / RESULT, json.dumps(told) + "\n")
     return told
@@ -159,7 +216,7 @@ def _write_text(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def show(told: Mapping[str, Any]) -> None:
@@ -167,16 +224,33 @@ def show(told: Mapping[str, Any]) -> None:
     told = in_print(told)
     click.echo(f"{told['title']}\n{told['workload']}")
     click.echo(" · ".join(_first(told)))
-    whole = f"{told['tokens']} tokens in {told['wall_s']:.2f} s, {told['tokens'] / told['wall_s']:.1f} a second"
+    whole = (
+        f"{told['tokens']} tokens in {told['wall_s']:.2f} s, "
+        f"{told['tokens'] / told['wall_s']:.1f} a second"
+    )
     click.echo(f"{whole}: with reading prompts, and what lies between replies")
     print_table(("of the time", *told["devices"]), list(_devices(told["devices"])))
     if told["parts_ms"]:
         parts, wall_ms = told["parts_ms"], told["round_wall_ms"]
-        rows = [(name, f"{parts[name]:.3f}", report.percent(parts[name] / wall_ms)) for name in report.PARTS]
-        print_table(("of a round", "ms", "share"), [*rows, ("unaccounted", "", report.percent(told["unaccounted_share"])), ("all", f"{wall_ms:.3f}", "")])
+        rows = [
+            (name, f"{parts[name]:.3f}", report.percent(parts[name] / wall_ms))
+            for name in report.PARTS
+        ]
+        print_table(
+            ("of a round", "ms", "share"),
+            [
+                *rows,
+                ("unaccounted", "", report.percent(told["unaccounted_share"])),
+                ("all", f"{wall_ms:.3f}", ""),
+            ],
+        )
     if told["bounds"]:
         print_table(("figure", "this run", "at best", "bound"), report.bound_rows(told))
-    if advice := [_advice(one) for one in told["verdict"]["advice"] if one["tells"] and (one["gain"] > 1.0 or one["name"] == "alone")]:
+    if advice := [
+        _advice(one)
+        for one in told["verdict"]["advice"]
+        if one["tells"] and (one["gain"] > 1.0 or one["name"] == "alone")
+    ]:
         print_table(("predicted", "change", "settings"), advice)
     for words in told["verdict"]["in_words"]:
         click.echo(words)
@@ -212,4 +286,8 @@ def _process(sampled: Mapping[str, float | None]) -> float | None:
 
 
 def _advice(one: Mapping[str, Any]) -> tuple[str, str, str]:
-    return f"{'' if one['certain'] else 'up to '}{one['gain']:.2f}x", one["what"], " ".join(one["flags"])
+    return (
+        f"{'' if one['certain'] else 'up to '}{one['gain']:.2f}x",
+        one["what"],
+        " ".join(one["flags"]),
+    )

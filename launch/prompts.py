@@ -1,4 +1,5 @@
-"""Files of prompts: one JSON object a line, `{"id", "turns"}`, whatever else it says. A bad line is named by its number."""
+"""Files of prompts: one JSON object a line, `{"id", "turns"}`, whatever else it says. A bad line is
+named by its number."""
 
 import json
 from dataclasses import dataclass
@@ -24,21 +25,34 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"the prompts in {path} cannot be read: {error.strerror}; name a file of prompts, one JSON object a line") from None
-    lines = decode(content, str(path)).split("\n")  # not splitlines: U+2028 and its like may stand in a JSON text
-    prompts = [_prompt(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+        raise UserError(
+            f"the prompts in {path} cannot be read: {error.strerror}; name a file of prompts, "
+            "one JSON object a line"
+        ) from None
+    lines = decode(content, str(path)).split(
+        "\n"
+    )  # not splitlines: U+2028 and its like may stand in a JSON text
+    prompts = [
+        _prompt(f"{path} line {number}", line)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not prompts:
         raise UserError(f"{path} holds no prompts: {REMEDY}")
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise UserError(f"{path} has two prompts of id {prompt.id!r}: ids tell what is done, so give each its own")
+            raise UserError(
+                f"{path} has two prompts of id {prompt.id!r}: ids tell what is done, so give "
+                "each its own"
+            )
         seen.add(prompt.id)
     return prompts
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: JSON's \\ud800 and bytes of the command line that are no UTF-8 become lone surrogates, which no encoding has."""
+    """Whether a text can be encoded: JSON's \\ud800 and bytes of the command line that are no UTF-8
+    become lone surrogates, which no encoding has."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -46,16 +60,26 @@ def _prompt(where: str, line: str) -> Prompt:
     try:
         content: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} is no JSON ({error.msg}, column {error.colno}): {REMEDY}") from None
+        raise UserError(
+            f"{where} is no JSON ({error.msg}, column {error.colno}): {REMEDY}"
+        ) from None
     except ValueError as error:  # a number of more digits than Python reads
         raise UserError(f"{where} has a number that is too long: {REMEDY}") from error
     except RecursionError:
         raise UserError(f"{where} is nested too deep to be a prompt: {REMEDY}") from None
     if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:
-        raise UserError(f'{where} is no prompt, an object with an "id" that is not empty and "turns": {REMEDY}')
+        raise UserError(
+            f'{where} is no prompt, an object with an "id" that is not empty and "turns": {REMEDY}'
+        )
     turns = content.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise UserError(f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": ["..."]')
+        raise UserError(
+            f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": '
+            '["..."]'
+        )
     if not all(is_unicode(text) for text in (content["id"], *turns)):
-        raise UserError(f'{where}: the "id" {content["id"]!r} or its "turns" have lone surrogates: they are no valid Unicode text')
+        raise UserError(
+            f'{where}: the "id" {content["id"]!r} or its "turns" have lone surrogates: they '
+            "are no valid Unicode text"
+        )
     return Prompt(content["id"], tuple(turns))

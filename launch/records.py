@@ -1,7 +1,9 @@
-"""The file that `generate --record` writes: a line a round, `{"id", "turn", "record"}`, for whatever looks back at what was offered, verified and accepted.
+"""The file that `generate --record` writes: a line a round, `{"id", "turn", "record"}`, for
+whatever looks back at what was offered, verified and accepted.
 
-`id` is the prompt's in its file, empty for a single prompt; `record` has the fields of `messages.RoundRecord`. A run of a file of prompts that was interrupted
-goes on in the same file: a round that is not later than the one before it begins its reply anew.
+`id` is the prompt's in its file, empty for a single prompt; `record` has the fields of
+`messages.RoundRecord`. A run of a file of prompts that was interrupted goes on in the same file: a
+round that is not later than the one before it begins its reply anew.
 """
 
 import json
@@ -20,7 +22,8 @@ from dovetail.protocol.messages import RoundRecord
 
 @dataclass(frozen=True)
 class RecordedReply:
-    """The rounds of one reply, in their order: the answer to the turn of this number of a prompt."""
+    """The rounds of one reply, in their order: the answer to the turn of this number of a
+    prompt."""
 
     id: str
     turn: int
@@ -35,15 +38,20 @@ class RecordFile:
 
     def write(self, id: str, turn: int, record: RoundRecord) -> None:
         """Append a round."""
-        line = json.dumps({"id": id, "turn": turn, "record": record.model_dump(mode="json")}, ensure_ascii=False)
+        line = json.dumps(
+            {"id": id, "turn": turn, "record": record.model_dump(mode="json")}, ensure_ascii=False
+        )
         append(self._file, self._path, "the records", line.encode() + b"\n")
 
 
 @contextmanager
 def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
-    """Open for writing; `go_on`: what an earlier run wrote stays, but for a torn last line. `UserError` if the file is something else."""
+    """Open for writing; `go_on`: what an earlier run wrote stays, but for a torn last line.
+    `UserError` if the file is something else."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file, and records are read again: choose a file as --record")
+        raise UserError(
+            f"{path} is no regular file, and records are read again: choose a file as --record"
+        )
     whole = _whole_bytes(path) if path.exists() else 0
     try:
         file = path.open("r+b" if path.exists() else "w+b")
@@ -56,7 +64,8 @@ def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
 
 
 def read_records(path: Path) -> list[RecordedReply]:
-    """The replies of a file, in the order in which they began; `UserError` names the line that is no round."""
+    """The replies of a file, in the order in which they began; `UserError` names the line that is
+    no round."""
     replies: dict[tuple[str, int], list[RoundRecord]] = {}
     for id, turn, record in _lines(path):
         rounds = replies.setdefault((id, turn), [])
@@ -85,9 +94,15 @@ def _read(path: Path) -> Sequence[bytes]:
 def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
     try:
         content = json.loads(line)
-        return str(content["id"]), int(content["turn"]), RoundRecord.model_validate_json(json.dumps(content["record"]))
+        return (
+            str(content["id"]),
+            int(content["turn"]),
+            RoundRecord.model_validate_json(json.dumps(content["record"])),
+        )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ValidationError):
-        raise UserError(f'{where} is no round of `dovetail generate --record`: {{"id", "turn", "record"}}') from None
+        raise UserError(
+            f'{where} is no round of `dovetail generate --record`: {{"id", "turn", "record"}}'
+        ) from None
 
 
 def _whole_bytes(path: Path) -> int:

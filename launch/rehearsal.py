@@ -1,9 +1,13 @@
-"""Plays a recorded session to a real worker: it is asked what was asked then, and its answers are compared with the recorded ones.
+"""Plays a recorded session to a real worker: it is asked what was asked then, and its answers are
+compared with the recorded ones.
 
-A session that went on on another worker of the role comes in several parts, which one worker plays one after the other. Tokens are compared in every case;
-the margins, log-probabilities and features that come with them where both workers state the same fingerprint, since equal fingerprints mean equal bytes. What a
-target answers hangs on what it was asked alone. What a draft proposes may also hang on the time that it had and on what it learned before; so where a proposal
-differs, what was accepted of the recorded one is told to the worker as its own tree has it, and the session goes on. Plays the coordinator; knows no sessions.
+A session that went on on another worker of the role comes in several parts, which one worker plays
+one after the other. Tokens are compared in every case; the margins, log-probabilities and features
+that come with them where both workers state the same fingerprint, since equal fingerprints mean
+equal bytes. What a target answers hangs on what it was asked alone. What a draft proposes may also
+hang on the time that it had and on what it learned before; so where a proposal differs, what was
+accepted of the recorded one is told to the worker as its own tree has it, and the session goes on.
+Plays the coordinator; knows no sessions.
 """
 
 import select
@@ -43,7 +47,10 @@ from dovetail.runtime.playback import Asked, Difference, own_part, own_verdicts,
 from dovetail.runtime.tape import Peer, Recording, Said
 
 Role = Literal["target", "draft"]
-ASKED: dict[Role, tuple[type[Asked], ...]] = {"target": (Open, Refeed, Verify), "draft": (Open, Feed, Draft)}
+ASKED: dict[Role, tuple[type[Asked], ...]] = {
+    "target": (Open, Refeed, Verify),
+    "draft": (Open, Feed, Draft),
+}
 LAST = (Opened, Fed, Refed, Drafted, Verified, Failed)
 """Each of these is the last answer to a command."""
 POLL_MS = 250
@@ -52,7 +59,8 @@ EPOCH = 1
 
 @dataclass(frozen=True)
 class Exchange:
-    """A command to a worker and all its answers; none, if they did not come or are not in the recording."""
+    """A command to a worker and all its answers; none, if they did not come or are not in the
+    recording."""
 
     entry: int
     at_s: float
@@ -93,7 +101,8 @@ class Outcome:
 
 
 def parts_of(recording: Recording, role: Role) -> Sequence[Part]:
-    """What the workers of this role did, in the order in which they began; `UserError` if none of them was asked anything."""
+    """What the workers of this role did, in the order in which they began; `UserError` if none of
+    them was asked anything."""
     session = recording.begin.session
     parts: dict[int, list[Exchange]] = {}
     for number, entry in enumerate(recording.entries, start=1):
@@ -103,11 +112,23 @@ def parts_of(recording: Recording, role: Role) -> Sequence[Part]:
         if entry.type == "out" and isinstance(command := _read(recording, entry), ASKED[role]):
             own = own_part(command, session) if isinstance(command, Verify) else command
             exchanges.append(Exchange(number, entry.at / 1e9, own))
-        elif entry.type == "in" and exchanges and not _ended(last := exchanges[-1]) and _answers(last.command, event := _read(recording, entry), session):
+        elif (
+            entry.type == "in"
+            and exchanges
+            and not _ended(last := exchanges[-1])
+            and _answers(last.command, event := _read(recording, entry), session)
+        ):
             exchanges[-1] = replace(last, answers=(*last.answers, event))
-    found = [Part(recording.peers[peer], tuple(exchanges)) for peer, exchanges in parts.items() if exchanges]
+    found = [
+        Part(recording.peers[peer], tuple(exchanges))
+        for peer, exchanges in parts.items()
+        if exchanges
+    ]
     if not found:
-        raise UserError(f"no {role} worker was asked anything in {recording.path}: there is nothing to play to one")
+        raise UserError(
+            f"no {role} worker was asked anything in {recording.path}: there is nothing to "
+            "play to one"
+        )
     return found
 
 
@@ -115,7 +136,9 @@ def _read(recording: Recording, said: Said) -> Any:
     try:
         return (COMMAND if said.type == "out" else EVENT).decode(said.frames)
     except DecodeError as error:
-        raise UserError(f"a message in {recording.path} cannot be read: {error}; use the release that wrote it") from None
+        raise UserError(
+            f"a message in {recording.path} cannot be read: {error}; use the release that wrote it"
+        ) from None
 
 
 def _ended(exchange: Exchange) -> bool:
@@ -123,24 +146,36 @@ def _ended(exchange: Exchange) -> bool:
 
 
 def _missed_its_base(exchange: Exchange) -> bool:
-    """Whether the worker did not have the session that this one was to go on from; then it was opened anew."""
-    return isinstance(exchange.command, Open) and exchange.command.base is not None and any(isinstance(answer, Failed) for answer in exchange.answers)
+    """Whether the worker did not have the session that this one was to go on from; then it was
+    opened anew."""
+    return (
+        isinstance(exchange.command, Open)
+        and exchange.command.base is not None
+        and any(isinstance(answer, Failed) for answer in exchange.answers)
+    )
 
 
 def _answers(command: Asked, event: Event, session: int) -> bool:
     """Whether this is an answer to the command."""
     if isinstance(event, Verified):
-        return isinstance(command, Verify) and any(item.round == _round(command) for item, _ in own_verdicts(event, session))
-    if getattr(event, "session", None) != session or getattr(event, "round", None) not in (None, _round(command)):
+        return isinstance(command, Verify) and any(
+            item.round == _round(command) for item, _ in own_verdicts(event, session)
+        )
+    if getattr(event, "session", None) != session or getattr(event, "round", None) not in (
+        None,
+        _round(command),
+    ):
         return False
-    return not isinstance(event, Fed) or (isinstance(command, Feed) and event.start == command.start)
+    return not isinstance(event, Fed) or (
+        isinstance(command, Feed) and event.start == command.start
+    )
 
 
 def _round(command: Asked) -> int:
     return command.items[0].round if isinstance(command, Verify) else command.round
 
 
-# -- the worker --------------------------------------------------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 class Player(Protocol):
@@ -188,7 +223,8 @@ class Stage:
         return exchange.answers
 
     def _arriving(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Whatever comes, for ever. A worker that makes no progress ends by itself, and its last words are raised."""
+        """Whatever comes, for ever. A worker that makes no progress ends by itself, and its last
+        words are raised."""
         poller = select.poll()
         poller.register(self.hub.fileno(), select.POLLIN)
         while True:
@@ -204,7 +240,9 @@ def rehearse(recording: Recording, role: Role, configuration: Configuration) -> 
     with Supervisor() as supervisor:
         hub = open_hub("ipc")
         try:
-            arguments = worker_arguments(configuration, role, hub.address, layout_of(configuration.settings))
+            arguments = worker_arguments(
+                configuration, role, hub.address, layout_of(configuration.settings)
+            )
             supervisor.start(f"{role} worker", arguments)
             stage = Stage(hub, supervisor)
             stage.wait_for_worker()
@@ -216,26 +254,45 @@ def rehearse(recording: Recording, role: Role, configuration: Configuration) -> 
 
 
 def play(recording: Recording, parts: Sequence[Part], role: Role, player: Player) -> Outcome:
-    """Have a worker play these parts, until the end, or until the tokens of a target are others: after that it was asked for something else."""
+    """Have a worker play these parts, until the end, or until the tokens of a target are others:
+    after that it was asked for something else."""
     _check_vocabulary(parts, role, player.hello)
     same = all(part.peer.hello.fingerprint == player.hello.fingerprint for part in parts)
-    outcome = Outcome(str(player.hello.fingerprint or ""), same, _reasons(recording, parts) if role == "draft" else ())
-    _Play(recording, role, player, outcome).play(exchange for part in parts for exchange in part.exchanges if not _missed_its_base(exchange))
+    outcome = Outcome(
+        str(player.hello.fingerprint or ""),
+        same,
+        _reasons(recording, parts) if role == "draft" else (),
+    )
+    _Play(recording, role, player, outcome).play(
+        exchange for part in parts for exchange in part.exchanges if not _missed_its_base(exchange)
+    )
     return outcome
 
 
 def _check_vocabulary(parts: Sequence[Part], role: Role, hello: Hello) -> None:
     for part in parts:
         then = part.peer.hello
-        if hello.vocabulary is not None and then.vocabulary is not None and hello.vocabulary.digest != then.vocabulary.digest:
-            text = f"this {role} worker has another vocabulary than the recorded one, whose model was {then.model!r}"
+        if (
+            hello.vocabulary is not None
+            and then.vocabulary is not None
+            and hello.vocabulary.digest != then.vocabulary.digest
+        ):
+            text = (
+                f"this {role} worker has another vocabulary than the recorded one, whose "
+                f"model was {then.model!r}"
+            )
             raise UserError(f"{text}: name that, as --{role} FOLDER")
 
 
 def _reasons(recording: Recording, parts: Sequence[Part]) -> tuple[str, ...]:
     """On what the proposals hung beside the text."""
     tree = recording.begin.request.tree
-    orders = [exchange.command for part in parts for exchange in part.exchanges if isinstance(exchange.command, Draft)]
+    orders = [
+        exchange.command
+        for part in parts
+        for exchange in part.exchanges
+        if isinstance(exchange.command, Draft)
+    ]
     found = {
         "tree.insist = false": not (tree.insist or recording.begin.request.sampling.rejects),
         "tree.sharpening = auto": tree.sharpening == "auto",
@@ -262,10 +319,11 @@ class _Play:
             if not self._compare(exchange, answers):
                 return
 
-    # -- what it is asked ----------------------------------------------------------------------------------------------------------------------
+    # -- what it is asked --------------------------------------------------------------------------
 
     def _adapted(self, command: Asked) -> Asked:
-        """The command for a worker that has neither earlier sessions nor, maybe, the recorded proposal."""
+        """The command for a worker that has neither earlier sessions nor, maybe, the recorded
+        proposal."""
         update: dict[str, Any] = {"epoch": EPOCH}
         if isinstance(command, Open) and command.base is not None:
             update |= {"base": None, "kept": 0}
@@ -278,28 +336,58 @@ class _Play:
 
     def _features_from(self, command: Open) -> dict[str, Any]:
         if self._role == "draft":
-            text = f"the session went on from an earlier one, whose features are not in {self._recording.path}"
-            raise UserError(f"{text}: record with --coordinator.reuse false to play sessions to this draft")
-        return {"features_from": command.kept if command.features_from is None else command.features_from}
+            text = (
+                "the session went on from an earlier one, whose features are not in "
+                f"{self._recording.path}"
+            )
+            raise UserError(
+                f"{text}: record with --coordinator.reuse false to play sessions to this draft"
+            )
+        return {
+            "features_from": command.kept
+            if command.features_from is None
+            else command.features_from
+        }
 
     def _retold(self, command: Draft) -> dict[str, Any]:
-        """What was accepted of the recorded proposal, as a path in the tree of this worker and what goes on behind it."""
+        """What was accepted of the recorded proposal, as a path in the tree of this worker and what
+        goes on behind it."""
         recorded, proposed = self._recorded, self._proposed
-        if recorded is None or proposed is None or recorded.tree == proposed.tree or not command.accepted:
+        if (
+            recorded is None
+            or proposed is None
+            or recorded.tree == proposed.tree
+            or not command.accepted
+        ):
             return {}
-        tokens = [*(recorded.tokens[node] for node in command.accepted), command.bonus, *command.more]
+        tokens = [
+            *(recorded.tokens[node] for node in command.accepted),
+            command.bonus,
+            *command.more,
+        ]
         children, path = proposed.tree.children, list[int]()
-        while len(path) < len(command.accepted) and (child := children.get(path[-1] if path else ROOT, {}).get(tokens[len(path)])) is not None:
+        while (
+            len(path) < len(command.accepted)
+            and (child := children.get(path[-1] if path else ROOT, {}).get(tokens[len(path)]))
+            is not None
+        ):
             path.append(child)
-        return {"accepted": tuple(path), "bonus": tokens[len(path)], "more": tuple(tokens[len(path) + 1 :])}
+        return {
+            "accepted": tuple(path),
+            "bonus": tokens[len(path)],
+            "more": tuple(tokens[len(path) + 1 :]),
+        }
 
-    # -- what it answers -----------------------------------------------------------------------------------------------------------------------
+    # -- what it answers ---------------------------------------------------------------------------
 
     def _compare(self, exchange: Exchange, answers: Sequence[Event]) -> bool:
         """Whether it makes sense to go on."""
         then, now = exchange.answers[-1:], answers[-1:]
         if isinstance(now[0], Drafted):
-            self._recorded, self._proposed = (then[0] if then and isinstance(then[0], Drafted) else None), now[0]
+            self._recorded, self._proposed = (
+                (then[0] if then and isinstance(then[0], Drafted) else None),
+                now[0],
+            )
         if not then or not isinstance(then[0], LAST):
             return True
         self._outcome.answers += 1
@@ -317,14 +405,24 @@ class _Play:
 
     def _compare_proposals(self, exchange: Exchange, then: Any, now: Drafted) -> None:
         self._outcome.proposals += 1
-        differing = next((name for name in ("tokens", "parents", "candidates", "probabilities") if getattr(then, name) != getattr(now, name)), None)
+        differing = next(
+            (
+                name
+                for name in ("tokens", "parents", "candidates", "probabilities")
+                if getattr(then, name) != getattr(now, name)
+            ),
+            None,
+        )
         self._outcome.same_proposals += differing is None
         if differing is not None:
             self._differs(exchange, differing, getattr(then, differing), getattr(now, differing))
 
     def _compare_tokens(self, exchange: Exchange, answers: Sequence[Event]) -> bool:
-        """Whether the target chose the same tokens; what else it says of them is compared where the bytes are to be equal."""
-        (then, then_features), (now, now_features) = (_chosen(several[-1], exchange, self._session) for several in (exchange.answers, answers))
+        """Whether the target chose the same tokens; what else it says of them is compared where the
+        bytes are to be equal."""
+        (then, then_features), (now, now_features) = (
+            _chosen(several[-1], exchange, self._session) for several in (exchange.answers, answers)
+        )
         for name in ("accepted", "bonus"):
             if then[name] != now[name]:
                 margins = f", margin {min(then['margins']):.3g}" if then["margins"] else ""
@@ -345,7 +443,10 @@ class _Play:
             return
         then, now = (_features(side) for side in (exchange.answers, answers))
         self._compare_features(exchange, then, now)
-        then_said, now_said = ([said for event in side if isinstance(event, Scored) for said in event.logprobs] for side in (exchange.answers, answers))
+        then_said, now_said = (
+            [said for event in side if isinstance(event, Scored) for said in event.logprobs]
+            for side in (exchange.answers, answers)
+        )
         if then_said != now_said:
             self._differs(exchange, "log-probabilities of the prompt", then_said, now_said)
 
@@ -356,13 +457,29 @@ class _Play:
             self._differs(exchange, "features", _shape(then), _shape(now))
             return
         row = len(then.data) // max(1, then.shape[0])
-        place = next(place for place in range(then.shape[0]) if then.rows(place, place + 1) != now.rows(place, place + 1))
-        other = sum(a != b for a, b in zip(then.data[place * row :][:row], now.data[place * row :][:row], strict=True))
-        self._differs(exchange, f"features, row {place} of {then.shape[0]}", f"{row} bytes", f"{other} of them others")
+        place = next(
+            place
+            for place in range(then.shape[0])
+            if then.rows(place, place + 1) != now.rows(place, place + 1)
+        )
+        other = sum(
+            a != b
+            for a, b in zip(
+                then.data[place * row :][:row], now.data[place * row :][:row], strict=True
+            )
+        )
+        self._differs(
+            exchange,
+            f"features, row {place} of {then.shape[0]}",
+            f"{row} bytes",
+            f"{other} of them others",
+        )
 
     def _differs(self, exchange: Exchange, what: str, then: object, now: object) -> None:
         if self._outcome.difference is None:
-            self._outcome.difference = Difference(exchange.entry, exchange.at_s, f"{exchange.where}, {what}", short(then), short(now))
+            self._outcome.difference = Difference(
+                exchange.entry, exchange.at_s, f"{exchange.where}, {what}", short(then), short(now)
+            )
 
 
 def _chosen(event: Event, exchange: Exchange, session: int) -> tuple[dict[str, Any], Array | None]:
@@ -370,9 +487,21 @@ def _chosen(event: Event, exchange: Exchange, session: int) -> tuple[dict[str, A
     if isinstance(event, Opened):
         margins = () if event.margin is None else (event.margin,)
         logprobs = () if event.logprobs is None else (event.logprobs,)
-        return {"accepted": (), "bonus": event.bonus, "margins": margins, "logprobs": logprobs}, None
-    item, features = next(pair for pair in own_verdicts(event, session) if pair[0].round == _round(exchange.command))
-    return {"accepted": item.accepted, "bonus": item.bonus, "margins": item.margins, "logprobs": item.logprobs}, features
+        return {
+            "accepted": (),
+            "bonus": event.bonus,
+            "margins": margins,
+            "logprobs": logprobs,
+        }, None
+    item, features = next(
+        pair for pair in own_verdicts(event, session) if pair[0].round == _round(exchange.command)
+    )
+    return {
+        "accepted": item.accepted,
+        "bonus": item.bonus,
+        "margins": item.margins,
+        "logprobs": item.logprobs,
+    }, features
 
 
 def _features(answers: Sequence[Event]) -> Array | None:

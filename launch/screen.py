@@ -1,6 +1,8 @@
-"""How `dovetail top` looks: a picture (`runtime/lately.py`) as lines of a terminal, 80 columns or more. rich obeys NO_COLOR.
+"""How `dovetail top` looks: a picture (`runtime/lately.py`) as lines of a terminal, 80 columns or
+more. rich obeys NO_COLOR.
 
-Nothing is told by colour alone: marks and words say the same. Knows no keys, no time and nobody to ask.
+Nothing is told by colour alone: marks and words say the same. Knows no keys, no time and nobody to
+ask.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +22,27 @@ BAR = 8
 TREND, WIDE_TREND = 14, 48
 """Characters of a curve; each is a sample, about a second."""
 SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7
-MARKS = {"a": ("✓", "accepted", "bold green"), "r": ("✗", "rejected", "red"), "n": ("·", "not verified", "dim"), "b": ("★", "bonus", "bold magenta")}
-DOING = {"no work": "no work", "draft": "for draft", "target": "for target", "coordinator": "for coord."}
+MARKS = {
+    "a": ("✓", "accepted", "bold green"),
+    "r": ("✗", "rejected", "red"),
+    "n": ("·", "not verified", "dim"),
+    "b": ("★", "bonus", "bold magenta"),
+}
+DOING = {
+    "no work": "no work",
+    "draft": "for draft",
+    "target": "for target",
+    "coordinator": "for coord.",
+}
 """What a worker waits for."""
-STATES = {"on": "on", "off": "off", "partly": "on for some", "alone": "not in use", "none": "not possible", "idle": "idle"}
+STATES = {
+    "on": "on",
+    "off": "off",
+    "partly": "on for some",
+    "alone": "not in use",
+    "none": "not possible",
+    "idle": "idle",
+}
 
 
 @dataclass
@@ -47,7 +66,9 @@ def page(picture: Picture, standing: Standing, console: Console) -> RenderableTy
 
 def everything(picture: Picture) -> RenderableType:
     """All pages, one below the other."""
-    return Group(_head(picture), *(part for name in PAGES for part in (Text(), *_parts(picture, name, None))))
+    return Group(
+        _head(picture), *(part for name in PAGES for part in (Text(), *_parts(picture, name, None)))
+    )
 
 
 def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> RenderableType:
@@ -55,8 +76,19 @@ def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> Rende
     lines = console.render_lines(Group(*parts), console.options.update(height=None), pad=False)
     room = max(1, console.height - 1)
     more = len(lines) > room
-    kept = [Text.assemble(*((segment.text, segment.style or "") for segment in line), no_wrap=True, overflow="crop") for line in lines[: room - more]]
-    rest = [Text(f"… {len(lines) - room + 1} more lines: a higher terminal shows them", style="dim")] if more else []
+    kept = [
+        Text.assemble(
+            *((segment.text, segment.style or "") for segment in line),
+            no_wrap=True,
+            overflow="crop",
+        )
+        for line in lines[: room - more]
+    ]
+    rest = (
+        [Text(f"… {len(lines) - room + 1} more lines: a higher terminal shows them", style="dim")]
+        if more
+        else []
+    )
     return Group(*kept, *rest, *[Text()] * (room - len(kept) - len(rest)), foot)
 
 
@@ -74,26 +106,51 @@ def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[Renderab
         yield from _workers(picture["workers"])
 
 
-# -- head and foot ------------------------------------------------------------------------------------------------------------------------------------
+# -- head and foot ---------------------------------------------------------------------------------
 
 
 def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
     coordinator, speculation = picture["coordinator"], picture["speculation"]
-    state = Text("paused", "reverse") if standing is not None and standing.paused else Text("live", "green") if standing is not None else Text()
-    first = Text.assemble(("dovetail", "bold"), f"  coordinator pid {coordinator['pid']}, up {_span(coordinator['uptime_s'])}  ", state)
-    second = Text.assemble(("speculation ", "bold"), STATES.get(speculation["state"], "?"), f": {speculation['why']}" if speculation["why"] else "")
-    reasons = [Text(f"  - {reason}") for reason in picture["reasons"] if reason != speculation["why"]]
-    lost = [Text(f"LOST: {standing.lost}; trying again", "bold red")] if standing is not None and standing.lost else []
+    state = (
+        Text("paused", "reverse")
+        if standing is not None and standing.paused
+        else Text("live", "green")
+        if standing is not None
+        else Text()
+    )
+    first = Text.assemble(
+        ("dovetail", "bold"),
+        f"  coordinator pid {coordinator['pid']}, up {_span(coordinator['uptime_s'])}  ",
+        state,
+    )
+    second = Text.assemble(
+        ("speculation ", "bold"),
+        STATES.get(speculation["state"], "?"),
+        f": {speculation['why']}" if speculation["why"] else "",
+    )
+    reasons = [
+        Text(f"  - {reason}") for reason in picture["reasons"] if reason != speculation["why"]
+    ]
+    lost = (
+        [Text(f"LOST: {standing.lost}; trying again", "bold red")]
+        if standing is not None and standing.lost
+        else []
+    )
     return Group(first, *lost, second, *reasons)
 
 
 def _foot(standing: Standing) -> Text:
-    pages = [(f" {name} ", "reverse" if place == standing.page else "") for place, name in enumerate(PAGES)]
+    pages = [
+        (f" {name} ", "reverse" if place == standing.page else "")
+        for place, name in enumerate(PAGES)
+    ]
     whose = "newest" if standing.session is None else str(standing.session)
-    return Text.assemble("q quit  p pause  ←→ ", *pages, f"  ↑↓ session: {whose}", no_wrap=True, overflow="crop")
+    return Text.assemble(
+        "q quit  p pause  ←→ ", *pages, f"  ↑↓ session: {whose}", no_wrap=True, overflow="crop"
+    )
 
 
-# -- overview -----------------------------------------------------------------------------------------------------------------------------------------
+# -- overview --------------------------------------------------------------------------------------
 
 
 def _overview(picture: Picture) -> Iterator[RenderableType]:
@@ -107,18 +164,33 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
         ("plain", _percent(figures["plain_share"])),
     )
     yield _pieces(f"{name} [b]{value}" for name, value in told)
-    totals = (("sessions running", "sessions"), ("finished", "finished"), ("failed", "failed"), ("cancelled", "cancelled"))
+    totals = (
+        ("sessions running", "sessions"),
+        ("finished", "finished"),
+        ("failed", "failed"),
+        ("cancelled", "cancelled"),
+    )
     yield _pieces(f"{word} [b]{counts[name]}" for word, name in totals)
     yield Text()
     yield _devices(picture["workers"])
     for name in ("tokens_per_s", "tau"):
         values = [value for _, value in picture["history"][name]][-WIDE_TREND:]
         top = max((value for value in values if value is not None), default=0)
-        yield Text.assemble(f"{name.replace('_per_', '/'):<12}", (_trend(values, top, WIDE_TREND), "cyan"), f"  0 to {_number(top, 1)}")
+        yield Text.assemble(
+            f"{name.replace('_per_', '/'):<12}",
+            (_trend(values, top, WIDE_TREND), "cyan"),
+            f"  0 to {_number(top, 1)}",
+        )
     positions = figures["accepted_per_position"][:SHOWN_POSITIONS]
-    yield Text.assemble("by position ", "  ".join(f"{place}: {_percent(share)}" for place, share in enumerate(positions, 1)) or "no round with a tree lately")
+    yield Text.assemble(
+        "by position ",
+        "  ".join(f"{place}: {_percent(share)}" for place, share in enumerate(positions, 1))
+        or "no round with a tree lately",
+    )
     parts = figures["round_ms"]
-    yield Text.assemble("a round, ms ", "  ".join(f"{name} {_number(value, 1)}" for name, value in parts.items()))
+    yield Text.assemble(
+        "a round, ms ", "  ".join(f"{name} {_number(value, 1)}" for name, value in parts.items())
+    )
     yield Text()
     yield from _lines("last decisions", picture["decisions"][-SHOWN_DECISIONS:])
 
@@ -126,15 +198,39 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
 def _devices(workers: Sequence[Picture]) -> RenderableType:
     if not workers:
         return Text("no worker is registered")
-    table = _table(("worker", ""), ("device", ""), ("busy", ""), ("lately", ""), ("waited for", "right"), ("just now", ""), ("sess.", "right"))
+    table = _table(
+        ("worker", ""),
+        ("device", ""),
+        ("busy", ""),
+        ("lately", ""),
+        ("waited for", "right"),
+        ("just now", ""),
+        ("sess.", "right"),
+    )
     for worker in workers:
         shares = [share for _, share in worker["history"]][-TREND:]
         standing = "".join(f" {word}" for word in ("standby", "leaving", "stuck") if worker[word])
         name = Text(worker["name"] + standing)
-        busy = Text.assemble((_bar(worker["busy"] or 0.0), "cyan"), f" {_percent(worker['busy']):>5}")
+        busy = Text.assemble(
+            (_bar(worker["busy"] or 0.0), "cyan"), f" {_percent(worker['busy']):>5}"
+        )
         waited = "" if worker.get("waited_for") is None else _percent(worker["waited_for"])
-        now = "" if worker["busy"] is None else "works" if not worker["waiting"] else DOING.get(worker["waiting"], "idle")
-        table.add_row(name, Text(worker["device"]), busy, Text(_trend(shares, 1.0), "cyan"), waited, now, str(worker["sessions"]))
+        now = (
+            ""
+            if worker["busy"] is None
+            else "works"
+            if not worker["waiting"]
+            else DOING.get(worker["waiting"], "idle")
+        )
+        table.add_row(
+            name,
+            Text(worker["device"]),
+            busy,
+            Text(_trend(shares, 1.0), "cyan"),
+            waited,
+            now,
+            str(worker["sessions"]),
+        )
     return table
 
 
@@ -145,11 +241,16 @@ def _bar(share: float) -> str:
 
 def _trend(values: Sequence[float | None], top: float, width: int = TREND) -> str:
     """A curve in blocks, the last value at its right end."""
-    letters = "".join(" " if value is None or not top else BLOCKS[round((len(BLOCKS) - 1) * max(0.0, min(1.0, value / top)))] for value in values)
+    letters = "".join(
+        " "
+        if value is None or not top
+        else BLOCKS[round((len(BLOCKS) - 1) * max(0.0, min(1.0, value / top)))]
+        for value in values
+    )
     return letters.rjust(width)
 
 
-# -- tree ---------------------------------------------------------------------------------------------------------------------------------------------
+# -- tree ------------------------------------------------------------------------------------------
 
 
 def _tree(tree: Picture | None) -> Iterator[RenderableType]:
@@ -157,9 +258,19 @@ def _tree(tree: Picture | None) -> Iterator[RenderableType]:
         yield Text("no round lately")
         return
     hit = ", a hit" if tree["hit"] else ""
-    counts = f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} accepted{hit}" if tree["offered"] else "nothing was drafted"
-    yield Text.assemble(("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}")
-    yield Text("  ".join(f"{mark} {word}" for mark, word, _ in MARKS.values()) + "   number: rank, best first")
+    counts = (
+        f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} "
+        f"accepted{hit}"
+        if tree["offered"]
+        else "nothing was drafted"
+    )
+    yield Text.assemble(
+        ("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}"
+    )
+    yield Text(
+        "  ".join(f"{mark} {word}" for mark, word, _ in MARKS.values())
+        + "   number: rank, best first"
+    )
     yield Text.assemble("● ", (tree["root"] or "root", "bold"))
     yield from _branches(tree)
 
@@ -173,34 +284,62 @@ def _branches(tree: Picture) -> Iterator[Text]:
     waiting = [(node, "", place == 0) for place, node in enumerate(reversed(below.get(-1, [])))]
     while waiting:
         node, before, last = waiting.pop()
-        yield Text.assemble((before + ("└─ " if last else "├─ "), "dim"), _node(tree, node, bonus), no_wrap=True, overflow="ellipsis")
+        yield Text.assemble(
+            (before + ("└─ " if last else "├─ "), "dim"),
+            _node(tree, node, bonus),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
         inner = before + ("   " if last else "│  ")
-        waiting += [(child, inner, place == 0) for place, child in enumerate(reversed(below.get(node, [])))]
+        waiting += [
+            (child, inner, place == 0) for place, child in enumerate(reversed(below.get(node, [])))
+        ]
 
 
 def _node(tree: Picture, node: int, bonus: int) -> Text:
     kind = "b" if node == bonus else tree["fates"][node]
     mark, _, style = MARKS[kind]
-    text = tree["bonus"] if node == bonus else tree["texts"][node] if tree["texts"] is not None else None
+    text = (
+        tree["bonus"]
+        if node == bonus
+        else tree["texts"][node]
+        if tree["texts"] is not None
+        else None
+    )
     rank = "" if node == bonus else f"{node + 1} "
     likely = "" if node == bonus else f"  {100 * tree['likely'][node]:.0f} %"
     return Text.assemble((f"{mark} {rank}", style), (text or "", style), (likely, "dim"))
 
 
-# -- sessions and workers -----------------------------------------------------------------------------------------------------------------------------
+# -- sessions and workers --------------------------------------------------------------------------
 
 
 def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType:
     if not sessions:
         return Text("no session has had a round in the last half minute")
     table = _table(
-        ("session", "right"), ("draft", ""), ("target", ""), *((name, "right") for name in ("length", "round", "tau", "accepted", "tokens/s", "last"))
+        ("session", "right"),
+        ("draft", ""),
+        ("target", ""),
+        *((name, "right") for name in ("length", "round", "tau", "accepted", "tokens/s", "last")),
     )
     for one in sessions:
         last = "now" if one["quiet_s"] < 2 else f"{one['quiet_s']:.0f} s"
-        figures = (_number(one["tau"], 2), _percent(one["acceptance_rate"]), _number(one["tokens_per_s"], 1), last)
+        figures = (
+            _number(one["tau"], 2),
+            _percent(one["acceptance_rate"]),
+            _number(one["tokens_per_s"], 1),
+            last,
+        )
         number = f"{'> ' if one['session'] == chosen else ''}{one['session']}"
-        table.add_row(number, Text(one["draft"] or "none"), Text(one["target"]), str(one["length"]), str(one["round"]), *figures)
+        table.add_row(
+            number,
+            Text(one["draft"] or "none"),
+            Text(one["target"]),
+            str(one["length"]),
+            str(one["round"]),
+            *figures,
+        )
     return table
 
 
@@ -210,10 +349,20 @@ def _pairs(pairs: Sequence[Picture]) -> Iterator[RenderableType]:
     numbers = ("rounds", "hit", "gamma", "tokens/s", "alone", "predicted")
     table = _table(("pair", ""), ("drafting", ""), *((name, "right") for name in numbers))
     for pair in pairs:
-        rates = (_number(pair[name], 1) for name in ("tokens_per_s", "alone_tokens_per_s", "predicted_tokens_per_s"))
+        rates = (
+            _number(pair[name], 1)
+            for name in ("tokens_per_s", "alone_tokens_per_s", "predicted_tokens_per_s")
+        )
         on = "on" if pair["speculating"] else "off"
         names = Text(f"{pair['draft']} and {pair['target']}")
-        table.add_row(names, on, str(pair["rounds"]), _percent(pair["hit_rate"]), _number(pair["gamma"], 1), *rates)
+        table.add_row(
+            names,
+            on,
+            str(pair["rounds"]),
+            _percent(pair["hit_rate"]),
+            _number(pair["gamma"], 1),
+            *rates,
+        )
     yield Text()
     yield table
 
@@ -234,17 +383,34 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     yield "model", worker["model"] + inflated
     node = f", memory node {worker['node']}" if worker["node"] else ""
     cores = f", cores {worker['cores']}" if worker["cores"] else ""
-    yield "place", f"{worker['device']}, {worker['host']}{cores}{node}, {worker['threads']} threads, pid {worker['pid']}"
+    yield (
+        "place",
+        f"{worker['device']}, {worker['host']}{cores}{node}, {worker['threads']} threads, pid "
+        f"{worker['pid']}",
+    )
     yield "binding", worker["binding"] or "not said"
-    clock = "not compared" if worker["clock_bound_us"] is None else f"known within ± {worker['clock_bound_us']:.0f} µs"
-    features = f", features {worker['feature_bytes']} bytes a token" if worker["feature_bytes"] else ""
-    yield "link", f"round trip at best {_number(worker['round_trip_us'], 0)} µs, clock {clock}, {_number(worker['bytes_per_round'], 0)} bytes a round{features}"
+    clock = (
+        "not compared"
+        if worker["clock_bound_us"] is None
+        else f"known within ± {worker['clock_bound_us']:.0f} µs"
+    )
+    features = (
+        f", features {worker['feature_bytes']} bytes a token" if worker["feature_bytes"] else ""
+    )
+    yield (
+        "link",
+        f"round trip at best {_number(worker['round_trip_us'], 0)} µs, clock {clock}, "
+        f"{_number(worker['bytes_per_round'], 0)} bytes a round{features}",
+    )
     if worker["fingerprint"]:
         yield "fingerprint", worker["fingerprint"]
-    yield "epoch", f"{worker['epoch']}, {worker['rss_mb']:.0f} MB, {worker['stale']} stale commands dropped"
+    yield (
+        "epoch",
+        f"{worker['epoch']}, {worker['rss_mb']:.0f} MB, {worker['stale']} stale commands dropped",
+    )
 
 
-# -- words --------------------------------------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def _lines(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
@@ -254,7 +420,9 @@ def _lines(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
 
 
 def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), show_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), show_edge=False
+    )
     for name, side in columns:
         table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
     return table
@@ -262,7 +430,11 @@ def _table(*columns: tuple[str, str]) -> Table:
 
 def _pieces(words: Iterable[str]) -> Text:
     """ "name [b]value" each, the value in bold."""
-    parts = [part for word in words for part in (word.partition("[b]")[0], (word.partition("[b]")[2], "bold"), "  ")]
+    parts = [
+        part
+        for word in words
+        for part in (word.partition("[b]")[0], (word.partition("[b]")[2], "bold"), "  ")
+    ]
     return Text.assemble(*parts)
 
 
@@ -276,4 +448,10 @@ def _percent(share: float | None) -> str:
 
 def _span(seconds: float) -> str:
     whole = round(seconds)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    return (
+        f"{whole} s"
+        if whole < 120
+        else f"{whole // 60} min"
+        if whole < 7200
+        else f"{whole // 3600} h {whole % 3600 // 60} min"
+    )

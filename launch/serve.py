@@ -1,7 +1,9 @@
-"""`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends them.
+"""`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends
+them.
 
-The HTTP API listens before a model is loaded, so that a port that is taken is told at once; `/readyz` says whether the workers are there. What is lost or
-stuck is started again; a worker keeps its model when it is the coordinator that is.
+The HTTP API listens before a model is loaded, so that a port that is taken is told at once;
+`/readyz` says whether the workers are there. What is lost or stuck is started again; a worker keeps
+its model when it is the coordinator that is.
 """
 
 import json
@@ -29,14 +31,21 @@ ANYWHERE = ("0.0.0.0", "[::]")
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--json", "as_json", is_flag=True, help="When all is ready, one JSON object on stdout: url, address, pid, pids.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="When all is ready, one JSON object on stdout: url, address, pid, pids.",
+)
 @settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 def command(configuration: Configuration, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
-    Starts a coordinator, its workers and the HTTP API, and starts again what fails. When all is ready, the URL goes to stdout as one line. Other commands
-    of this user on this machine find the coordinator without --connect. The first signal lets requests that run finish for some seconds, a second one does
-    not. The settings of the tree and of sampling hold for requests that do not say otherwise.
+    Starts a coordinator, its workers and the HTTP API, and starts again what fails. When all is
+    ready, the URL goes to stdout as one line. Other commands of this user on this machine find the
+    coordinator without --connect. The first signal lets requests that run finish for some seconds,
+    a second one does not. The settings of the tree and of sampling hold for requests that do not
+    say otherwise.
     """
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
@@ -55,24 +64,54 @@ def command(configuration: Configuration, as_json: bool) -> None:
 def _check_addresses(configuration: Configuration) -> None:
     """`UserError` if somebody holds an address that is asked for."""
     http, listen = configuration.settings.http, configuration.settings.coordinator.listen
-    check_port(http.host, http.port, remedy="stop it, or choose another port with --http.port (0: any free one)")
+    check_port(
+        http.host,
+        http.port,
+        remedy="stop it, or choose another port with --http.port (0: any free one)",
+    )
     check_coordinator(listen, remedy="or choose another address with --coordinator.listen")
 
 
 def _introduce(service: Service, configuration: Configuration, *, as_json: bool) -> None:
     """Say where we are, and what to type to use it."""
     if as_json:
-        click.echo(json.dumps({"url": service.url, "address": service.address, "pid": os.getpid(), "pids": service.pids}))
+        click.echo(
+            json.dumps(
+                {
+                    "url": service.url,
+                    "address": service.address,
+                    "pid": os.getpid(),
+                    "pids": service.pids,
+                }
+            )
+        )
         return
     click.echo(service.url)
     assert service.state is not None
     file = configuration.settings.http.api_key_file
-    key = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"' if file else ""
+    key = (
+        f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"'
+        if file
+        else ""
+    )
     question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
     note(f"  {models_of(service.state)}")
     for fault in service.faults(time.monotonic()):
         note(f"  degraded: {fault.words}")
-    url = next((service.url.replace(f"//{a}:", f"//{socket.gethostname()}:") for a in ANYWHERE if f"//{a}:" in service.url), service.url)
-    note(f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+    url = next(
+        (
+            service.url.replace(f"//{a}:", f"//{socket.gethostname()}:")
+            for a in ANYWHERE
+            if f"//{a}:" in service.url
+        ),
+        service.url,
+    )
+    note(
+        f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d '{question}'"
+    )
     page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
-    note(f"  talk:    dovetail chat        look: dovetail top{page}        end: Ctrl-C, or kill {os.getpid()}")
+    note(
+        f"  talk:    dovetail chat        look: dovetail top{page}        end: Ctrl-C, or kill "
+        f"{os.getpid()}"
+    )

@@ -1,8 +1,10 @@
-"""`dovetail simulate`: what rounds would take on machines, and with models of sizes, that are not at hand.
+"""`dovetail simulate`: what rounds would take on machines, and with models of sizes, that are not
+at hand.
 
-`record` decodes prompts once with a real pair and keeps what the draft says at every position; `run` plays that through the real coordinator and the real draft
-worker with the costs of a machine; `validate` decodes the same replies for real and plays them with the costs that were measured while it did. What needs torch
-is imported when the work begins.
+`record` decodes prompts once with a real pair and keeps what the draft says at every position;
+`run` plays that through the real coordinator and the real draft worker with the costs of a machine;
+`validate` decodes the same replies for real and plays them with the costs that were measured while
+it did. What needs torch is imported when the work begins.
 """
 
 import json
@@ -15,7 +17,12 @@ import click
 
 from dovetail.launch.bench_table import share
 from dovetail.launch.chart import Curve, check_chart, draw
-from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import (
+    DECODING_SECTIONS,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
 from dovetail.launch.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.outputs import OUT_FOLDER, check_output
 from dovetail.launch.preflight import check_draft, check_target
@@ -33,7 +40,8 @@ from dovetail.protocol.files import writing
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH, TreeSettings
 
 NODES, LEVELS, CHILDREN = 384, 12, 32
-"""What is recorded at a position; children as many as a draft keeps of a node when it grows ahead."""
+"""What is recorded at a position; children as many as a draft keeps of a node when it grows
+ahead."""
 LEVEL_ROWS = 10
 """Of a draft's level whose price is told."""
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
@@ -68,19 +76,61 @@ def command() -> None:
     """Play recorded rounds with the costs of machines and model sizes that are not at hand."""
 
 
-# -- recording ---------------------------------------------------------------------------------------------------------------------------------
+# -- recording -------------------------------------------------------------------------------------
 
 
 @command.command("record", cls=SettingsCommand)
-@click.option("--prompts", "file", type=click.Path(dir_okay=False, path_type=Path), help="File of prompts; the first turn of each is decoded.")
-@click.option("--out", type=OUT_FOLDER, required=True, help="The folder to write; a run that was interrupted goes on.")
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of prompts; the first turn of each is decoded.",
+)
+@click.option(
+    "--out",
+    type=OUT_FOLDER,
+    required=True,
+    help="The folder to write; a run that was interrupted goes on.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts taken.  [default: all]")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of every reply.")
-@click.option("--sharpening", type=click.FloatRange(0.0, 100.0, min_open=True), default=1.0, show_default=True, help="Of the scores that are recorded.")
-@click.option("--nodes", type=click.IntRange(1, MAX_GAMMA), default=NODES, show_default=True, help="Nodes expanded at each position, at least.")
-@click.option("--levels", type=click.IntRange(1, MAX_DEPTH), default=LEVELS, show_default=True, help="Levels of the recorded trees.")
-@click.option("--children", type=click.IntRange(1, MAX_WIDTH), default=CHILDREN, show_default=True, help="Children recorded of each node.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    help="Seed of every reply.",
+)
+@click.option(
+    "--sharpening",
+    type=click.FloatRange(0.0, 100.0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Of the scores that are recorded.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, MAX_GAMMA),
+    default=NODES,
+    show_default=True,
+    help="Nodes expanded at each position, at least.",
+)
+@click.option(
+    "--levels",
+    type=click.IntRange(1, MAX_DEPTH),
+    default=LEVELS,
+    show_default=True,
+    help="Levels of the recorded trees.",
+)
+@click.option(
+    "--children",
+    type=click.IntRange(1, MAX_WIDTH),
+    default=CHILDREN,
+    show_default=True,
+    help="Children recorded of each node.",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads."
+)
 @settings_flags("target", "draft", "sampling")
 def record(
     configuration: Configuration,
@@ -96,13 +146,20 @@ def record(
 ) -> None:
     """Decode prompts once, a token a round, and keep the draft's tree at every position.
 
-    The reply is the same with any tree, so that one recording serves every policy and size of tree. Nothing is timed, and an inflation would change nothing.
+    The reply is the same with any tree, so that one recording serves every policy and size of tree.
+    Nothing is timed, and an inflation would change nothing.
     """
     settings = configuration.settings
     if settings.draft.kind in ("none", "ngram"):
-        raise UserError(f"draft.kind = {settings.draft.kind!r}: only a draft with a model can be recorded; name one with --draft")
+        raise UserError(
+            f"draft.kind = {settings.draft.kind!r}: only a draft with a model can be recorded; "
+            "name one with --draft"
+        )
     if settings.sampling.rejects:
-        raise UserError("sampling.acceptance = 'rejection' draws anew in each round, so that there is nothing to record: use 'coupled'")
+        raise UserError(
+            "sampling.acceptance = 'rejection' draws anew in each round, so that there is "
+            "nothing to record: use 'coupled'"
+        )
     check_target(settings)
     check_draft(settings)
     prompts = read_prompts(file or DEMO_FOLDER / "prompts.jsonl")[:limit]
@@ -115,34 +172,98 @@ def record(
         say("loading the models")
         model = with_target(settings.target)
         target = open_target_worker(model, name="target", threads=threads)
-        draft = open_draft_worker(with_draft(settings.draft), name="draft", threads=threads, target=model.model)
-    order = Order(processors(settings.sampling), seed, sharpening, nodes, levels, children, settings.sampling.max_tokens)
+        draft = open_draft_worker(
+            with_draft(settings.draft), name="draft", threads=threads, target=model.model
+        )
+    order = Order(
+        processors(settings.sampling),
+        seed,
+        sharpening,
+        nodes,
+        levels,
+        children,
+        settings.sampling.max_tokens,
+    )
     recorder = Recorder(target, draft, order)
     with progress_bar(len(prompts), "replies") as step:
         done = recorder.record_all(prompts, Folder(out, recorder.about), step)
     there = len(prompts) - done
-    note(f"{out}: {counted(done, 'reply', 'replies')} recorded, {there} {'was' if there == 1 else 'were'} there")
+    note(
+        f"{out}: {counted(done, 'reply', 'replies')} recorded, {there} "
+        f"{'was' if there == 1 else 'were'} there"
+    )
 
 
-# -- playing -----------------------------------------------------------------------------------------------------------------------------------
+# -- playing ---------------------------------------------------------------------------------------
 
 
 @command.command("run", cls=SettingsCommand, epilog=explained(COLUMNS))
-@click.option("--rounds", type=click.Path(path_type=Path), required=True, help="The folder that `simulate record` made.")
-@click.option("--limit", type=click.IntRange(min=1), help="Replies played.  [default: all]")
-@click.option("--machine", metavar="NAME|FILE", default=MACHINE, show_default=True, help="A machine of `simulate machines`, or a file like theirs (.toml).")
-@click.option("--target-size", type=click.Choice(list(SIZES)), default="7B", show_default=True, help="Whose passes are paid for.")
-@click.option("--weights", type=click.Choice(["fp32", "half", "int8"]), help="The target's.  [default: the machine's]")
-@click.option("--blocks", type=click.IntRange(1, 64), help="Blocks of the draft head.  [default: the machine's]")
-@click.option("--costs", type=click.Path(dir_okay=False, path_type=Path), help="Instead: what the rounds cost that `generate --record` wrote to this file.")
 @click.option(
-    "--method", "methods", multiple=True, metavar="POLICY[,SETTING=VALUE...]", help="A tree, such as goodput or dynamic,gamma=59,ahead=false; repeat."
+    "--rounds",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The folder that `simulate record` made.",
 )
-@click.option("--sweep", type=click.Choice(["gamma", "depth", "ratio"]), help="Vary a size of the tree, or T_D / T_V with and without drafting ahead.")
-@click.option("--values", metavar="A,B,...", help="Of the sweep.  [default: as `bench --sweep`; ratios from 0.02 to 2]")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the sweep, or the methods, into this SVG file.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object to this file too.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
+@click.option("--limit", type=click.IntRange(min=1), help="Replies played.  [default: all]")
+@click.option(
+    "--machine",
+    metavar="NAME|FILE",
+    default=MACHINE,
+    show_default=True,
+    help="A machine of `simulate machines`, or a file like theirs (.toml).",
+)
+@click.option(
+    "--target-size",
+    type=click.Choice(list(SIZES)),
+    default="7B",
+    show_default=True,
+    help="Whose passes are paid for.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["fp32", "half", "int8"]),
+    help="The target's.  [default: the machine's]",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, 64),
+    help="Blocks of the draft head.  [default: the machine's]",
+)
+@click.option(
+    "--costs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Instead: what the rounds cost that `generate --record` wrote to this file.",
+)
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    metavar="POLICY[,SETTING=VALUE...]",
+    help="A tree, such as goodput or dynamic,gamma=59,ahead=false; repeat.",
+)
+@click.option(
+    "--sweep",
+    type=click.Choice(["gamma", "depth", "ratio"]),
+    help="Vary a size of the tree, or T_D / T_V with and without drafting ahead.",
+)
+@click.option(
+    "--values",
+    metavar="A,B,...",
+    help="Of the sweep.  [default: as `bench --sweep`; ratios from 0.02 to 2]",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the sweep, or the methods, into this SVG file.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the JSON object to this file too.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
+)
 @settings_flags("tree", "draft")
 def run(
     configuration: Configuration,
@@ -160,7 +281,8 @@ def run(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Play recorded replies with the costs of a machine: tokens/s, tau and the rest, for every method."""
+    """Play recorded replies with the costs of a machine: tokens/s, tau and the rest, for every
+    method."""
     check_chart(plot)
     check_output(plot, "the plot")
     check_output(out, "the result")
@@ -168,15 +290,28 @@ def run(
     chosen = read_methods(configuration, methods, library.about)
     if costs is None and read_machine(machine).shared:
         chosen = [_in_turns(method, machine) for method in chosen]
-    price, title = _costs(costs) if costs is not None else _machine_costs(machine, target_size, weights, blocks)
+    price, title = (
+        _costs(costs)
+        if costs is not None
+        else _machine_costs(machine, target_size, weights, blocks)
+    )
     if sweep == "ratio":
         if costs is None and read_machine(machine).shared:
-            raise UserError(f"--sweep ratio compares drafting ahead with not, and target and draft of {machine} share a device: choose another --machine")
+            raise UserError(
+                "--sweep ratio compares drafting ahead with not, and target and draft of "
+                f"{machine} share a device: choose another --machine"
+            )
         rows = _play_ratios(library, price, chosen, _ratios(values))
     else:
         points = _points(chosen, sweep, values)
         rows = _play(library, price, points)
-    told = {"title": title, "recording": library.about.model_dump(mode="json"), "replies": len(library.recordings), "sweep": sweep, "rows": rows}
+    told = {
+        "title": title,
+        "recording": library.about.model_dump(mode="json"),
+        "replies": len(library.recordings),
+        "sweep": sweep,
+        "rows": rows,
+    }
     if plot is not None:
         with writing(plot, "the plot"):
             plot.write_text(_chart(title, sweep, rows), encoding="utf-8")
@@ -186,7 +321,10 @@ def run(
     if as_json:
         click.echo(json.dumps(told))
         return
-    click.echo(f"{title}; {counted(len(library.recordings), 'reply', 'replies')} of {Path(library.about.target_model).name}")
+    click.echo(
+        f"{title}; {counted(len(library.recordings), 'reply', 'replies')} of "
+        f"{Path(library.about.target_model).name}"
+    )
     (_show_ratios if sweep == "ratio" else _show)(rows)
 
 
@@ -195,38 +333,61 @@ def _costs(path: Path) -> tuple[Costs, str]:
     from dovetail.launch.records import read_records
     from dovetail.launch.simulation.measured import measured_costs
 
-    return measured_costs([record for reply in read_records(path) for record in reply.rounds]), f"costs of the rounds in {path}"
+    return measured_costs(
+        [record for reply in read_records(path) for record in reply.rounds]
+    ), f"costs of the rounds in {path}"
 
 
-def _machine_costs(machine: str, target_size: str, weights: Any, blocks: int | None) -> tuple[Costs, str]:
+def _machine_costs(
+    machine: str, target_size: str, weights: Any, blocks: int | None
+) -> tuple[Costs, str]:
     found = read_machine(machine)
     weights = weights or found.weights
-    return found.costs(read_size(target_size), weights, blocks), f"{found.title}; target {target_size} in {weights}"
+    return found.costs(
+        read_size(target_size), weights, blocks
+    ), f"{found.title}; target {target_size} in {weights}"
 
 
 def _in_turns(method: Method, machine: str) -> Method:
     """The method where target and draft share a device."""
     if method.ahead:
-        raise UserError(f"--method {method.name}: target and draft of {machine} share a device, where what is done ahead costs the other: leave ahead out")
+        raise UserError(
+            f"--method {method.name}: target and draft of {machine} share a device, where what "
+            "is done ahead costs the other: leave ahead out"
+        )
     return method.with_ahead(False)
 
 
-def _points(methods: Sequence[Method], sweep: str | None, values: str | None) -> list[tuple[Method, int | None]]:
+def _points(
+    methods: Sequence[Method], sweep: str | None, values: str | None
+) -> list[tuple[Method, int | None]]:
     """What is played, with the value of the sweep."""
     if sweep is None:
         if values is not None:
-            raise UserError("--values says nothing without --sweep: add --sweep gamma, depth or ratio")
+            raise UserError(
+                "--values says nothing without --sweep: add --sweep gamma, depth or ratio"
+            )
         return [(method, None) for method in methods]
-    return [(vary(method, sweep, value), value) for method in methods for value in read_sweep(sweep, values).values]
+    return [
+        (vary(method, sweep, value), value)
+        for method in methods
+        for value in read_sweep(sweep, values).values
+    ]
 
 
 def _ratios(values: str | None) -> tuple[float, ...]:
     try:
-        found = tuple(sorted({float(value) for value in values.split(",")})) if values is not None else RATIOS
+        found = (
+            tuple(sorted({float(value) for value in values.split(",")}))
+            if values is not None
+            else RATIOS
+        )
     except ValueError:
         found = ()
     if not found or not all(0.0 < value <= 1e3 for value in found):
-        raise UserError(f"--values {values!r} is no list of ratios above 0: write such as 0.02,0.5,2")
+        raise UserError(
+            f"--values {values!r} is no list of ratios above 0: write such as 0.02,0.5,2"
+        )
     return found
 
 
@@ -234,10 +395,15 @@ def _play(library: Library, costs: Costs, points: Sequence[tuple[Method, int | N
     """A row for each point, and its speed-up over the target alone."""
     with progress_bar(1 + len(points), "methods") as step:
         alone = _alone(library, costs, step)
-        return [_row(point, value, *_figures_of(library, costs, point, step), alone) for point, value in points]
+        return [
+            _row(point, value, *_figures_of(library, costs, point, step), alone)
+            for point, value in points
+        ]
 
 
-def _row(method: Method, value: int | None, found: Figures, missing_share: float, alone: Figures) -> Row:
+def _row(
+    method: Method, value: int | None, found: Figures, missing_share: float, alone: Figures
+) -> Row:
     return {
         "method": method.name,
         **({"value": value} if value is not None else {}),
@@ -248,12 +414,17 @@ def _row(method: Method, value: int | None, found: Figures, missing_share: float
     }
 
 
-def _play_ratios(library: Library, costs: Costs, methods: Sequence[Method], ratios: Sequence[float]) -> list[Row]:
-    """For each ratio and method, drafting ahead over not. T_D and T_V are those of the policy `dynamic` with the same tree, not ahead."""
+def _play_ratios(
+    library: Library, costs: Costs, methods: Sequence[Method], ratios: Sequence[float]
+) -> list[Row]:
+    """For each ratio and method, drafting ahead over not. T_D and T_V are those of the policy
+    `dynamic` with the same tree, not ahead."""
     rows: list[Row] = []
     with progress_bar(len(methods) * (2 + 2 * len(ratios)), "methods") as step:
         for method in methods:
-            yardstick, _ = _figures_of(library, costs, method.named(method.name, policy="dynamic").with_ahead(False), step)
+            yardstick, _ = _figures_of(
+                library, costs, method.named(method.name, policy="dynamic").with_ahead(False), step
+            )
             for ratio in ratios:
                 slower = costs.with_slower_draft(ratio * yardstick.verify_s / yardstick.draft_s)
                 waiting, _ = _figures_of(library, slower, method.with_ahead(False), step)
@@ -263,7 +434,9 @@ def _play_ratios(library: Library, costs: Costs, methods: Sequence[Method], rati
     return rows
 
 
-def _ratio_row(method: Method, ratio: float, waiting: Figures, ahead: Figures, missing_share: float) -> Row:
+def _ratio_row(
+    method: Method, ratio: float, waiting: Figures, ahead: Figures, missing_share: float
+) -> Row:
     return {
         "method": method.name,
         "value": ratio,
@@ -284,7 +457,9 @@ def _alone(library: Library, costs: Costs, step: Callable[[str], None]) -> Figur
     return figures([play.result for play in plays])
 
 
-def _figures_of(library: Library, costs: Costs, method: Method, step: Callable[[str], None]) -> tuple[Figures, float]:
+def _figures_of(
+    library: Library, costs: Costs, method: Method, step: Callable[[str], None]
+) -> tuple[Figures, float]:
     """What a method comes to, and the share of what it expanded that was not recorded."""
     from dovetail.launch.simulation.play import play_all
 
@@ -302,11 +477,27 @@ def _line(row: Row) -> tuple[object, ...]:
     rates = (row["tokens_per_s"], row["speedup"], row["tau"])
     counts = (row[name] for name in ("rows", "grown", "ahead", "wasted"))
     shares = (share(row["draft_share"]), share(row["hit_rate"]))
-    return (row["method"], *rates, *shares, *counts, share(row["plain_share"]), row["predicted_tokens_per_s"])
+    return (
+        row["method"],
+        *rates,
+        *shares,
+        *counts,
+        share(row["plain_share"]),
+        row["predicted_tokens_per_s"],
+    )
 
 
 def _show_ratios(rows: Sequence[Row]) -> None:
-    headings = ("method", "T_D / T_V", "tokens/s, not ahead", "ahead", "quotient", "of tau", "of exposed drafting", "hit")
+    headings = (
+        "method",
+        "T_D / T_V",
+        "tokens/s, not ahead",
+        "ahead",
+        "quotient",
+        "of tau",
+        "of exposed drafting",
+        "hit",
+    )
     lines = [
         (
             row["method"],
@@ -321,43 +512,86 @@ def _show_ratios(rows: Sequence[Row]) -> None:
         for row in rows
     ]
     print_table(headings, lines)
-    click.echo(f"least quotient {min(row['gain'] for row in rows):.3f}, largest {max(row['gain'] for row in rows):.3f}")
+    click.echo(
+        f"least quotient {min(row['gain'] for row in rows):.3f}, largest "
+        f"{max(row['gain'] for row in rows):.3f}"
+    )
     _note_missing(rows)
 
 
 def _note_missing(rows: Sequence[Row]) -> None:
     if (most := max(row["missing_share"] for row in rows)) > NOTED_SHARE:
-        note(f"up to {most:.0%} of what was expanded was not recorded and had no children here: record with more --nodes or --levels to be sure")
+        note(
+            f"up to {most:.0%} of what was expanded was not recorded and had no children here: "
+            "record with more --nodes or --levels to be sure"
+        )
 
 
 def _chart(title: str, sweep: str | None, rows: Sequence[Row]) -> str:
-    """Speed-up over what is swept, a curve for each method; without a sweep over the rows of a pass."""
+    """Speed-up over what is swept, a curve for each method; without a sweep over the rows of a
+    pass."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         name = row["method"] if sweep in (None, "ratio") else row["method"].rsplit(",", 1)[0]
-        curves.setdefault(name, []).append((row["rows"] if sweep is None else row["value"], row["gain"] if sweep == "ratio" else row["speedup"]))
-    across = {"gamma": "gamma", "depth": "levels", "ratio": "T_D / T_V, drafting ahead not counted", None: "rows of a pass"}[sweep]
+        curves.setdefault(name, []).append(
+            (
+                row["rows"] if sweep is None else row["value"],
+                row["gain"] if sweep == "ratio" else row["speedup"],
+            )
+        )
+    across = {
+        "gamma": "gamma",
+        "depth": "levels",
+        "ratio": "T_D / T_V, drafting ahead not counted",
+        None: "rows of a pass",
+    }[sweep]
     up = "tokens/s, ahead over not" if sweep == "ratio" else "speed-up over the target alone"
-    return draw(title, across, up, [Curve(name, points) for name, points in curves.items()], level=1.0)
+    return draw(
+        title, across, up, [Curve(name, points) for name, points in curves.items()], level=1.0
+    )
 
 
-# -- beside what is real -----------------------------------------------------------------------------------------------------------------------
+# -- beside what is real ---------------------------------------------------------------------------
 
 
 @command.command("validate", cls=SettingsCommand)
-@click.option("--rounds", type=click.Path(path_type=Path), required=True, help="The folder that `simulate record` made, with the same pair.")
+@click.option(
+    "--rounds",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The folder that `simulate record` made, with the same pair.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Replies decoded.  [default: all]")
 @click.option(
-    "--method", "methods", multiple=True, metavar="POLICY[,SETTING=VALUE...]", help="A tree, such as goodput or dynamic,gamma=59,ahead=false; repeat."
+    "--method",
+    "methods",
+    multiple=True,
+    metavar="POLICY[,SETTING=VALUE...]",
+    help="A tree, such as goodput or dynamic,gamma=59,ahead=false; repeat.",
 )
-@click.option("--tolerance", type=click.FloatRange(0.0, 1.0), default=TOLERANCE, show_default=True, help="How far tokens/s may be off.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0.0, 1.0),
+    default=TOLERANCE,
+    show_default=True,
+    help="How far tokens/s may be off.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
+)
 @settings_flags(*DECODING_SECTIONS)
 @click.pass_context
 def validate(
-    context: click.Context, configuration: Configuration, rounds: Path, limit: int | None, methods: tuple[str, ...], tolerance: float, as_json: bool
+    context: click.Context,
+    configuration: Configuration,
+    rounds: Path,
+    limit: int | None,
+    methods: tuple[str, ...],
+    tolerance: float,
+    as_json: bool,
 ) -> None:
-    """Decode recorded replies for real, and play them with the costs that were measured meanwhile; exit code 1 if a rate is off by more than the tolerance.
+    """Decode recorded replies for real, and play them with the costs that were measured meanwhile;
+    exit code 1 if a rate is off by more than the tolerance.
 
     The pair must be the recorded one; --inflate gives its target the cost of a larger one.
     """
@@ -391,34 +625,90 @@ def _beside_row(method: Method, measured: Figures, simulated: Figures, missing_s
 
 
 def _show_beside(rows: Sequence[Row]) -> None:
-    headings = ("method", "tokens/s, measured", "simulated", "off %", "tau, measured", "simulated", "off %", "draft %, measured", "simulated")
+    headings = (
+        "method",
+        "tokens/s, measured",
+        "simulated",
+        "off %",
+        "tau, measured",
+        "simulated",
+        "off %",
+        "draft %, measured",
+        "simulated",
+    )
     lines = []
     for row in rows:
-        pairs = [(row["measured"][name], row["simulated"][name]) for name in ("tokens_per_s", "tau", "draft_share")]
+        pairs = [
+            (row["measured"][name], row["simulated"][name])
+            for name in ("tokens_per_s", "tau", "draft_share")
+        ]
         rates, taus, shares = pairs
-        lines.append((row["method"], *rates, 100 * row["deviation"], *taus, 100 * row["tau_deviation"], *(100 * share for share in shares)))
+        lines.append(
+            (
+                row["method"],
+                *rates,
+                100 * row["deviation"],
+                *taus,
+                100 * row["tau_deviation"],
+                *(100 * share for share in shares),
+            )
+        )
     print_table(headings, lines)
     _note_missing(rows)
 
 
-# -- machines ----------------------------------------------------------------------------------------------------------------------------------
+# -- machines --------------------------------------------------------------------------------------
 
 
 @command.command("machines")
-@click.option("--target-size", type=click.Choice(list(SIZES)), default="7B", show_default=True, help="Whose passes are told.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table; seconds.")
+@click.option(
+    "--target-size",
+    type=click.Choice(list(SIZES)),
+    default="7B",
+    show_default=True,
+    help="Whose passes are told.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table; seconds."
+)
 def machines(target_size: str, as_json: bool) -> None:
-    """List the machines that come with the program, and what passes take there, behind a cache of 512 rows."""
+    """List the machines that come with the program, and what passes take there, behind a cache of
+    512 rows."""
     told = [_machine_row(name, target_size) for name in machine_names()]
     if as_json:
         click.echo(json.dumps({"target_size": target_size, "machines": told}))
         return
-    lines = [(row["machine"], row["title"], row["weights"], *(1e3 * taken for taken in row["t_v"].values()), 1e3 * row["t_d"]) for row in told]
-    print_table(("machine", "", "weights", *(f"T_V({rows}) ms" for rows in TOLD_ROWS), "a draft's level ms"), lines)
+    lines = [
+        (
+            row["machine"],
+            row["title"],
+            row["weights"],
+            *(1e3 * taken for taken in row["t_v"].values()),
+            1e3 * row["t_d"],
+        )
+        for row in told
+    ]
+    print_table(
+        (
+            "machine",
+            "",
+            "weights",
+            *(f"T_V({rows}) ms" for rows in TOLD_ROWS),
+            "a draft's level ms",
+        ),
+        lines,
+    )
 
 
 def _machine_row(name: str, target_size: str) -> Row:
     machine = read_machine(name)
     costs = machine.costs(read_size(target_size), machine.weights)
     t_v = {str(rows): costs.verify_s(rows, CONTEXT) for rows in TOLD_ROWS}
-    return {"machine": name, "title": machine.title, "weights": machine.weights, "shared": machine.shared, "t_v": t_v, "t_d": costs.draft_s(LEVEL_ROWS)}
+    return {
+        "machine": name,
+        "title": machine.title,
+        "weights": machine.weights,
+        "shared": machine.shared,
+        "t_v": t_v,
+        "t_d": costs.draft_s(LEVEL_ROWS),
+    }

@@ -1,4 +1,5 @@
-"""`dovetail status`: the coordinator, its workers, its sessions, and what drafts and targets bring together."""
+"""`dovetail status`: the coordinator, its workers, its sessions, and what drafts and targets bring
+together."""
 
 import json
 from collections.abc import Sequence
@@ -17,13 +18,18 @@ SHOWN_DECISIONS = 8
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--connect", metavar="ADDRESS", help="The coordinator to ask.  [default: the only one of this user]")
+@click.option(
+    "--connect",
+    metavar="ADDRESS",
+    help="The coordinator to ask.  [default: the only one of this user]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @settings_flags("coordinator.keys")
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
     """Show the state of a coordinator.
 
-    "busy so far" is a worker's share of the time since it registered; `dovetail top` shows what it is at present. "trip" is the quickest answer of late.
+    "busy so far" is a worker's share of the time since it registered; `dovetail top` shows what it
+    is at present. "trip" is the quickest answer of late.
     """
     with find_coordinator(configuration, connect) as client:
         state = client.status()
@@ -39,17 +45,29 @@ def _in_print(state: Reported) -> Reported:
 
 
 def _show(state: Reported) -> None:
-    counts = f"{state.sessions} running, {state.finished} finished, {state.failed} failed, {state.cancelled} cancelled"
+    counts = (
+        f"{state.sessions} running, {state.finished} finished, {state.failed} failed, "
+        f"{state.cancelled} cancelled"
+    )
     click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
     click.echo(f"sessions    {counts}")
-    click.echo(f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: {state.stale} stale, {state.refused} refused")
+    click.echo(
+        f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: "
+        f"{state.stale} stale, {state.refused} refused"
+    )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
     for reason in state.reasons:
         click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
     if state.workers:
-        print_table(("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"), [_row(worker) for worker in state.workers])
-        print_table(("worker", "host", "trip us", "clock us", "bytes/round"), [_link(worker) for worker in state.workers])
+        print_table(
+            ("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"),
+            [_row(worker) for worker in state.workers],
+        )
+        print_table(
+            ("worker", "host", "trip us", "clock us", "bytes/round"),
+            [_link(worker) for worker in state.workers],
+        )
         for worker in state.workers:
             click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")
         for worker in state.workers:
@@ -68,11 +86,23 @@ def _show(state: Reported) -> None:
 def _show_pairs(pairs: Sequence[PairState]) -> None:
     if not pairs:
         return
-    headings = ("draft", "target", "drafting", "rounds", "hit", "gamma", "tokens/s", "alone", "predicted")
+    headings = (
+        "draft",
+        "target",
+        "drafting",
+        "rounds",
+        "hit",
+        "gamma",
+        "tokens/s",
+        "alone",
+        "predicted",
+    )
     print_table(headings, [_pair(pair) for pair in pairs])
     for pair in pairs:
         if pair.hops_us is not None:
-            click.echo(f"messages of a round of {pair.draft} and {pair.target}: {pair.hops_us:.0f} us")
+            click.echo(
+                f"messages of a round of {pair.draft} and {pair.target}: {pair.hops_us:.0f} us"
+            )
         for name, curve in (("T_V", pair.t_v), ("t_D", pair.t_d)):
             if curve is not None:
                 click.echo(f"{name} of {pair.draft} and {pair.target}, ms by rows: {_curve(curve)}")
@@ -81,23 +111,50 @@ def _show_pairs(pairs: Sequence[PairState]) -> None:
 def _pair(pair: PairState) -> tuple[object, ...]:
     hits = None if pair.hit_rate is None else f"{pair.hit_rate:.0%}"
     rates = (pair.tokens_per_s, pair.alone_tokens_per_s, pair.predicted_tokens_per_s)
-    return (pair.draft, pair.target, "on" if pair.speculating else "off", pair.rounds, hits, pair.gamma, *rates)
+    return (
+        pair.draft,
+        pair.target,
+        "on" if pair.speculating else "off",
+        pair.rounds,
+        hits,
+        pair.gamma,
+        *rates,
+    )
 
 
 def _curve(curve: RowsSeconds) -> str:
-    return ", ".join(f"{rows}: {1e3 * seconds:.3g}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
+    return ", ".join(
+        f"{rows}: {1e3 * seconds:.3g}"
+        for rows, seconds in zip(curve.rows, curve.seconds, strict=True)
+    )
 
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
     device = f"{worker.device}, {counted(worker.threads, 'thread')}"
     load = (f"{worker.busy_share:.0%}", worker.sessions, round(worker.rss_mb))
-    model = shorten_model(worker.model) + (f", inflated to {worker.inflation}" if worker.inflation else "")
-    return (worker.name + _standing(worker), "+".join(worker.roles), model, device, *load, worker.pid)
+    model = shorten_model(worker.model) + (
+        f", inflated to {worker.inflation}" if worker.inflation else ""
+    )
+    return (
+        worker.name + _standing(worker),
+        "+".join(worker.roles),
+        model,
+        device,
+        *load,
+        worker.pid,
+    )
 
 
 def _link(worker: WorkerState) -> tuple[object, ...]:
-    """The way to it: the quickest answer of late, which under load counts what it computed before it answered."""
-    return (worker.name, worker.host, _whole(worker.round_trip_us), _clock(worker), _whole(worker.bytes_per_round))
+    """The way to it: the quickest answer of late, which under load counts what it computed before
+    it answered."""
+    return (
+        worker.name,
+        worker.host,
+        _whole(worker.round_trip_us),
+        _clock(worker),
+        _whole(worker.bytes_per_round),
+    )
 
 
 def _whole(figure: float | None) -> int | None:
@@ -113,5 +170,13 @@ def _clock(worker: WorkerState) -> str:
 
 def _standing(worker: WorkerState) -> str:
     """Why it gets no sessions, where that is so."""
-    said = [word for word, so in (("standby", worker.standby), ("leaving", worker.leaving), ("stuck", worker.stuck)) if so]
+    said = [
+        word
+        for word, so in (
+            ("standby", worker.standby),
+            ("leaving", worker.leaving),
+            ("stuck", worker.stuck),
+        )
+        if so
+    ]
     return f" ({', '.join(said)})" if said else ""

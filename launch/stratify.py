@@ -1,8 +1,10 @@
-"""`dovetail stratify`: the thresholds between bins of entropy that the policy `heterospec` goes by (HeteroSpec, Liu et al. 2025, section 4.2).
+"""`dovetail stratify`: the thresholds between bins of entropy that the policy `heterospec` goes by
+(HeteroSpec, Liu et al. 2025, section 4.2).
 
-Every prompt is answered with trees of `dynamic`, whose entropy is told with each round; a regression tree finds the bins within which the rank of what is
-accepted varies least. Left out are rounds whose rank says nothing of the draft: those near the end of a reply, whose tree had no room for its levels,
-and those of a reply that has begun to repeat itself, which any draft foretells.
+Every prompt is answered with trees of `dynamic`, whose entropy is told with each round; a
+regression tree finds the bins within which the rank of what is accepted varies least. Left out are
+rounds whose rank says nothing of the draft: those near the end of a reply, whose tree had no room
+for its levels, and those of a reply that has begun to repeat itself, which any draft foretells.
 """
 
 import json
@@ -16,7 +18,12 @@ import click
 
 from dovetail.launch.bench_turns import loop_begins
 from dovetail.launch.chart import Curve, Panel, check_chart, draw_panels
-from dovetail.launch.configure import DECODING_SECTIONS, Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import (
+    DECODING_SECTIONS,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
 from dovetail.launch.connection import Connection
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, read_prompts
@@ -45,13 +52,40 @@ class Reply:
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--prompts", type=FILE, required=True, help='File of prompts of the kind that is to be decoded, a line {"id", "turns"} each.')
-@click.option("--out", type=FILE, required=True, help="TOML file that gets the thresholds, for --tree.thresholds.")
-@click.option("--rounds", "kept", type=FILE, help="Keep the rounds there, and go on with what it holds when run again.")
-@click.option("--limit", type=click.IntRange(min=1), help="Prompts taken of the file.  [default: all]")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of every reply.")
-@click.option("--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
+@click.option(
+    "--prompts",
+    type=FILE,
+    required=True,
+    help='File of prompts of the kind that is to be decoded, a line {"id", "turns"} each.',
+)
+@click.option(
+    "--out",
+    type=FILE,
+    required=True,
+    help="TOML file that gets the thresholds, for --tree.thresholds.",
+)
+@click.option(
+    "--rounds",
+    "kept",
+    type=FILE,
+    help="Keep the rounds there, and go on with what it holds when run again.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Prompts taken of the file.  [default: all]"
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    help="Seed of every reply.",
+)
+@click.option(
+    "--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
+)
 @settings_flags(*DECODING_SECTIONS, stratified=False)
 def command(
     configuration: Configuration,
@@ -63,9 +97,11 @@ def command(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Decode PROMPTS with speculation and find the bins of entropy by which `--policy heterospec` shapes its trees.
+    """Decode PROMPTS with speculation and find the bins of entropy by which `--policy heterospec`
+    shapes its trees.
 
-    The thresholds hold for one draft and for the tree's depth and width. Takes about as long as the replies; some thousand rounds are plenty.
+    The thresholds hold for one draft and for the tree's depth and width. Takes about as long as the
+    replies; some thousand rounds are plenty.
     """
     _check(configuration, plot)
     check_output(out, "the thresholds")
@@ -76,29 +112,58 @@ def command(
     left = [prompt for prompt in chosen if prompt.id not in replies]
     if left:
         replies |= _play(configuration, left, seed, _keeper(kept, holds_for))
-    rounds = [round for prompt in chosen if prompt.id in replies for round in replies[prompt.id].rounds]
+    rounds = [
+        round for prompt in chosen if prompt.id in replies for round in replies[prompt.id].rounds
+    ]
     from dovetail.workers.training.stratify import stratify
 
     strata = stratify(rounds, configuration.settings.tree.gamma)
-    fitted_on = {"prompts": prompts.name, "replies": len(replies), "rounds": len(rounds), "max_tokens": configuration.settings.sampling.max_tokens}
-    write_thresholds(out, strata.thresholds, {"holds_for": holds_for, "fitted_on": fitted_on}, _bins_told(strata))
+    fitted_on = {
+        "prompts": prompts.name,
+        "replies": len(replies),
+        "rounds": len(rounds),
+        "max_tokens": configuration.settings.sampling.max_tokens,
+    }
+    write_thresholds(
+        out, strata.thresholds, {"holds_for": holds_for, "fitted_on": fitted_on}, _bins_told(strata)
+    )
     if plot is not None:
         with writing(plot, "the plot"):
-            plot.write_text(chart(rounds, strata, configuration.settings.tree.gamma), encoding="utf-8")
+            plot.write_text(
+                chart(rounds, strata, configuration.settings.tree.gamma), encoding="utf-8"
+            )
     if as_json:
-        click.echo(json.dumps({"thresholds": strata.thresholds, "bins": _bins_told(strata), "holds_for": holds_for, "fitted_on": fitted_on}))
+        click.echo(
+            json.dumps(
+                {
+                    "thresholds": strata.thresholds,
+                    "bins": _bins_told(strata),
+                    "holds_for": holds_for,
+                    "fitted_on": fitted_on,
+                }
+            )
+        )
         return
     _show(strata, configuration.settings.tree)
-    note(f"{len(rounds)} rounds of {len(replies)} prompts; use it with --policy heterospec --tree.thresholds {out}")
+    note(
+        f"{len(rounds)} rounds of {len(replies)} prompts; use it with --policy heterospec "
+        f"--tree.thresholds {out}"
+    )
 
 
 def _check(configuration: Configuration, plot: Path | None) -> None:
     check_chart(plot)
     settings = configuration.settings
     if settings.draft.kind in ("none", "ngram"):
-        raise UserError(f"draft.kind = {settings.draft.kind!r} has no distributions to be sure of: name a draft with a model")
+        raise UserError(
+            f"draft.kind = {settings.draft.kind!r} has no distributions to be sure of: name a "
+            "draft with a model"
+        )
     if settings.tree.gamma == 0 or settings.tree.width == 1:
-        raise UserError(f"a tree of gamma {settings.tree.gamma} and width {settings.tree.width} has no entropy: choose larger ones")
+        raise UserError(
+            f"a tree of gamma {settings.tree.gamma} and width {settings.tree.width} has no "
+            "entropy: choose larger ones"
+        )
     if settings.sampling.acceptance == "rejection":
         raise UserError("sampling.acceptance 'rejection' draws its trees at random: leave it out")
     if find_spec("sklearn") is None:  # told before anything is decoded
@@ -111,10 +176,15 @@ def _holds_for(settings: Settings) -> dict[str, Any]:
     return {**draft_facts(settings.draft), **tree, "temperature": settings.sampling.temperature}
 
 
-# -- rounds ------------------------------------------------------------------------------------------------------------------------------------
+# -- rounds ----------------------------------------------------------------------------------------
 
 
-def _play(configuration: Configuration, prompts: Sequence[Prompt], seed: int, keep: Callable[[Reply], None]) -> dict[str, Reply]:
+def _play(
+    configuration: Configuration,
+    prompts: Sequence[Prompt],
+    seed: int,
+    keep: Callable[[Reply], None],
+) -> dict[str, Reply]:
     """Replies by prompt. One that is too long for the context is left out, with a note."""
     replies = {}
     with Supervisor() as supervisor:
@@ -139,7 +209,9 @@ def _play(configuration: Configuration, prompts: Sequence[Prompt], seed: int, ke
 
 def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: int) -> Reply:
     """Answer all turns of a prompt."""
-    tree = settings.tree.model_copy(update={"policy": "heterospec", "insist": True, "thresholds": ""})  # one bin: the trees are those of dynamic
+    tree = settings.tree.model_copy(
+        update={"policy": "heterospec", "insist": True, "thresholds": ""}
+    )  # one bin: the trees are those of dynamic
     history: list[str] = []
     rounds: list[Round] = []
     for turn in prompt.turns:
@@ -158,19 +230,26 @@ def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: in
     return Reply(prompt.id, tuple(rounds))
 
 
-def rounds_of(records: Sequence[RoundRecord], result: Result, tree: TreeSettings, max_tokens: int) -> "list[Round]":
-    """What is learned from: the rounds of a reply that had a tree, room for all of its levels, and something to say."""
+def rounds_of(
+    records: Sequence[RoundRecord], result: Result, tree: TreeSettings, max_tokens: int
+) -> "list[Round]":
+    """What is learned from: the rounds of a reply that had a tree, room for all of its levels, and
+    something to say."""
     from dovetail.workers.training.stratify import Round, terminal_confidence_rank
 
     last = result.prompt_tokens + min(loop_begins(result.token_ids), max_tokens - tree.depth - 1)
     return [
-        Round(record.entropy, terminal_confidence_rank(record.accepted, tree.gamma), len(record.accepted) >= tree.depth)
+        Round(
+            record.entropy,
+            terminal_confidence_rank(record.accepted, tree.gamma),
+            len(record.accepted) >= tree.depth,
+        )
         for record in records
         if record.entropy is not None and record.prefix <= last
     ]
 
 
-# -- the file of rounds ------------------------------------------------------------------------------------------------------------------------
+# -- the file of rounds ----------------------------------------------------------------------------
 
 
 def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], None]:
@@ -188,7 +267,8 @@ def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], N
 
 
 def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
-    """The replies in a file, whose last line is cut off if it is torn; `UserError` if they are of something else."""
+    """The replies in a file, whose last line is cut off if it is torn; `UserError` if they are of
+    something else."""
     from dovetail.workers.training.stratify import Round
 
     check_output(path, "the rounds")
@@ -197,20 +277,35 @@ def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
     try:
         contents = [json.loads(line) for line in lines]
         there = contents[0]["holds_for"] if contents else holds_for
-        replies = [Reply(content["id"], tuple(Round(float(e), int(rank), bool(full)) for e, rank, full in content["rounds"])) for content in contents[1:]]
+        replies = [
+            Reply(
+                content["id"],
+                tuple(
+                    Round(float(e), int(rank), bool(full)) for e, rank, full in content["rounds"]
+                ),
+            )
+            for content in contents[1:]
+        ]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is no file of rounds of an earlier run: choose another --rounds") from None
+        raise UserError(
+            f"{path} is no file of rounds of an earlier run: choose another --rounds"
+        ) from None
     if different := [key for key in holds_for if there.get(key) != holds_for[key]]:
         key = different[0]
-        raise UserError(f"the rounds in {path} were played with {key} = {there.get(key)!r}, and it is {holds_for[key]!r}: choose another --rounds")
+        raise UserError(
+            f"the rounds in {path} were played with {key} = {there.get(key)!r}, and it is "
+            f"{holds_for[key]!r}: choose another --rounds"
+        )
     if torn:
         if not torn.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if lines else 2]):
-            raise UserError(f"{path} is no file of rounds of an earlier run: choose another --rounds")
+            raise UserError(
+                f"{path} is no file of rounds of an earlier run: choose another --rounds"
+            )
         path.write_bytes(whole + newline)
     return {reply.id: reply for reply in replies}
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def _bins_told(strata: "Strata") -> list[dict[str, Any]]:
@@ -220,30 +315,71 @@ def _bins_told(strata: "Strata") -> list[dict[str, Any]]:
 def _show(strata: "Strata", tree: TreeSettings) -> None:
     adapted = tree.model_copy(update={"policy": "heterospec", "thresholds": strata.thresholds})
     rows = []
-    for number, (found, upper) in enumerate(zip(strata.bins, (*strata.thresholds, None), strict=True)):
+    for number, (found, upper) in enumerate(
+        zip(strata.bins, (*strata.thresholds, None), strict=True)
+    ):
         nodes, levels = adapted.size_in(number)
-        rows.append((number, upper, found.rounds, found.full_share, found.fitted_rank, found.mean_rank, nodes, levels))
-    print_table(("bin", "entropy up to, nats", "rounds", "fully accepted", "rank as fitted", "mean rank", "nodes", "levels"), rows)
+        rows.append(
+            (
+                number,
+                upper,
+                found.rounds,
+                found.full_share,
+                found.fitted_rank,
+                found.mean_rank,
+                nodes,
+                levels,
+            )
+        )
+    print_table(
+        (
+            "bin",
+            "entropy up to, nats",
+            "rounds",
+            "fully accepted",
+            "rank as fitted",
+            "mean rank",
+            "nodes",
+            "levels",
+        ),
+        rows,
+    )
 
 
 def chart(rounds: "Sequence[Round]", strata: "Strata", nodes: int) -> str:
-    """The SVG of rank, and of the share that is fully accepted, over entropy: means of groups of equally many rounds, and the bins as steps."""
+    """The SVG of rank, and of the share that is fully accepted, over entropy: means of groups of
+    equally many rounds, and the bins as steps."""
     from dovetail.workers.training.stratify import fitted_rank
 
     ordered = sorted(rounds)
-    groups = [ordered[len(ordered) * group // GROUPS : len(ordered) * (group + 1) // GROUPS] for group in range(GROUPS)]
+    groups = [
+        ordered[len(ordered) * group // GROUPS : len(ordered) * (group + 1) // GROUPS]
+        for group in range(GROUPS)
+    ]
     across = [_mean([seen.entropy for seen in group]) for group in groups]
     edges = (0.0, *strata.thresholds, max(ordered[-1].entropy, strata.thresholds[-1]))
 
     def curves(of: "Callable[[Round], float]", bins: Sequence[float]) -> list[Curve]:
-        steps = [(edge, level) for number, level in enumerate(bins) for edge in edges[number : number + 2]]
+        steps = [
+            (edge, level)
+            for number, level in enumerate(bins)
+            for edge in edges[number : number + 2]
+        ]
         means = [_mean([of(seen) for seen in group]) for group in groups]
-        return [Curve("rounds", list(zip(across, means, strict=True))), Curve("bins", steps, dashed=True)]
+        return [
+            Curve("rounds", list(zip(across, means, strict=True))),
+            Curve("bins", steps, dashed=True),
+        ]
 
-    rank = curves(lambda seen: fitted_rank(seen, nodes), [found.fitted_rank for found in strata.bins])
+    rank = curves(
+        lambda seen: fitted_rank(seen, nodes), [found.fitted_rank for found in strata.bins]
+    )
     full = curves(lambda seen: seen.full, [found.full_share for found in strata.bins])
     entropy = "cumulative top-K entropy, nats"
-    panels = [Panel("Rank of the accepted path", entropy, "rank (worst: not to the bottom)", rank), Panel("Accepted to the bottom", entropy, "share", full)]
+    panels = [
+        Panel("Rank of the accepted path", entropy, "rank (worst: not to the bottom)", rank),
+        Panel("Accepted to the bottom", entropy, "share", full),
+    ]
     return draw_panels("What the target accepts, over how sure the draft is", panels)
 
 

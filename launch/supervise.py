@@ -1,8 +1,10 @@
 """Processes of our own: started as commands, watched until they are ready, and ended in every case.
 
-A `Supervisor` owns what it starts: when its block is left - normally, by an exception, by Ctrl-C, SIGTERM or SIGHUP - every process has ended and what
-it left in the file system is gone; when the supervisor itself is killed, the kernel (`child.py`) and a process beside it (`warden.py`) see to it. A `Stack`
-is a coordinator with the workers that the settings ask for. Knows commands and exit codes, nothing of tokens.
+A `Supervisor` owns what it starts: when its block is left - normally, by an exception, by Ctrl-C,
+SIGTERM or SIGHUP - every process has ended and what it left in the file system is gone; when the
+supervisor itself is killed, the kernel (`child.py`) and a process beside it (`warden.py`) see to
+it. A `Stack` is a coordinator with the workers that the settings ask for. Knows commands and exit
+codes, nothing of tokens.
 """
 
 import contextlib
@@ -37,24 +39,35 @@ from dovetail.runtime.client import Client
 
 GRACE_S = 5.0
 ORPHANED_S = 8.0
-"""Children of a supervisor that was killed have so long to end: a coordinator lets running requests end for five seconds, and an HTTP server tells those who
-still wait for two more."""
+"""Children of a supervisor that was killed have so long to end: a coordinator lets running requests
+end for five seconds, and an HTTP server tells those who still wait for two more."""
 POLL_S = 0.05
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
 Played = Literal["target", "draft", "unified"]
 ROLES: tuple[Played, ...] = ("target", "draft")
-SECTIONS: dict[str, tuple[str, ...]] = {"target": ("target", "memory"), "draft": ("draft",), "unified": ("target", "memory", "draft")}
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "target": ("target", "memory"),
+    "draft": ("draft",),
+    "unified": ("target", "memory", "draft"),
+}
 """Of the settings that a worker has."""
-SMALLER = "take smaller weights (target.weights, draft.weights), a smaller model or a shorter context, or give it more memory"
-WHO_KILLED = "the kernel's log (dmesg, journalctl -k) says so if memory ran out; if it does not, somebody sent the signal"
+SMALLER = (
+    "take smaller weights (target.weights, draft.weights), a smaller model or a shorter "
+    "context, or give it more memory"
+)
+WHO_KILLED = (
+    "the kernel's log (dmesg, journalctl -k) says so if memory ran out; if it does "
+    "not, somebody sent the signal"
+)
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process of ours. Its stderr goes to a file without a name, so that nothing is left of it; each write to it goes to its end."""
+    """A process of ours. Its stderr goes to a file without a name, so that nothing is left of it;
+    each write to it goes to its end."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -67,7 +80,8 @@ class Child:
         return self.process.poll() is not None
 
     def heard(self) -> str:
-        """The line that it has said on stdout, which is for us; empty if it has not yet, or has ended."""
+        """The line that it has said on stdout, which is for us; empty if it has not yet, or has
+        ended."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0.0)
         return self.process.stdout.readline().decode().strip() if ready else ""
@@ -76,7 +90,9 @@ class Child:
         """The last lines of its stderr."""
         size = os.fstat(self.log.fileno()).st_size
         tail = os.pread(self.log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
-        return [line for line in tail.decode(errors="replace").splitlines() if line.strip()][-TAIL_LINES:]
+        return [line for line in tail.decode(errors="replace").splitlines() if line.strip()][
+            -TAIL_LINES:
+        ]
 
     def peak_rss_bytes(self) -> int:
         """The most memory that it ever held, by the kernel's account; 0 once it has ended."""
@@ -90,7 +106,10 @@ class Child:
         if self.ended:
             return 0
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field)), 0)
+        return next(
+            (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field)),
+            0,
+        )
 
     @property
     def was_mistaken(self) -> bool:
@@ -106,17 +125,31 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}{why}"
 
     def _why_killed(self) -> str:
-        return why_killed(self.process.pid, self.before) if self.process.returncode == -signal.SIGKILL else ""
+        return (
+            why_killed(self.process.pid, self.before)
+            if self.process.returncode == -signal.SIGKILL
+            else ""
+        )
 
     def failure(self) -> DovetailError:
-        """Why it ended, in its own words: a `UserError` if it said that it was the user's mistake."""
+        """Why it ended, in its own words: a `UserError` if it said that it was the user's
+        mistake."""
         words = self.last_words()
         if self.was_mistaken:
             return UserError(f"the {self.name}: {words[-1].removeprefix('dovetail: ')}")
         advice = []
         if self.process.returncode == -signal.SIGKILL:
             advice = [SMALLER if self._why_killed() else WHO_KILLED]
-        return DovetailError("\n  ".join((f"the {self.name} {self.how_it_ended()}" + (":" if words else " and said nothing"), *words, *advice)))
+        return DovetailError(
+            "\n  ".join(
+                (
+                    f"the {self.name} {self.how_it_ended()}"
+                    + (":" if words else " and said nothing"),
+                    *words,
+                    *advice,
+                )
+            )
+        )
 
 
 class Supervisor:
@@ -152,22 +185,38 @@ class Supervisor:
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        """A signal that ends us unwinds the stack, so that every block that owns something is left - but not between a process's start and its entry here."""
+        """A signal that ends us unwinds the stack, so that every block that owns something is left
+        - but not between a process's start and its entry here."""
         if self._busy:
             self._pending = signal.Signals(number)
         else:
             _unwind(signal.Signals(number))
 
-    def start(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli", reads: bool = False, asks: bool = False) -> Child:
-        """Start a command of ours; `reads`: its stdout is for us, `asks`: its stdin is ours to write to.
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        module: str = "dovetail.launch.cli",
+        reads: bool = False,
+        asks: bool = False,
+    ) -> Child:
+        """Start a command of ours; `reads`: its stdout is for us, `asks`: its stdin is ours to
+        write to.
 
-        It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends everything in order. The kernel ends a
-        child with the thread that started it, so this must be the main thread.
+        It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone,
+        which then ends everything in order. The kernel ends a child with the thread that started
+        it, so this must be the main thread.
         """
-        return self.start_command(name, [sys.executable, "-P", "-m", module, *arguments], reads=reads, asks=asks)
+        return self.start_command(
+            name, [sys.executable, "-P", "-m", module, *arguments], reads=reads, asks=asks
+        )
 
-    def start_command(self, name: str, command: Sequence[str], *, reads: bool = False, asks: bool = False) -> Child:
-        """Start any command that takes `--parent`, as `start` does; `asks`: its stdin is ours to write to."""
+    def start_command(
+        self, name: str, command: Sequence[str], *, reads: bool = False, asks: bool = False
+    ) -> Child:
+        """Start any command that takes `--parent`, as `start` does; `asks`: its stdin is ours to
+        write to."""
         self._busy = True
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
@@ -186,12 +235,20 @@ class Supervisor:
             _unwind(self._pending)
         return child
 
-    def start_coordinator(self, cores: Sequence[int], name: str = "coordinator", *, flags: Sequence[str] = ()) -> str:
-        """Start a coordinator of our own on a private ipc address, and return the address. `flags`: settings of its section but for the address and keys."""
-        return self.start_hub(name, ["coordinator", *flags, "--listen=ipc", f"--cores={format_numbers(cores)}"])
+    def start_coordinator(
+        self, cores: Sequence[int], name: str = "coordinator", *, flags: Sequence[str] = ()
+    ) -> str:
+        """Start a coordinator of our own on a private ipc address, and return the address. `flags`:
+        settings of its section but for the address and keys."""
+        return self.start_hub(
+            name, ["coordinator", *flags, "--listen=ipc", f"--cores={format_numbers(cores)}"]
+        )
 
-    def start_hub(self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli") -> str:
-        """Start a process that listens at a private ipc address and says on stdout at which, once it does."""
+    def start_hub(
+        self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli"
+    ) -> str:
+        """Start a process that listens at a private ipc address and says on stdout at which, once
+        it does."""
         child = self.start(name, arguments, module=module, reads=True)
         assert child.process.stdout is not None
         address = child.process.stdout.readline().decode().strip()
@@ -202,13 +259,15 @@ class Supervisor:
         return address
 
     def owns_socket(self, child: Child, address: str) -> None:
-        """A process of ours listens at this ipc address, in a folder that it has made for it, and that goes with it."""
+        """A process of ours listens at this ipc address, in a folder that it has made for it, and
+        that goes with it."""
         path = Path(address.removeprefix("ipc://"))
         self._sockets.append((child, path))
         self._have_minded(warden.FOLDER, str(path.parent))
 
     def owns_folder(self, folder: Path) -> None:
-        """Processes of ours, one after the other, have their sockets in this folder, which goes with the last of them."""
+        """Processes of ours, one after the other, have their sockets in this folder, which goes
+        with the last of them."""
         self._folders.append(folder)
         self._have_minded(warden.FOLDER, str(folder))
 
@@ -219,7 +278,8 @@ class Supervisor:
                 raise child.failure()
 
     def end(self, children: Sequence[Child], grace_s: float = GRACE_S) -> None:
-        """End these, and forget them. A signal interrupts it, and they are left to the end of the block."""
+        """End these, and forget them. A signal interrupts it, and they are left to the end of the
+        block."""
         self._end(children, grace_s)
         self._clean(children)
         self.children = [child for child in self.children if child not in children]
@@ -231,7 +291,8 @@ class Supervisor:
                 child.process.kill()
 
     def mind(self) -> None:
-        """Start the process anew that sees to what is ours when we are killed, if somebody has killed it."""
+        """Start the process anew that sees to what is ours when we are killed, if somebody has
+        killed it."""
         if self._warden is None or self._warden.poll() is None:
             return
         self._warden = None
@@ -244,7 +305,13 @@ class Supervisor:
         """Have a process or a folder of ours go when we are killed."""
         if self._warden is None:
             command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S)]
-            self._warden = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            self._warden = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         assert self._warden.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody has killed it: see `mind`
             os.write(self._warden.stdin.fileno(), b"%b %b\n" % (kind, os.fsencode(value)))
@@ -279,7 +346,8 @@ class Supervisor:
                 child.process.stdout.close()
 
     def _clean(self, children: Sequence[Child]) -> None:
-        """What a coordinator that was killed could not remove: the folder that it made for its socket."""
+        """What a coordinator that was killed could not remove: the folder that it made for its
+        socket."""
         for child, path in self._sockets:
             if child in children:
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -302,51 +370,89 @@ class Stack:
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
-def start_stack(supervisor: Supervisor, configuration: Configuration, *, layout: CoreLayout | None = None, prefix: str = "", anew: bool = False) -> Stack:
-    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply goes on from what another one left.
+def start_stack(
+    supervisor: Supervisor,
+    configuration: Configuration,
+    *,
+    layout: CoreLayout | None = None,
+    prefix: str = "",
+    anew: bool = False,
+) -> Stack:
+    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply
+    goes on from what another one left.
 
-    Nobody starts one of these workers again: unless the settings say so, a session whose target is lost does not wait for another.
+    Nobody starts one of these workers again: unless the settings say so, a session whose target is
+    lost does not wait for another.
     """
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
     began = len(supervisor.children)
     waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
-    flags = [*coordinator_arguments(configuration), *waits, *(["--coordinator.reuse=false"] if anew else [])]
-    address = supervisor.start_coordinator(layout.coordinator.cores, f"{prefix}coordinator", flags=flags)
+    flags = [
+        *coordinator_arguments(configuration),
+        *waits,
+        *(["--coordinator.reuse=false"] if anew else []),
+    ]
+    address = supervisor.start_coordinator(
+        layout.coordinator.cores, f"{prefix}coordinator", flags=flags
+    )
     for role in processes_of(configuration.settings):
         settings = with_room_for_draft(configuration) if role == "target" else configuration
-        supervisor.start(f"{prefix}{role} worker", worker_arguments(settings, role, address, layout))
+        supervisor.start(
+            f"{prefix}{role} worker", worker_arguments(settings, role, address, layout)
+        )
     coordinator, *workers = supervisor.children[began:]
     return Stack(address, configuration, coordinator, tuple(workers))
 
 
 def check_stack(configuration: Configuration) -> None:
-    """`UserError` for what these settings ask for and cannot be started, as far as a look at the models tells."""
+    """`UserError` for what these settings ask for and cannot be started, as far as a look at the
+    models tells."""
     check_target(configuration.settings)
     _check_pair(configuration)
     if configuration.settings.draft.kind != "none":
         check_draft(configuration.settings)
-    check_memory(configuration.settings, ("coordinator", *processes_of(configuration.settings)), node=only_node(layout_of(configuration.settings).target))
+    check_memory(
+        configuration.settings,
+        ("coordinator", *processes_of(configuration.settings)),
+        node=only_node(layout_of(configuration.settings).target),
+    )
 
 
 def layout_of(settings: Settings) -> CoreLayout:
     """The places of the processes that these settings ask for, on this machine."""
     target = settings.target
-    return lay_out_here(numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target))
+    return lay_out_here(
+        numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)
+    )
 
 
-def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None) -> Reported:
-    """Wait until all workers of a stack are registered; what a process that ends before has to say is raised. `note` hears what is waited for."""
+def wait_until_ready(
+    supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None
+) -> Reported:
+    """Wait until all workers of a stack are registered; what a process that ends before has to say
+    is raised. `note` hears what is waited for."""
     wanted = ["target", *(["draft"] if stack.configuration.settings.draft.kind != "none" else [])]
     intervals = Intervals()
     with stack.connect() as client:
         while True:
             state = client.status()
-            missing = [role for role in wanted if not any(role in worker.roles for worker in state.workers)]
+            missing = [
+                role for role in wanted if not any(role in worker.roles for worker in state.workers)
+            ]
             if not missing:
                 return state
-            words = [line for child in stack.workers for line in child.last_words()[-1:] if line.endswith(QUANTISED)]
-            note(f"loading {' and '.join(missing)}" + "".join(f" ({line})" for line in words) + loading_text(state.loading))
+            words = [
+                line
+                for child in stack.workers
+                for line in child.last_words()[-1:]
+                if line.endswith(QUANTISED)
+            ]
+            note(
+                f"loading {' and '.join(missing)}"
+                + "".join(f" ({line})" for line in words)
+                + loading_text(state.loading)
+            )
             if not sys.stderr.isatty():
                 intervals.tell(state.loading)
             supervisor.check()
@@ -355,7 +461,11 @@ def wait_until_ready(supervisor: Supervisor, stack: Stack, note: Callable[[str],
 
 def coordinator_arguments(configuration: Configuration) -> list[str]:
     """Its settings as flags, but for where it listens."""
-    return [flag for flag in configuration.arguments("coordinator") if not flag.startswith(("--coordinator.listen=", "--coordinator.keys="))]
+    return [
+        flag
+        for flag in configuration.arguments("coordinator")
+        if not flag.startswith(("--coordinator.listen=", "--coordinator.keys="))
+    ]
 
 
 def processes_of(settings: Settings) -> tuple[Played, ...]:
@@ -365,39 +475,77 @@ def processes_of(settings: Settings) -> tuple[Played, ...]:
     return ("unified",) if settings.draft.share is True else ROLES
 
 
-def worker_arguments(configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout) -> list[str]:
-    """The command of a worker with these settings in its place; a draft that is a head reads the target's embedding, a substitute all of it."""
+def worker_arguments(
+    configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout
+) -> list[str]:
+    """The command of a worker with these settings in its place; a draft that is a head reads the
+    target's embedding, a substitute all of it."""
     place = layout.draft if role == "draft" else layout.target
-    cores = sorted({*layout.target.cores, *layout.draft.cores}) if role == "unified" else place.cores
+    cores = (
+        sorted({*layout.target.cores, *layout.draft.cores}) if role == "unified" else place.cores
+    )
     where = [f"--cores={format_numbers(cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
     if role == "draft" and configuration.settings.draft.kind == "substitute":
-        reads += [flag for flag in configuration.arguments("target") if flag.startswith("--target.inflate=")]
+        reads += [
+            flag
+            for flag in configuration.arguments("target")
+            if flag.startswith("--target.inflate=")
+        ]
     own = configuration.arguments(*SECTIONS[role])
     stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
-    return ["worker", f"--role={role}", f"--connect={address}", f"--name={role}", *where, *own, *reads, stuck]
+    return [
+        "worker",
+        f"--role={role}",
+        f"--connect={address}",
+        f"--name={role}",
+        *where,
+        *own,
+        *reads,
+        stuck,
+    ]
 
 
 def with_room_for_draft(configuration: Configuration) -> Configuration:
-    """The settings of a target that is started with its draft: of a GPU that both have, the draft gets its memory first. `SettingsError` if nothing is left."""
+    """The settings of a target that is started with its draft: of a GPU that both have, the draft
+    gets its memory first. `SettingsError` if nothing is left."""
     memory, taken = configuration.settings.memory, draft_bytes(configuration.settings)
     if memory.vram_bytes is None or not taken:
         return configuration
     if taken >= memory.vram_bytes:
-        text = f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB of it"
+        text = (
+            f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB of it"
+        )
         raise SettingsError(f"{text}: choose a smaller draft, or raise memory.vram")
-    return configuration.over("memory.vram, without what the draft takes", {"memory.vram": f"{memory.vram_bytes - taken}B"})
+    return configuration.over(
+        "memory.vram, without what the draft takes",
+        {"memory.vram": f"{memory.vram_bytes - taken}B"},
+    )
 
 
 def _check_pair(configuration: Configuration) -> None:
-    """The embedded draft shares the vocabulary of the embedded target only: for another target, a draft has to be named."""
+    """The embedded draft shares the vocabulary of the embedded target only: for another target, a
+    draft has to be named."""
     settings = configuration.settings
-    if settings.target.model and not settings.draft.model and settings.draft.kind not in MODELLESS_KINDS:
-        remedy = "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which need none, or --draft none for the target alone"
+    if (
+        settings.target.model
+        and not settings.draft.model
+        and settings.draft.kind not in MODELLESS_KINDS
+    ):
+        remedy = (
+            "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or "
+            "substitute, which need none, or --draft none for the target alone"
+        )
         there = Path(settings.target.model).expanduser().is_dir()
-        looked = "" if there else ", which is no folder here and would be looked for at the Hugging Face hub"
-        raise UserError(f"no draft is named for the target {settings.target.model!r}{looked}: {remedy}")
+        looked = (
+            ""
+            if there
+            else ", which is no folder here and would be looked for at the Hugging Face hub"
+        )
+        raise UserError(
+            f"no draft is named for the target {settings.target.model!r}{looked}: {remedy}"
+        )
 
 
 def _unwind(number: signal.Signals) -> NoReturn:

@@ -1,4 +1,5 @@
-"""What people see while they wait: a spinner, a progress bar, a table. Only on a terminal; without one there is silence.
+"""What people see while they wait: a spinner, a progress bar, a table. Only on a terminal; without
+one there is silence.
 
 All of it goes to stderr, but for tables, which are results. rich obeys NO_COLOR.
 """
@@ -23,7 +24,8 @@ QUANTISED = "layers quantised"
 """How a line of a worker ends that says how far it has got."""
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
 GAP, MOST_WORD = 2, 24
-"""Letters between two columns of a table; a longer word than this is broken where there is no room."""
+"""Letters between two columns of a table; a longer word than this is broken where there is no
+room."""
 FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
 """What a cell with a number looks like: 3, 1.70, 84%, 1.17x, 2.38 (1.87-2.65)."""
 
@@ -34,9 +36,12 @@ def note(text: str) -> None:
 
 
 class Intervals:
-    """Lines for who has no terminal and waits for models: one in `SAY_EVERY_S`, the first when that has passed since something was loaded first."""
+    """Lines for who has no terminal and waits for models: one in `SAY_EVERY_S`, the first when that
+    has passed since something was loaded first."""
 
-    def __init__(self, say: Callable[[str], None] = note, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, say: Callable[[str], None] = note, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._say, self._clock_s = say, clock_s
         self._said_s: float | None = None
 
@@ -52,8 +57,12 @@ class Intervals:
 
 
 def loading_text(loading: Sequence[LoadingState]) -> str:
-    """How far models are loaded, for a terminal: a bar, bytes, rate and time left of each; empty where none is."""
-    return "".join(f"\n  {_bar(state.done / max(1, state.total))} {printable(state.words)}" for state in loading)
+    """How far models are loaded, for a terminal: a bar, bytes, rate and time left of each; empty
+    where none is."""
+    return "".join(
+        f"\n  {_bar(state.done / max(1, state.total))} {printable(state.words)}"
+        for state in loading
+    )
 
 
 def _bar(share: float) -> str:
@@ -63,15 +72,22 @@ def _bar(share: float) -> str:
 
 @contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that was closed, unwind what runs in this block, so that it leaves the terminal as it was, and end the process
-    with 128 and their number. What is ignored, as under nohup, stays ignored. That the terminal is gone by then is no news."""
+    """SIGTERM, and SIGHUP of a terminal that was closed, unwind what runs in this block, so that it
+    leaves the terminal as it was, and end the process with 128 and their number. What is ignored,
+    as under nohup, stays ignored. That the terminal is gone by then is no news."""
 
     def unwind(number: int, _frame: FrameType | None) -> NoReturn:
         for other in before:
-            signal.signal(other, signal.SIG_IGN)  # a second one does not break into what is put away
+            signal.signal(
+                other, signal.SIG_IGN
+            )  # a second one does not break into what is put away
         sys.exit(128 + number)
 
-    before = {number: handler for number in (signal.SIGTERM, signal.SIGHUP) if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    before = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+    }
     for number in before:
         signal.signal(number, unwind)
     try:
@@ -100,23 +116,42 @@ def spinner() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_bar(total: int, unit: str, remaining: Callable[[], float | None] | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar over `total` steps; what it yields takes one step and says which comes next. `remaining` says how many seconds are left, where steps differ. Where
-    nothing is to be done there is no bar."""
+def progress_bar(
+    total: int, unit: str, remaining: Callable[[], float | None] | None = None
+) -> Iterator[Callable[[str], None]]:
+    """A bar over `total` steps; what it yields takes one step and says which comes next.
+    `remaining` says how many seconds are left, where steps differ. Where nothing is to be done
+    there is no bar."""
     if not total or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+    )
     from rich.text import Text
 
     class Left(ProgressColumn):
         """What `remaining` says, as often as the bar is drawn; without it, by the steps so far."""
 
         def render(self, task: Task) -> Text:
-            return Text(f"{clock_text(remaining() if remaining is not None else task.time_remaining)} left", style="progress.remaining")
+            return Text(
+                f"{clock_text(remaining() if remaining is not None else task.time_remaining)} left",
+                style="progress.remaining",
+            )
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), Left(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        Left(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
@@ -124,7 +159,8 @@ def progress_bar(total: int, unit: str, remaining: Callable[[], float | None] | 
 
 @contextmanager
 def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is drawn when what it yields is first told how many steps of how many are done; without a terminal a line now and then."""
+    """A bar that is drawn when what it yields is first told how many steps of how many are done;
+    without a terminal a line now and then."""
     bars: list[Callable[[str], None]] = []
     drawn, said_s = 0, 0.0
 
@@ -152,30 +188,45 @@ def clock_text(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, keys: int = 1, whole: bool = False) -> None:
-    """A table on stdout; numbers to the right. Where the terminal is too narrow for all columns, those that do not fit follow below, beside the first `keys`
-    again. `whole`: every cell stands in one line."""
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[object]], *, keys: int = 1, whole: bool = False
+) -> None:
+    """A table on stdout; numbers to the right. Where the terminal is too narrow for all columns,
+    those that do not fit follow below, beside the first `keys` again. `whole`: every cell stands in
+    one line."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    # with a height beside it the width holds for a "dumb" terminal too, which rich takes for 80 columns else
-    width, height = (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
+    # with a height beside it the width holds for a "dumb" terminal too, which rich takes for 80
+    # columns else
+    width, height = (
+        (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
+    )
     console = Console(width=width, height=height)
-    widths = [_least_width(heading, [row[index] for row in rows], whole=whole) for index, heading in enumerate(headings)]
+    widths = [
+        _least_width(heading, [row[index] for row in rows], whole=whole)
+        for index, heading in enumerate(headings)
+    ]
     for columns in beside_each_other(widths, console.width, keys):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for index in columns:
             numeric = all(_is_number(row[index]) for row in rows)
             widest = widths[index] if whole else max(map(len, headings[index].split()), default=0)
-            table.add_column(headings[index], justify="right" if numeric else "left", overflow="fold", min_width=widest)
+            table.add_column(
+                headings[index],
+                justify="right" if numeric else "left",
+                overflow="fold",
+                min_width=widest,
+            )
         for row in rows:
             table.add_row(*(format_cell(row[index]) for index in columns))
         console.print(table, markup=False)
 
 
 def beside_each_other(widths: Sequence[int], most: int, keys: int = 1) -> list[list[int]]:
-    """Which columns of these widths stand beside each other in `most` letters, table by table; the first `keys` stand in each of them."""
+    """Which columns of these widths stand beside each other in `most` letters, table by table; the
+    first `keys` stand in each of them."""
     first = [*range(min(keys, len(widths)))]
     found = [first] if widths else []
     for column in range(len(first), len(widths)):
@@ -188,27 +239,45 @@ def beside_each_other(widths: Sequence[int], most: int, keys: int = 1) -> list[l
 
 
 def _least_width(heading: str, cells: Sequence[object], *, whole: bool) -> int:
-    """Of a column whose lines break between words, those of `whole` cells nowhere; what is longer than MOST_WORD may be broken in any case."""
-    parts = [*heading.split(), *(part for text in map(format_cell, cells) for part in ([text] if whole else text.split()))]
+    """Of a column whose lines break between words, those of `whole` cells nowhere; what is longer
+    than MOST_WORD may be broken in any case."""
+    parts = [
+        *heading.split(),
+        *(part for text in map(format_cell, cells) for part in ([text] if whole else text.split())),
+    ]
     return min(MOST_WORD, max(map(len, parts), default=0))
 
 
 def _is_number(cell: object) -> bool:
-    """Whether it belongs to the right side of a column: a figure, its unit beside it or not, or the want of one."""
-    return isinstance(cell, int | float | None) or cell in ("", "-") or FIGURE.fullmatch(str(cell)) is not None
+    """Whether it belongs to the right side of a column: a figure, its unit beside it or not, or the
+    want of one."""
+    return (
+        isinstance(cell, int | float | None)
+        or cell in ("", "-")
+        or FIGURE.fullmatch(str(cell)) is not None
+    )
 
 
 def explained(columns: Mapping[str, str], heading: str = "Columns:") -> str:
-    """What the columns of a table mean, a line each, for the end of a command's help; the first line keeps click from filling them up."""
+    """What the columns of a table mean, a line each, for the end of a command's help; the first
+    line keeps click from filling them up."""
     width = max(map(len, columns))
-    return "\n".join(("\b", heading, *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items())))
+    return "\n".join(
+        ("\b", heading, *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items()))
+    )
 
 
 def in_print(value: Any) -> Any:
     """Plain values with nothing in their texts that a terminal takes for commands."""
     if isinstance(value, dict):
         return {name: in_print(inner) for name, inner in value.items()}
-    return tuple(map(in_print, value)) if isinstance(value, tuple | list) else printable(value) if isinstance(value, str) else value
+    return (
+        tuple(map(in_print, value))
+        if isinstance(value, tuple | list)
+        else printable(value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def counted(number: int, one: str, many: str = "") -> str:

@@ -1,7 +1,8 @@
 """`dovetail top`: what happens in a coordinator, live: the dashboard's figures in a terminal.
 
-Asks once a second, the coordinator itself or a server over HTTP; both give the same picture (`runtime/lately.py`). When nobody answers any more, it says so
-and goes on asking. Knows keys and time; how a picture looks, `screen.py` knows.
+Asks once a second, the coordinator itself or a server over HTTP; both give the same picture
+(`runtime/lately.py`). When nobody answers any more, it says so and goes on asking. Knows keys and
+time; how a picture looks, `screen.py` knows.
 """
 
 import json
@@ -36,29 +37,46 @@ MOST_WAIT_S = 15.0
 SILENCE_S = 10.0
 MOST_LOOKS = 8
 """At a time; of more than so many messages the rest comes with the next."""
-UP, DOWN, RIGHT, LEFT = (b"\x1b[A", b"\x1bOA"), (b"\x1b[B", b"\x1bOB"), (b"\x1b[C", b"\x1bOC"), (b"\x1b[D", b"\x1bOD")
+UP, DOWN, RIGHT, LEFT = (
+    (b"\x1b[A", b"\x1bOA"),
+    (b"\x1b[B", b"\x1bOB"),
+    (b"\x1b[C", b"\x1bOC"),
+    (b"\x1b[D", b"\x1bOD"),
+)
 
 Picture = dict[str, Any]
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--connect", metavar="ADDRESS|URL", help="The coordinator to look at, or a server over HTTP.  [default: the only one of this user]")
+@click.option(
+    "--connect",
+    metavar="ADDRESS|URL",
+    help="The coordinator to look at, or a server over HTTP.  [default: the only one of this user]",
+)
 @click.option("--once", is_flag=True, help="Show what happens within a second, and end.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object on stdout.")
 @settings_flags("coordinator.keys", "http")
 def command(configuration: Configuration, connect: str | None, once: bool, as_json: bool) -> None:
     """Show what happens in a coordinator, live.
 
-    Devices and how busy they are, tokens/s, tau and acceptance by position, where a round's time goes, the current tree, sessions, workers, decisions.
-    Keys: q ends, p pauses, left and right turn the pages, up and down choose the session. Without a terminal it shows one second, and ends.
+    Devices and how busy they are, tokens/s, tau and acceptance by position, where a round's time
+    goes, the current tree, sessions, workers, decisions. Keys: q ends, p pauses, left and right
+    turn the pages, up and down choose the session. Without a terminal it shows one second, and
+    ends.
     """
     with ExitStack() as opened:
-        eye: Eye = _WebEye(configuration, connect) if connect is not None and speaks_http(connect) else opened.enter_context(_LinkEye(configuration, connect))
+        eye: Eye = (
+            _WebEye(configuration, connect)
+            if connect is not None and speaks_http(connect)
+            else opened.enter_context(_LinkEye(configuration, connect))
+        )
         eye.look(None)
         if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             time.sleep(EVERY_S)  # how busy somebody is, shows over a while
             picture = eye.look(None)
-            click.echo(json.dumps(picture)) if as_json else Console().print(everything(in_print(picture)))
+            click.echo(json.dumps(picture)) if as_json else Console().print(
+                everything(in_print(picture))
+            )
             return
         with unwound_by_signals():
             _watch(eye)
@@ -68,7 +86,8 @@ class Eye(Protocol):
     """Sees a coordinator, somehow."""
 
     def look(self, session: int | None) -> Picture:
-        """What happens, and the last tree of this session, or of the newest; `DovetailError` if nobody answers."""
+        """What happens, and the last tree of this session, or of the newest; `DovetailError` if
+        nobody answers."""
 
 
 class _LinkEye:
@@ -103,7 +122,9 @@ class _LinkEye:
 
     def _spell(self, client: Client, state: Reported) -> Spell | None:
         """What the target's tokens stand for; None while there is no target."""
-        fingerprint = next((worker.fingerprint for worker in state.workers if worker.fingerprint), "")
+        fingerprint = next(
+            (worker.fingerprint for worker in state.workers if worker.fingerprint), ""
+        )
         if fingerprint != self._spelt[0]:
             self._spelt = (fingerprint, _spell_of(client) if fingerprint else None)
         return self._spelt[1]
@@ -131,15 +152,23 @@ class _WebEye:
 
     def look(self, session: int | None) -> Picture:
         try:
-            picture = self._site.get(f"/dashboard/state{'' if session is None else f'?session={session}'}")
+            picture = self._site.get(
+                f"/dashboard/state{'' if session is None else f'?session={session}'}"
+            )
         except RequestError as error:
-            raise UserError(f"the server at {self._site.url} has no dashboard ({error}): set http.dashboard there, or connect to its coordinator") from None
+            raise UserError(
+                f"the server at {self._site.url} has no dashboard ({error}): set "
+                "http.dashboard there, or connect to its coordinator"
+            ) from None
         if picture.get("format") != FORMAT:
-            raise UserError(f"the server at {self._site.url} shows its state in another way than this dovetail reads: use the same release on both")
+            raise UserError(
+                f"the server at {self._site.url} shows its state in another way than this "
+                "dovetail reads: use the same release on both"
+            )
         return picture
 
 
-# -- live -----------------------------------------------------------------------------------------------------------------------------------------
+# -- live ------------------------------------------------------------------------------------------
 
 
 def _watch(eye: Eye) -> None:
@@ -154,16 +183,22 @@ def _watch(eye: Eye) -> None:
                     picture, failures, standing.lost = in_print(eye.look(standing.session)), 0, ""
                 except DovetailError as error:
                     failures, standing.lost = failures + 1, str(error)
-                due_s = time.monotonic() + min(MOST_WAIT_S, EVERY_S * 2 ** min(max(0, failures - 1), 6))
+                due_s = time.monotonic() + min(
+                    MOST_WAIT_S, EVERY_S * 2 ** min(max(0, failures - 1), 6)
+                )
             if picture is not None:
                 live.update(page(picture, standing, console), refresh=True)
-            for key in keys.within(max(0.0, due_s - time.monotonic()) if not standing.paused else EVERY_S):
+            for key in keys.within(
+                max(0.0, due_s - time.monotonic()) if not standing.paused else EVERY_S
+            ):
                 due_s = 0.0 if _press(key, standing, picture) else due_s
 
 
 def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
     """What a key does; whether a picture is to be had at once."""
-    sessions = [session["session"] for session in picture["sessions"]] if picture is not None else []
+    sessions = (
+        [session["session"] for session in picture["sessions"]] if picture is not None else []
+    )
     if key in (b"q", b"Q", b"\x03", b"\x04"):
         standing.ended = True
     elif key in (b"p", b"P", b" "):
@@ -178,7 +213,8 @@ def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
 
 
 def _next(sessions: list[int], chosen: int | None, step: int) -> int | None:
-    """The session after or before the chosen one; before the first and behind the last stands the newest, whichever that is."""
+    """The session after or before the chosen one; before the first and behind the last stands the
+    newest, whichever that is."""
     places: list[int | None] = [None, *sessions]
     return places[(places.index(chosen) + step) % len(places)] if chosen in places else None
 
@@ -190,7 +226,8 @@ class _Keys:
         self._descriptor = descriptor
 
     def within(self, seconds: float) -> Iterator[bytes]:
-        """The keys that are pressed within so long: it ends with the first of them, and those that came with it."""
+        """The keys that are pressed within so long: it ends with the first of them, and those that
+        came with it."""
         if not select.select([self._descriptor], [], [], seconds)[0]:
             return
         try:

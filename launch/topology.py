@@ -1,7 +1,9 @@
-"""What this process may compute on, as the kernel tells it: memory nodes, physical cores, and the limits of a container.
+"""What this process may compute on, as the kernel tells it: memory nodes, physical cores, and the
+limits of a container.
 
-Read from /sys and /proc under a root that can be another one. Knows what there is and what is allowed; who gets which part of it is decided in
-`cores.py`. Standard library only, so that it runs before anything else is imported, and on a machine that has nothing else.
+Read from /sys and /proc under a root that can be another one. Knows what there is and what is
+allowed; who gets which part of it is decided in `cores.py`. Standard library only, so that it runs
+before anything else is imported, and on a machine that has nothing else.
 """
 
 import math
@@ -19,7 +21,8 @@ MAX_NUMBER = 1 << 16
 
 @dataclass(frozen=True)
 class Node:
-    """A memory node and what of it this process may use. A node of memory alone (CXL, HBM) has no cores; one without memory has no bytes."""
+    """A memory node and what of it this process may use. A node of memory alone (CXL, HBM) has no
+    cores; one without memory has no bytes."""
 
     number: int
     cores: tuple[tuple[int, ...], ...]
@@ -30,7 +33,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a machine, in the order of their numbers, which may have gaps; and how many CPUs' worth of time we are given."""
+    """The nodes of a machine, in the order of their numbers, which may have gaps; and how many
+    CPUs' worth of time we are given."""
 
     nodes: tuple[Node, ...]
     quota: float | None = None
@@ -44,20 +48,31 @@ class Topology:
     @property
     def threads(self) -> tuple[int, ...]:
         """Every hardware thread that we may use, ascending."""
-        return tuple(sorted(thread for node in self.nodes for core in node.cores for thread in core))
+        return tuple(
+            sorted(thread for node in self.nodes for core in node.cores for thread in core)
+        )
 
 
 def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -> Topology:
-    """The topology below `root`. `affinity`: what the process is bound to; unless told, what the kernel says of this one."""
+    """The topology below `root`. `affinity`: what the process is bound to; unless told, what the
+    kernel says of this one."""
     groups = ControlGroups(root)
     bound = frozenset(os.sched_getaffinity(0) if affinity is None else affinity)
     cpus = root / "sys/devices/system/cpu"
     online = parse_numbers(read_text(cpus / "online")) or bound
-    usable = bound & online & (groups.cores() or bound) or bound  # the affinity is the kernel's own word; a control group that knows none of it is another's
+    usable = (
+        bound & online & (groups.cores() or bound) or bound
+    )  # the affinity is the kernel's own word; a control group that knows none of it is another's
     memory = allowed_memory(root)
-    folders = sorted((int(path.name[4:]), path) for path in (root / "sys/devices/system/node").glob("node*") if path.name[4:].isdigit())
+    folders = sorted(
+        (int(path.name[4:]), path)
+        for path in (root / "sys/devices/system/node").glob("node*")
+        if path.name[4:].isdigit()
+    )
     if not folders:  # a kernel without NUMA
-        return Topology((Node(0, _cores(cpus, usable), _total(root / "proc/meminfo")),), groups.quota())
+        return Topology(
+            (Node(0, _cores(cpus, usable), _total(root / "proc/meminfo")),), groups.quota()
+        )
     nodes = [
         Node(
             number,
@@ -66,13 +81,21 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
         )
         for number, folder in folders
     ]
-    return Topology(tuple(node for node in nodes if node.cores or node.memory_bytes), groups.quota())
+    return Topology(
+        tuple(node for node in nodes if node.cores or node.memory_bytes), groups.quota()
+    )
 
 
 def allowed_memory(root: Path = ROOT) -> frozenset[int] | None:
     """The nodes whose memory this process may use, or None if nothing says so."""
-    said = re.search(r"^Mems_allowed_list:\s*(\S+)$", read_text(root / "proc/self/status"), re.MULTILINE)
-    limits = [limit for limit in (parse_numbers(said[1]) if said else None, ControlGroups(root).nodes()) if limit]
+    said = re.search(
+        r"^Mems_allowed_list:\s*(\S+)$", read_text(root / "proc/self/status"), re.MULTILINE
+    )
+    limits = [
+        limit
+        for limit in (parse_numbers(said[1]) if said else None, ControlGroups(root).nodes())
+        if limit
+    ]
     return frozenset.intersection(*limits) if limits else None
 
 
@@ -91,18 +114,31 @@ class ControlGroups(GroupFolders):
         """CPUs' worth of time, the least of all levels."""
         unified = (folder / "cpu.max" for folder in self.folders(""))
         limits = [text.split() for path in unified if (text := read_text(path))]
-        limits += [[read_text(f / "cpu.cfs_quota_us").strip(), read_text(f / "cpu.cfs_period_us").strip()] for f in self.folders("cpu")]
-        shares = [int(limit[0]) / int(limit[1]) for limit in limits if len(limit) == 2 and limit[0].isdigit() and limit[1].isdigit() and int(limit[1]) > 0]
+        limits += [
+            [read_text(f / "cpu.cfs_quota_us").strip(), read_text(f / "cpu.cfs_period_us").strip()]
+            for f in self.folders("cpu")
+        ]
+        shares = [
+            int(limit[0]) / int(limit[1])
+            for limit in limits
+            if len(limit) == 2 and limit[0].isdigit() and limit[1].isdigit() and int(limit[1]) > 0
+        ]
         return min(shares, default=None)
 
     def _numbers(self, unified: str, first_kind: str) -> frozenset[int]:
         """The innermost group that says so; it is within all those around it."""
-        files = [*(f / unified for f in self.folders("")), *(f / first_kind for f in self.folders("cpuset"))]
-        return next((numbers for file in files if (numbers := parse_numbers(read_text(file)))), frozenset())
+        files = [
+            *(f / unified for f in self.folders("")),
+            *(f / first_kind for f in self.folders("cpuset")),
+        ]
+        return next(
+            (numbers for file in files if (numbers := parse_numbers(read_text(file)))), frozenset()
+        )
 
 
 def parse_numbers(text: str) -> frozenset[int]:
-    """The numbers in a list as the kernel writes it, such as "0,2-3"; none in an empty one, or in one that is none."""
+    """The numbers in a list as the kernel writes it, such as "0,2-3"; none in an empty one, or in
+    one that is none."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
@@ -133,7 +169,9 @@ def _cores(cpus: Path, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     groups = []
     while left:
         topology = cpus / f"cpu{left[0]}" / "topology"
-        siblings = parse_numbers(read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list"))
+        siblings = parse_numbers(
+            read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list")
+        )
         core = tuple(thread for thread in left if thread == left[0] or thread in siblings)
         groups.append(core)
         left = [thread for thread in left if thread not in core]

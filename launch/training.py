@@ -1,4 +1,5 @@
-"""How a training shows itself: a bar on a terminal, plain lines elsewhere; and how its result is told. Knows no training."""
+"""How a training shows itself: a bar on a terminal, plain lines elsewhere; and how its result is
+told. Knows no training."""
 
 import contextlib
 import json
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
     from dovetail.workers.training.run import Progress
 
 PLAIN_LINE_EVERY_S = 15.0
-json_option = click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="The result as one JSON object on stdout."
+)
 
 
 def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:

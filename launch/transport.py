@@ -1,10 +1,14 @@
-"""What a round costs beside the work: the coordinator and its links, measured from outside with workers that answer at once.
+"""What a round costs beside the work: the coordinator and its links, measured from outside with
+workers that answer at once.
 
-Two echo workers note when a command arrives and when its answer leaves, on the monotonic clock that all processes of a machine share. What passes between a
-draft's answer and the target's command, and between the target's answer and the draft's next command, is four hops and the coordinator. The same workers
-then speak through a bare relay that only forwards frames: that is the four hops alone. Both arrangements stay up and take turns.
+Two echo workers note when a command arrives and when its answer leaves, on the monotonic clock that
+all processes of a machine share. What passes between a draft's answer and the target's command, and
+between the target's answer and the draft's next command, is four hops and the coordinator. The same
+workers then speak through a bare relay that only forwards frames: that is the four hops alone. Both
+arrangements stay up and take turns.
 
-`python -m dovetail.launch.transport echo|relay` are the processes; nothing here is imported by the runtime, and nothing imports torch.
+`python -m dovetail.launch.transport echo|relay` are the processes; nothing here is imported by the
+runtime, and nothing imports torch.
 """
 
 import os
@@ -80,7 +84,8 @@ MODULE = "dovetail.launch.transport"
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds a round. `outside` is everything beside the workers: four hops and the coordinator; `transport` the four hops alone."""
+    """Microseconds a round. `outside` is everything beside the workers: four hops and the
+    coordinator; `transport` the four hops alone."""
 
     rounds: int
     outside_us: float
@@ -113,14 +118,19 @@ class Overhead:
             "rounds": self.rounds,
             "coordinator_limit_us": COORDINATOR_LIMIT_US,
             "transport_limit_us": TRANSPORT_LIMIT_US,
-            "ok": self.coordinator_us <= COORDINATOR_LIMIT_US and self.transport_us <= TRANSPORT_LIMIT_US,
+            "ok": self.coordinator_us <= COORDINATOR_LIMIT_US
+            and self.transport_us <= TRANSPORT_LIMIT_US,
         }
 
 
 def measure_overhead(rounds: int) -> Overhead:
-    """Measure that many rounds of each arrangement, in turns, on the cores that the processes of a real stack would have."""
+    """Measure that many rounds of each arrangement, in turns, on the cores that the processes of a
+    real stack would have."""
     per_segment = max(1, rounds // SEGMENTS)
-    with Supervisor() as supervisor, tempfile.TemporaryDirectory(prefix="dovetail-transport-") as folder:
+    with (
+        Supervisor() as supervisor,
+        tempfile.TemporaryDirectory(prefix="dovetail-transport-") as folder,
+    ):
         real = _Arrangement(supervisor, "coordinator", Path(folder))
         bare = _Arrangement(supervisor, "relay", Path(folder))
         results = []
@@ -146,7 +156,9 @@ def measure_overhead(rounds: int) -> Overhead:
 def _segment(client: Client, rounds: int) -> Result:
     """Decode so many rounds through the real coordinator."""
     tree = TreeSettings(policy="dynamic", insist=True, gamma=NODES, depth=8, width=10)
-    request = client.submit(tokens=[FIRST_TOKEN] * 16, max_tokens=1 + rounds * (ACCEPTED + 1), tree=tree, seed=0)
+    request = client.submit(
+        tokens=[FIRST_TOKEN] * 16, max_tokens=1 + rounds * (ACCEPTED + 1), tree=tree, seed=0
+    )
     return client.complete(request).result
 
 
@@ -162,18 +174,40 @@ def _wait_for_workers(supervisor: Supervisor, client: Client) -> None:
 class _Arrangement:
     """Two echo workers around a hub: the real coordinator or the bare relay."""
 
-    def __init__(self, supervisor: Supervisor, hub: Literal["coordinator", "relay"], folder: Path) -> None:
+    def __init__(
+        self, supervisor: Supervisor, hub: Literal["coordinator", "relay"], folder: Path
+    ) -> None:
         layout = lay_out_here()
         if hub == "coordinator":
             self._address = supervisor.start_coordinator(layout.coordinator.cores)
         else:
-            self._address = supervisor.start_hub("relay", ["relay", f"--cores={format_numbers(layout.coordinator.cores)}"], module=MODULE)
-        self._stamps: dict[Role, Path] = {"draft": folder / f"{hub}-draft", "target": folder / f"{hub}-target"}
-        cores: dict[Role, Sequence[int]] = {"draft": layout.draft.cores, "target": layout.target.cores}
+            self._address = supervisor.start_hub(
+                "relay",
+                ["relay", f"--cores={format_numbers(layout.coordinator.cores)}"],
+                module=MODULE,
+            )
+        self._stamps: dict[Role, Path] = {
+            "draft": folder / f"{hub}-draft",
+            "target": folder / f"{hub}-target",
+        }
+        cores: dict[Role, Sequence[int]] = {
+            "draft": layout.draft.cores,
+            "target": layout.target.cores,
+        }
         self._workers = []
         for role, path in self._stamps.items():
-            place = [f"--connect={self._address}", f"--stamps={path}", f"--cores={format_numbers(cores[role])}"]
-            self._workers.append(supervisor.start(f"{role} echo", ["echo", f"--role={role}", f"--behind={hub}", *place], module=MODULE))
+            place = [
+                f"--connect={self._address}",
+                f"--stamps={path}",
+                f"--cores={format_numbers(cores[role])}",
+            ]
+            self._workers.append(
+                supervisor.start(
+                    f"{role} echo",
+                    ["echo", f"--role={role}", f"--behind={hub}", *place],
+                    module=MODULE,
+                )
+            )
 
     def client(self) -> Client:
         return Client(open_link(self._address, role="client"))
@@ -181,12 +215,16 @@ class _Arrangement:
     @contextmanager
     def starter(self) -> Iterator[Callable[[int], None]]:
         """A call that has the relay's workers go so many rounds and returns when they have."""
-        link = open_link(self._address, role="client")  # the relay hears of it when both workers are there
+        link = open_link(
+            self._address, role="client"
+        )  # the relay hears of it when both workers are there
 
         def start(rounds: int) -> None:
             link.send([b"run", str(rounds).encode()])
             if link.receive(START_TIMEOUT_S) != [b"done"]:
-                raise DovetailError(f"the relay did not finish {rounds} rounds within {START_TIMEOUT_S:.0f} s")
+                raise DovetailError(
+                    f"the relay did not finish {rounds} rounds within {START_TIMEOUT_S:.0f} s"
+                )
 
         try:
             yield start
@@ -198,12 +236,19 @@ class _Arrangement:
             link.close()
 
     def gaps(self, per_segment: int) -> NDArray[np.float64]:
-        """Microseconds outside the workers of every round but a segment's first ones and its last, which no draft follows."""
+        """Microseconds outside the workers of every round but a segment's first ones and its last,
+        which no draft follows."""
         for worker in self._workers:
             worker.process.wait(START_TIMEOUT_S)
-        draft, target = (np.fromfile(self._stamps[role], dtype=np.int64).reshape(-1, 2) for role in ("draft", "target"))
+        draft, target = (
+            np.fromfile(self._stamps[role], dtype=np.int64).reshape(-1, 2)
+            for role in ("draft", "target")
+        )
         if len(draft) != len(target) or len(draft) != SEGMENTS * per_segment:
-            raise DovetailError(f"the echo workers saw {len(draft)} and {len(target)} rounds of {SEGMENTS * per_segment}: nothing can be said")
+            raise DovetailError(
+                f"the echo workers saw {len(draft)} and {len(target)} rounds of "
+                f"{SEGMENTS * per_segment}: nothing can be said"
+            )
         there = (target[:, 0] - draft[:, 1]).reshape(SEGMENTS, per_segment)
         back = (draft[1:, 0] - target[:-1, 1]).tolist()
         back_by_segment = np.array([*back, 0]).reshape(SEGMENTS, per_segment)
@@ -212,7 +257,7 @@ class _Arrangement:
         return gaps
 
 
-# -- the processes -----------------------------------------------------------------------------------------------------------------------------
+# -- the processes ---------------------------------------------------------------------------------
 
 
 @click.group()
@@ -237,7 +282,8 @@ def relay(cores: str, parent: int) -> None:
 
 
 def _forward(hub: Hub) -> None:
-    """Draft to target, target to draft, until the client says end. Its "run" goes to the draft, whose "done" comes back to it."""
+    """Draft to target, target to draft, until the client says end. Its "run" goes to the draft,
+    whose "done" comes back to it."""
     workers: dict[bytes, bytes] = {}
     other: dict[bytes, bytes] = {}
     early: list[tuple[bytes, list[bytes]]] = []
@@ -248,7 +294,10 @@ def _forward(hub: Hub) -> None:
         elif frames[0] in (b"draft", b"target"):
             workers[frames[0]] = peer
             if len(workers) == 2:
-                other = {workers[b"draft"]: workers[b"target"], workers[b"target"]: workers[b"draft"]}
+                other = {
+                    workers[b"draft"]: workers[b"target"],
+                    workers[b"target"]: workers[b"draft"],
+                }
                 for asker, waiting in early:
                     client = asker
                     hub.send(workers[b"draft"], waiting)
@@ -324,9 +373,14 @@ class _Echo:
             self._link.send(encoded)
 
     def bounce(self) -> None:
-        """Behind the relay: answer whatever comes with a message of this role, until it says end. The draft counts the rounds."""
+        """Behind the relay: answer whatever comes with a message of this role, until it says end.
+        The draft counts the rounds."""
         self._link.send([self._role.encode()])
-        answer = encode(self._proposal(0, 1, NO_SPANS) if self._role == "draft" else self._verdict(0, 1, NO_SPANS))
+        answer = encode(
+            self._proposal(0, 1, NO_SPANS)
+            if self._role == "draft"
+            else self._verdict(0, 1, NO_SPANS)
+        )
         left = 0
         while True:
             frames = self._link.receive(None)
@@ -344,17 +398,36 @@ class _Echo:
             self._link.send(answer)
 
     def _answer(self, command: Command, arrived_ns: int) -> Message | None:
-        spans = (("draft" if self._role == "draft" else "verify", arrived_ns, time.monotonic_ns() - arrived_ns),)
+        spans = (
+            (
+                "draft" if self._role == "draft" else "verify",
+                arrived_ns,
+                time.monotonic_ns() - arrived_ns,
+            ),
+        )
         match command:
             case Open():
-                return Opened(epoch=self._epoch, session=command.session, bonus=FIRST_TOKEN if self._role == "target" else None, margin=1.0)
+                return Opened(
+                    epoch=self._epoch,
+                    session=command.session,
+                    bonus=FIRST_TOKEN if self._role == "target" else None,
+                    margin=1.0,
+                )
             case Draft():
                 return self._proposal(command.session, command.round, spans)
             case Verify():
                 return self._verdict(command.items[0].session, command.items[0].round, spans)
             case Probe():
                 now_ns = time.monotonic_ns()
-                return Probed(epoch=self._epoch, sent_ns=command.sent_ns, clock_ns=now_ns, busy_ns=0, stale=0, sessions=1, rss_bytes=0)
+                return Probed(
+                    epoch=self._epoch,
+                    sent_ns=command.sent_ns,
+                    clock_ns=now_ns,
+                    busy_ns=0,
+                    stale=0,
+                    sessions=1,
+                    rss_bytes=0,
+                )
             case Close():
                 return Closed(epoch=self._epoch, session=command.session)
         return None
@@ -364,11 +437,27 @@ class _Echo:
         parents = (*range(-1, ACCEPTED - 1), *[-1] * (NODES - ACCEPTED))
         scores = tuple(-float(n) for n in range(NODES))
         tokens = tuple(range(FIRST_TOKEN, FIRST_TOKEN + NODES))
-        return Drafted(epoch=self._epoch, session=session, round=round_, tokens=tokens, parents=parents, scores=scores, grown=NODES, hit=False, spans=spans)
+        return Drafted(
+            epoch=self._epoch,
+            session=session,
+            round=round_,
+            tokens=tokens,
+            parents=parents,
+            scores=scores,
+            grown=NODES,
+            hit=False,
+            spans=spans,
+        )
 
     def _verdict(self, session: int, round_: int, spans: SpanFields) -> Verified:
         accepted = tuple(range(ACCEPTED))
-        item = VerifiedItem(session=session, round=round_, accepted=accepted, bonus=FIRST_TOKEN, margins=(1.0,) * (ACCEPTED + 1))
+        item = VerifiedItem(
+            session=session,
+            round=round_,
+            accepted=accepted,
+            bonus=FIRST_TOKEN,
+            margins=(1.0,) * (ACCEPTED + 1),
+        )
         return Verified(epoch=self._epoch, items=(item,), spans=spans)
 
     def _hello(self) -> Hello:
@@ -383,7 +472,9 @@ class _Echo:
             model="echo",
             fingerprint=Fingerprint(checkpoint="echo", weights="none", kernels="none"),
             limits=Limits(context=MAX_TOKENS),
-            vocabulary=VocabularyFacts(digest=vocabulary_digest(vocabulary), size=max(vocabulary) + 1),
+            vocabulary=VocabularyFacts(
+                digest=vocabulary_digest(vocabulary), size=max(vocabulary) + 1
+            ),
             tokenizer=Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
         )
 

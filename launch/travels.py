@@ -1,4 +1,5 @@
-"""What goes over the network, in words, for the person before whom a session begins: token ids, and for heads hidden states; never weights.
+"""What goes over the network, in words, for the person before whom a session begins: token ids, and
+for heads hidden states; never weights.
 
 Knows what the messages carry, and sends none.
 """
@@ -24,20 +25,35 @@ def of_worker(hello: Hello, address: str) -> str:
         gets.append("proposed token ids")
         sends.append("how sure it was of them (log-probabilities where they are asked for)")
         if hello.states is not None:
-            sends.append(f"for a draft that reads them, hidden states of 2 x {hello.states.width} bytes a token and layer")
+            sends.append(
+                f"for a draft that reads them, hidden states of 2 x {hello.states.width} bytes "
+                "a token and layer"
+            )
     else:
         sends.append("their scores")
     if reads is not None:
         gets.append(f"hidden states of {reads.row_bytes} bytes a token")
     if tokenizer is not None:
         sends.append(f"once, its tokenizer of {counted(len(tokenizer.data), 'byte')}")
-    return f"over {address}: it is sent {_listed(gets)}; it sends {_listed(sends)}; {NEVER}, no text"
+    return (
+        f"over {address}: it is sent {_listed(gets)}; it sends {_listed(sends)}; {NEVER}, no text"
+    )
 
 
 def of_request(address: str, state: Reported) -> str:
     """What a client's request sets going."""
-    hops = [f"to the {'+'.join(worker.roles)} worker {worker.name} on {worker.host} {_to_worker(worker)}" for worker in _serving(state.workers)]
-    return "; ".join((f"over {address}: the prompt as text goes there, text and token ids come back", *hops, NEVER))
+    hops = [
+        f"to the {'+'.join(worker.roles)} worker {worker.name} on {worker.host} "
+        f"{_to_worker(worker)}"
+        for worker in _serving(state.workers)
+    ]
+    return "; ".join(
+        (
+            f"over {address}: the prompt as text goes there, text and token ids come back",
+            *hops,
+            NEVER,
+        )
+    )
 
 
 def _serving(workers: Iterable[WorkerState]) -> list[WorkerState]:
@@ -45,7 +61,7 @@ def _serving(workers: Iterable[WorkerState]) -> list[WorkerState]:
 
 
 def _to_worker(worker: WorkerState) -> str:
-    return f"go token ids{f' and hidden states of {worker.feature_bytes} bytes a token' if worker.feature_bytes else ''}"
+    return f"go token ids{f' and hidden states of {worker.feature_bytes} bytes a token' if worker.feature_bytes else ''}"  # noqa: E501
 
 
 def _listed(parts: list[str]) -> str:

@@ -1,9 +1,11 @@
 """A process that outlives its supervisor by some seconds, and ends what that has left behind.
 
-The kernel tells a supervisor's children of its death with SIGTERM (`child.py`), which a process that is stopped, or hangs
-outside of Python, does not heed. The supervisor names each of its children here when it starts it; when it is gone they
-have some seconds to end by themselves, and are then killed, and the folders of their sockets removed. Run as a script with
-that grace in seconds, without the packages that are installed: it is started beside everything else and needs none of them.
+The kernel tells a supervisor's children of its death with SIGTERM (`child.py`), which a process
+that is stopped, or hangs outside of Python, does not heed. The supervisor names each of its
+children here when it starts it; when it is gone they have some seconds to end by themselves, and
+are then killed, and the folders of their sockets removed. Run as a script with that grace in
+seconds, without the packages that are installed: it is started beside everything else and needs
+none of them.
 """
 
 import contextlib
@@ -20,10 +22,15 @@ CHILD, FOLDER = b"child", b"folder"
 
 
 def main() -> None:
-    """Heed the words on stdin, `child PID` and `folder PATH`, a line each, until it is closed; then see to what is left."""
+    """Heed the words on stdin, `child PID` and `folder PATH`, a line each, until it is closed; then
+    see to what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # whoever ends all of us at once means the others: this one ends with its supervisor
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)  # it may be stopped itself when its supervisor goes
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # whoever ends all of us at once means the others: this one ends with its supervisor
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0
+    )  # it may be stopped itself when its supervisor goes
     children: list[int] = []
     folders: list[str] = []
     for line in sys.stdin.buffer:
@@ -46,7 +53,8 @@ def main() -> None:
 
 
 def _watched(pid: int) -> list[int]:
-    """A descriptor of this process, which no other one that is given its number later has; none if it has ended already."""
+    """A descriptor of this process, which no other one that is given its number later has; none if
+    it has ended already."""
     try:
         return [os.pidfd_open(pid)]
     except ProcessLookupError:

@@ -1,13 +1,18 @@
-"""When a process of a service is started, and when one that ended or is stuck is started again: decisions over events and times.
+"""When a process of a service is started, and when one that ended or is stuck is started again:
+decisions over events and times.
 
-The first part is the root. It must know some of the others, the workers, whose work comes from it; when it is lost they stay, and come back to it by
-themselves. A part starts when those that it comes after have been ready, the root since it was started last. Until everything was ready once, a user's
-mistake, or the loss of a part that serving needs, ends the service - whoever started it is there to read why. From then on a part that ends is started again
-after a pause, which doubles from loss to loss and begins anew after a minute of health. A part that serving needs ends the service if it ends too often; one
-that it can do without, such as a draft, or a target beside another one, is tried ever more rarely, and for ever. A root that says nothing for long, and a
-part that the root has known and does not know any more, are stuck: they are replaced. A part that was let go because somebody else took its place is started
-again when nobody is in that place any more; so is one that was lost, and whose place somebody was given before it came back.
-Knows no processes, clocks or signals: names, events and seconds are handed in, and actions are handed back.
+The first part is the root. It must know some of the others, the workers, whose work comes from it;
+when it is lost they stay, and come back to it by themselves. A part starts when those that it comes
+after have been ready, the root since it was started last. Until everything was ready once, a user's
+mistake, or the loss of a part that serving needs, ends the service - whoever started it is there to
+read why. From then on a part that ends is started again after a pause, which doubles from loss to
+loss and begins anew after a minute of health. A part that serving needs ends the service if it ends
+too often; one that it can do without, such as a draft, or a target beside another one, is tried
+ever more rarely, and for ever. A root that says nothing for long, and a part that the root has
+known and does not know any more, are stuck: they are replaced. A part that was let go because
+somebody else took its place is started again when nobody is in that place any more; so is one that
+was lost, and whose place somebody was given before it came back. Knows no processes, clocks or
+signals: names, events and seconds are handed in, and actions are handed back.
 """
 
 from collections import deque
@@ -19,7 +24,8 @@ from dovetail.launch.terminal import counted
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LONGEST_SPARED_PAUSE_S = 300.0
-"""Of a part that serving does not need at present: loading it takes time and memory from those that serve."""
+"""Of a part that serving does not need at present: loading it takes time and memory from those that
+serve."""
 HEALTHY_S = 60.0
 MOST_RESTARTS = 5
 """Of one part within `WITHIN_S`."""
@@ -31,7 +37,8 @@ STANDSTILL_S = 2.0
 
 @dataclass(frozen=True)
 class Part:
-    """A process of the service by its name, and which parts must have been ready before it is started."""
+    """A process of the service by its name, and which parts must have been ready before it is
+    started."""
 
     name: str
     after: tuple[str, ...] = ()
@@ -60,7 +67,8 @@ RESTARTED = "; it has been started again and is not ready yet"
 
 @dataclass(frozen=True)
 class Outage:
-    """A part that was there, or was to be, and is not: why, since when, and when it is started again."""
+    """A part that was there, or was to be, and is not: why, since when, and when it is started
+    again."""
 
     part: str
     why: str
@@ -99,7 +107,8 @@ class Tell:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the service with what this part has to say; `why` it is not started again, where that needs words."""
+    """End the service with what this part has to say; `why` it is not started again, where that
+    needs words."""
 
     name: str
     why: str = ""
@@ -125,22 +134,31 @@ class _State:
     ready_s: float | None = None
     """Since when it has been ready."""
     heard_s: float | None = None
-    """When it was last known to be there: of the root, when it last answered. None: not since it was started, or it is being replaced."""
+    """When it was last known to be there: of the root, when it last answered. None: not since it
+    was started, or it is being replaced."""
     down_s: float | None = None
-    """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost either."""
+    """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost
+    either."""
     why: str = ""
     """It was lost, or is about to be ended since it is stuck."""
     stuck: bool = False
     """Whether it is about to be ended for that."""
     beside: bool = False
-    """Whether somebody who was put in place was beside it when it was lost, and so is not there instead of it."""
+    """Whether somebody who was put in place was beside it when it was lost, and so is not there
+    instead of it."""
     losses: int = 0
     """Since it was last healthy."""
     ends: deque[float] = field(default_factory=deque)
     """When it ended, within the last `WITHIN_S`."""
 
     def stop(self, due_s: float) -> None:
-        self.running, self.stuck, self.ready_s, self.heard_s, self.due_s = False, False, None, None, due_s
+        self.running, self.stuck, self.ready_s, self.heard_s, self.due_s = (
+            False,
+            False,
+            None,
+            None,
+            due_s,
+        )
 
     def lost(self, why: str, now_s: float) -> None:
         """Note why it is not there, and since when: it may have been lost before."""
@@ -184,12 +202,15 @@ class Watch:
         """Those in whose place somebody was put who had been on standby."""
         self._looked_s = now_s
         self.serving = False
-        """Whether everything has been ready at one time, but for what was lost and is not needed."""
+        """Whether everything has been ready at one time, but for what was lost and is not
+        needed."""
 
     @property
     def waiting(self) -> tuple[str, ...]:
         """The parts that run and are not ready yet."""
-        return tuple(name for name, state in self._states.items() if state.running and state.ready_s is None)
+        return tuple(
+            name for name, state in self._states.items() if state.running and state.ready_s is None
+        )
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -200,7 +221,9 @@ class Watch:
     def outages(self) -> tuple[Outage, ...]:
         """The parts that were lost and are not back yet, in their order."""
         return tuple(
-            Outage(name, state.why, state.down_s, None if state.running else state.due_s) for name, state in self._states.items() if state.down_s is not None
+            Outage(name, state.why, state.down_s, None if state.running else state.due_s)
+            for name, state in self._states.items()
+            if state.down_s is not None
         )
 
     def needs(self, name: str) -> bool:
@@ -208,7 +231,8 @@ class Watch:
         return self._states[name].part.needed and name not in self._filled
 
     def due(self, now_s: float) -> list[Action]:
-        """Start what is to be started by now, and replace what is stuck. The time in which nobody asked, since this process stood still, was no silence."""
+        """Start what is to be started by now, and replace what is stuck. The time in which nobody
+        asked, since this process stood still, was no silence."""
         actions: list[Action] = []
         if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
             for state in self._states.values():
@@ -217,14 +241,23 @@ class Watch:
                 away.seen_s = None if away.seen_s is None else away.seen_s + asleep_s
         self._looked_s = now_s
         for name, state in self._states.items():
-            if not state.running and state.due_s <= now_s and all(self._states[before].been_ready for before in state.part.after):
+            if (
+                not state.running
+                and state.due_s <= now_s
+                and all(self._states[before].been_ready for before in state.part.after)
+            ):
                 state.running = True
                 state.why += RESTARTED if state.down_s is not None else ""
                 actions.append(Start(name))
             elif self.serving and self._is_stuck(state, now_s):
                 state.heard_s, state.stuck = None, True
                 self._lose(name, f"nothing was heard of it for {self._stuck_s:g} s", now_s)
-                actions += [Tell(f"the {name} is alive, and nothing was heard of it for {self._stuck_s:g} s"), Replace(name)]
+                actions += [
+                    Tell(
+                        f"the {name} is alive, and nothing was heard of it for {self._stuck_s:g} s"
+                    ),
+                    Replace(name),
+                ]
         return actions
 
     def ready(self, name: str, now_s: float) -> list[Action]:
@@ -242,7 +275,10 @@ class Watch:
 
     def _begin_to_serve(self) -> None:
         """Serve if everything is ready that is needed, or has not been lost."""
-        self.serving = not any(state.ready_s is None and (state.down_s is None or self.needs(name)) for name, state in self._states.items())
+        self.serving = not any(
+            state.ready_s is None and (state.down_s is None or self.needs(name))
+            for name, state in self._states.items()
+        )
 
     def answered(
         self,
@@ -251,7 +287,8 @@ class Watch:
         filled: Collection[str] = (),
         given: Collection[str] = (),
     ) -> list[Action]:
-        """The root has said which of the others it knows, and in which of their places somebody else serves; in those `given`, who was put there on purpose."""
+        """The root has said which of the others it knows, and in which of their places somebody
+        else serves; in those `given`, who was put there on purpose."""
         self._states[self._root].heard_s = now_s
         self._filled, self._given = filled, given
         actions = self._yield_places(now_s)
@@ -277,28 +314,45 @@ class Watch:
         state.lost(why, now_s)
 
     def _yield_places(self, now_s: float) -> list[Action]:
-        """Do without the parts that were lost and whose place was given to somebody since then, for as long as anybody serves there."""
+        """Do without the parts that were lost and whose place was given to somebody since then, for
+        as long as anybody serves there."""
         actions: list[Action] = []
         for name, state in [*self._states.items()]:
             state.beside &= name in self._given
             if not self.serving or state.down_s is None or state.beside or name not in self._given:
                 continue
             self._away[name] = _Away(self._states.pop(name).part, seen_s=now_s)
-            actions.append(Tell(f"another worker was put in the place of the {name}, which is not started again while it serves"))
+            actions.append(
+                Tell(
+                    f"another worker was put in the place of the {name}, which is not started "
+                    "again while it serves"
+                )
+            )
             actions += [Stop(name)] if state.running else []
         return actions
 
     def _fill(self, filled: Collection[str], now_s: float) -> list[Action]:
-        """Have those start again in whose place somebody was who has been gone for as long as a part may be silent."""
+        """Have those start again in whose place somebody was who has been gone for as long as a
+        part may be silent."""
         root, actions = self._states[self._root], list[Action]()
         for name, away in [*self._away.items()]:
             if name in filled:
-                actions += [Tell(f"another worker is in the place of the {name}")] if away.seen_s is None else []
+                actions += (
+                    [Tell(f"another worker is in the place of the {name}")]
+                    if away.seen_s is None
+                    else []
+                )
                 away.seen_s = now_s
-            elif away.seen_s is not None and root.ready_s is not None and now_s - max(away.seen_s, root.ready_s) >= self._stuck_s:
+            elif (
+                away.seen_s is not None
+                and root.ready_s is not None
+                and now_s - max(away.seen_s, root.ready_s) >= self._stuck_s
+            ):
                 del self._away[name]
                 self._states[name] = _State(away.part, now_s)
-                actions.append(Tell(f"nobody is in the place of the {name} any more; it is started again"))
+                actions.append(
+                    Tell(f"nobody is in the place of the {name} any more; it is started again")
+                )
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
@@ -313,7 +367,13 @@ class Watch:
         if not self.serving and (needed or ending.mistake):
             return [GiveUp(name)]
         if needed and state.ended_too_often(now_s):
-            return [GiveUp(name, f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} minutes, and is not started again")]
+            return [
+                GiveUp(
+                    name,
+                    f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} "
+                    "minutes, and is not started again",
+                )
+            ]
         pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if needed else LONGEST_SPARED_PAUSE_S)
         said = f": {ending.last_line}" if ending.last_line else ""
         self._lose(name, state.why if state.stuck else f"it {ending.words}{said}", now_s)
@@ -326,9 +386,12 @@ class Watch:
         return [Tell(f"the {name} {ending.words}; it is started again in {pause_s:g} s")]
 
     def refused(self, name: str, why: str, now_s: float) -> list[Action]:
-        """A part that was to be started cannot be at present. That is no loss to be counted: nothing was tried, and what is in the way may go."""
+        """A part that was to be started cannot be at present. That is no loss to be counted:
+        nothing was tried, and what is in the way may go."""
         state = self._states[name]
-        pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S)
+        pause_s = state.pause_s(
+            now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S
+        )
         self._lose(name, f"it was not started: {why}", now_s)
         state.stop(now_s + pause_s)
         return [Tell(f"the {name} was not started, which is tried again in {pause_s:g} s: {why}")]
@@ -340,9 +403,14 @@ class Watch:
                 state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """Whether the root, or a part that it once knew, has been silent for too long; of a part it counts only what the root has said since."""
+        """Whether the root, or a part that it once knew, has been silent for too long; of a part it
+        counts only what the root has said since."""
         root = self._states[self._root]
         if state.heard_s is None or root.heard_s is None or root.ready_s is None:
             return False
-        silent_s = now_s - root.heard_s if state is root else root.heard_s - max(state.heard_s, root.ready_s)
+        silent_s = (
+            now_s - root.heard_s
+            if state is root
+            else root.heard_s - max(state.heard_s, root.ready_s)
+        )
         return silent_s >= self._stuck_s

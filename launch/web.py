@@ -1,7 +1,9 @@
-"""A dovetail server somewhere, over HTTP: what it says when it is asked, and how it answers in a conversation.
+"""A dovetail server somewhere, over HTTP: what it says when it is asked, and how it answers in a
+conversation.
 
-The standard library's client does: one connection a request, read line by line as the events come. Knows what our server says beside the OpenAI API
-(which tokens were drafted, and the figures of a reply); from one that does not say it, the text alone is taken.
+The standard library's client does: one connection a request, read line by line as the events come.
+Knows what our server says beside the OpenAI API (which tokens were drafted, and the figures of a
+reply); from one that does not say it, the text alone is taken.
 """
 
 import http.client
@@ -24,27 +26,43 @@ from dovetail.protocol.messages import Result
 
 CONNECT_S = 10.0
 SILENCE_S = 120.0
-"""A server that says nothing for so long, while a prompt is read or in the middle of a reply, is taken for lost."""
+"""A server that says nothing for so long, while a prompt is read or in the middle of a reply, is
+taken for lost."""
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 LATER = (429, 503)
-"""The target is full, or there is none, as while its worker starts again: the same request may be answered a little later."""
+"""The target is full, or there is none, as while its worker starts again: the same request may be
+answered a little later."""
 
 
 def check_flags(configuration: Configuration) -> None:
-    """`UserError` for a setting that only the server can decide on; that no draft is wanted, it can be told."""
+    """`UserError` for a setting that only the server can decide on; that no draft is wanted, it can
+    be told."""
     for name, origin in configuration.origins.items():
         wish = name == "draft.kind" and configuration.value(name) == "none"
-        if origin.startswith("--") and not wish and (name.split(".")[0] in ("target", "draft", "tree", "coordinator") or name == "sampling.acceptance"):
-            raise UserError(f"--{name} is the server's to decide: leave it out, or connect to its coordinator (ipc:// or tcp://) instead of its URL")
+        if (
+            origin.startswith("--")
+            and not wish
+            and (
+                name.split(".")[0] in ("target", "draft", "tree", "coordinator")
+                or name == "sampling.acceptance"
+            )
+        ):
+            raise UserError(
+                f"--{name} is the server's to decide: leave it out, or connect to its "
+                "coordinator (ipc:// or tcp://) instead of its URL"
+            )
 
 
 def api_key(configuration: Configuration) -> str:
-    """The key to send: the first of the file that the settings name, else that of the environment; empty if there is none."""
+    """The key to send: the first of the file that the settings name, else that of the environment;
+    empty if there is none."""
     file = configuration.settings.http.api_key_file
     if not file:
         return os.environ.get(KEY_VARIABLE, "").strip()
     try:
-        lines = decode(Path(file).expanduser().read_bytes(), f"the file of API keys {file}").splitlines()
+        lines = decode(
+            Path(file).expanduser().read_bytes(), f"the file of API keys {file}"
+        ).splitlines()
     except OSError as error:
         raise UserError(f"the file of API keys {file} cannot be read: {error.strerror}") from None
     return next((line.strip() for line in lines if line.strip()), "")
@@ -66,27 +84,46 @@ class Site:
             return _object(response.read())
 
     @contextmanager
-    def asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
-        """What the server answers, if it does what it is asked; the connection ends with the block."""
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
+    def asked(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """What the server answers, if it does what it is asked; the connection ends with the
+        block."""
+        headers = {
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+        }
         with closing(self._connect()) as connection:
             try:
-                connection.request(method, self._parts.path.rstrip("/").removesuffix("/v1") + path, body, headers)
+                connection.request(
+                    method, self._parts.path.rstrip("/").removesuffix("/v1") + path, body, headers
+                )
                 with connection.getresponse() as response:
                     if response.status != 200:
-                        raise _failure(response.status, _object(response.read()), sent_key=bool(self._key))
+                        raise _failure(
+                            response.status, _object(response.read()), sent_key=bool(self._key)
+                        )
                     yield response
             except (OSError, http.client.HTTPException) as error:
-                raise DovetailError(f"the server at {self.url} broke off: {str(error) or type(error).__name__}") from None
+                raise DovetailError(
+                    f"the server at {self.url} broke off: {str(error) or type(error).__name__}"
+                ) from None
 
     def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection
+            if self._parts.scheme == "https"
+            else http.client.HTTPConnection
+        )
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
         try:
             connection.connect()
         except OSError as error:
             connection.close()
-            raise UserError(f"nobody answers at {self.url} ({error.strerror or error}): start `dovetail serve` there, or correct the URL") from None
+            raise UserError(
+                f"nobody answers at {self.url} ({error.strerror or error}): start `dovetail "
+                "serve` there, or correct the URL"
+            ) from None
         connection.sock.settimeout(self._silence_s)
         return connection
 
@@ -117,7 +154,10 @@ class WebAnswerer:
         sampling = manner.sampling.model_dump(mode="json", exclude={"acceptance"})
         return {
             "model": self._model,
-            "messages": [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)],
+            "messages": [
+                {"role": ("user", "assistant")[place % 2], "content": turn}
+                for place, turn in enumerate(turns)
+            ],
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_completion_tokens": manner.max_tokens,
@@ -169,11 +209,24 @@ class _Reply:
 
     def result(self) -> Result | None:
         """The figures, where the server tells all of them."""
-        known = {name: value for name, value in (self._metrics or {}).items() if name in Result.model_fields}
+        known = {
+            name: value
+            for name, value in (self._metrics or {}).items()
+            if name in Result.model_fields
+        }
         counts = {name: self._usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")}
         try:
             return Result.model_validate_json(
-                json.dumps({**counts, "finish_reason": self._reason, **known, "text": self.text, "token_ids": self._tokens}, ensure_ascii=False)
+                json.dumps(
+                    {
+                        **counts,
+                        "finish_reason": self._reason,
+                        **known,
+                        "text": self.text,
+                        "token_ids": self._tokens,
+                    },
+                    ensure_ascii=False,
+                )
             )
         except ValidationError:
             return None
@@ -197,17 +250,32 @@ def _object(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise DovetailError(f"the server answered with what is no JSON object: {printable(content[:80].decode(errors='replace'))!r}")
+        raise DovetailError(
+            "the server answered with what is no JSON object: "
+            f"{printable(content[:80].decode(errors='replace'))!r}"
+        )
     return found
 
 
 def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> DovetailError:
-    """What a server's refusal means: that it may do it later, else a mistake of ours below 500, else its own."""
+    """What a server's refusal means: that it may do it later, else a mistake of ours below 500,
+    else its own."""
     error = said.get("error")
-    text = printable(str(error.get("message", ""))) if isinstance(error, dict) else printable(str(said)[:200])
+    text = (
+        printable(str(error.get("message", "")))
+        if isinstance(error, dict)
+        else printable(str(said)[:200])
+    )
     if status == 401:
         refused = "the API key" if sent_key else "a request without an API key"
-        return UserError(f"the server refuses {refused}: name its file with --http.api_key_file, or set {KEY_VARIABLE}")
+        return UserError(
+            f"the server refuses {refused}: name its file with --http.api_key_file, or set "
+            f"{KEY_VARIABLE}"
+        )
     if status in LATER:
         return DovetailError(f"the server cannot answer now: {text}")
-    return RequestError("settings", text) if status < 500 else DovetailError(f"the server failed: {text}")
+    return (
+        RequestError("settings", text)
+        if status < 500
+        else DovetailError(f"the server failed: {text}")
+    )

@@ -1,7 +1,8 @@
 """Which build of PyTorch has code for which NVIDIA GPU, and which driver it needs.
 
-The table is PyTorch's own (RELEASE.md of pytorch/pytorch, CUDA support matrix, releases 2.8 to 2.13, x86-64): builds for CUDA 12.6 are the only ones
-with code for Maxwell and Pascal, and from 2.11 on for Volta. Knows versions and numbers; what is installed here is told.
+The table is PyTorch's own (RELEASE.md of pytorch/pytorch, CUDA support matrix, releases 2.8 to
+2.13, x86-64): builds for CUDA 12.6 are the only ones with code for Maxwell and Pascal, and from
+2.11 on for Volta. Knows versions and numbers; what is installed here is told.
 """
 
 import re
@@ -10,16 +11,19 @@ from collections.abc import Sequence
 Capability = tuple[int, int]
 
 MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
-"""Builds for CUDA 12.6 have code from Maxwell to Hopper (9.0), those for 13.0 from Turing on; Blackwell needs 13.0, or 12.8."""
+"""Builds for CUDA 12.6 have code from Maxwell to Hopper (9.0), those for 13.0 from Turing on;
+Blackwell needs 13.0, or 12.8."""
 RELEASES = {"cu126": ((2, 8), (2, 13)), "cu128": ((2, 8), (2, 11)), "cu130": ((2, 9), (2, 13))}
 """Build -> the first and the last of the releases that we run with for which it is published."""
 LEAST_DRIVER = {12: 525, 13: 580}
-"""CUDA's major version -> the least driver (NVIDIA, CUDA Compatibility, minor version compatibility)."""
+"""CUDA's major version -> the least driver (NVIDIA, CUDA Compatibility, minor version
+compatibility)."""
 INDEX = "https://download.pytorch.org/whl"
 
 
 def has_code_for(architectures: Sequence[str], capability: Capability) -> bool:
-    """Whether a build with these architectures runs on a GPU: machine code for the same major version and no later minor one, or PTX of an earlier one."""
+    """Whether a build with these architectures runs on a GPU: machine code for the same major
+    version and no later minor one, or PTX of an earlier one."""
     return any(_fits(name, capability) for name in architectures)
 
 
@@ -36,26 +40,35 @@ def _fits(architecture: str, capability: Capability) -> bool:
 def build_for(capability: Capability, *, release: str, driver: int | None) -> str:
     """The build that fits a GPU and its driver, such as cu126; empty if there is none.
 
-    `release`: of torch, such as 2.13.0, which it should be a build of; `driver`: its major version, None if it is not known.
+    `release`: of torch, such as 2.13.0, which it should be a build of; `driver`: its major version,
+    None if it is not known.
     """
     if capability < MAXWELL or (driver is not None and driver < LEAST_DRIVER[12]):
         return ""
     if capability < TURING:
         return "cu126"
-    newest = (driver is None or driver >= LEAST_DRIVER[13]) and _release(release) >= RELEASES["cu130"][0]
+    newest = (driver is None or driver >= LEAST_DRIVER[13]) and _release(release) >= RELEASES[
+        "cu130"
+    ][0]
     return "cu130" if newest else "cu128" if capability >= BLACKWELL else "cu126"
 
 
 def install_command(build: str, *, release: str) -> str:
-    """What to type to get a build: of the release that is there where it exists, else of any that fits."""
+    """What to type to get a build: of the release that is there where it exists, else of any that
+    fits."""
     first, last = RELEASES[build]
     exact = f"torch=={release.partition('+')[0]}"
-    wanted = exact if first <= _release(release) <= last else f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    wanted = (
+        exact
+        if first <= _release(release) <= last
+        else f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    )
     return f"pip install --force-reinstall '{wanted}' --index-url {INDEX}/{build}"
 
 
 def driver_for(cuda: str) -> int | None:
-    """The least driver for a build for this version of CUDA, such as 13.0; None where that is not known."""
+    """The least driver for a build for this version of CUDA, such as 13.0; None where that is not
+    known."""
     major = cuda.partition(".")[0]
     return LEAST_DRIVER.get(int(major)) if major.isdigit() else None
 

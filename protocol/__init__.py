@@ -1,1 +1,2 @@
-"""What two processes must agree on: messages, trees, noise, settings, links and keys. Knows nobody else, and never torch."""
+"""What two processes must agree on: messages, trees, noise, settings, links and keys. Knows nobody
+else, and never torch."""

@@ -1,4 +1,5 @@
-"""A tensor on the wire: dtype and shape in the body of the message, bytes (little-endian, row-major) in a raw frame of their own.
+"""A tensor on the wire: dtype and shape in the body of the message, bytes (little-endian,
+row-major) in a raw frame of their own.
 
 Knows neither torch nor numpy: both read `data` through the buffer protocol.
 """
@@ -19,23 +20,35 @@ class Array(Frozen):
     """A dense tensor; `data` has exactly prod(shape) items."""
 
     dtype: Literal["uint8", "int32", "int64", "float16", "bfloat16", "float32"]
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 32)], ...], Field(max_length=4, fail_fast=True)]
+    shape: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=1 << 32)], ...], Field(max_length=4, fail_fast=True)
+    ]
     data: Annotated[bytes, Field(max_length=MAX_ARRAY_BYTES)]
 
     @model_validator(mode="after")
     def _fits(self) -> "Array":
         expected = prod(self.shape) * ITEM_BYTES[self.dtype]
         if len(self.data) != expected:
-            raise ValueError(f"an array of {self.dtype} {self.shape} has {expected} bytes, not {len(self.data)}")
+            raise ValueError(
+                f"an array of {self.dtype} {self.shape} has {expected} bytes, not {len(self.data)}"
+            )
         return self
 
     def rows(self, start: int, stop: int) -> "Array":
         """Rows start..stop-1 of the first dimension, which has them."""
         size = prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
-        return Array(dtype=self.dtype, shape=(stop - start, *self.shape[1:]), data=self.data[start * size : stop * size])
+        return Array(
+            dtype=self.dtype,
+            shape=(stop - start, *self.shape[1:]),
+            data=self.data[start * size : stop * size],
+        )
 
 
 def stack(arrays: Sequence[Array]) -> Array:
     """Arrays of one type whose rows are alike, one below the other."""
     rows = sum(array.shape[0] for array in arrays)
-    return Array(dtype=arrays[0].dtype, shape=(rows, *arrays[0].shape[1:]), data=b"".join(array.data for array in arrays))
+    return Array(
+        dtype=arrays[0].dtype,
+        shape=(rows, *arrays[0].shape[1:]),
+        data=b"".join(array.data for array in arrays),
+    )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is kept between starts: dovetail in $XDG_CACHE_HOME, else in ~/.cache. It need not be there.
+    """Return the folder of what is kept between starts: dovetail in $XDG_CACHE_HOME, else in
+    ~/.cache. It need not be there.
 
     For a user without a home it begins with "~", and there is no place for it.
     """

@@ -1,7 +1,9 @@
-"""A message to frames and back: MessagePack in the first frame, the raw bytes of its arrays in the frames behind it.
+"""A message to frames and back: MessagePack in the first frame, the raw bytes of its arrays in the
+frames behind it.
 
-What arrives is hostile until it has been decoded: sizes and nesting are bounded before anything is allocated, types are checked strictly, unknown
-fields and tags are refused. The only exception that leaves `decode` is `DecodeError`. Knows no sockets.
+What arrives is hostile until it has been decoded: sizes and nesting are bounded before anything is
+allocated, types are checked strictly, unknown fields and tags are refused. The only exception that
+leaves `decode` is `DecodeError`. Knows no sockets.
 """
 
 from collections.abc import Sequence, Sized
@@ -17,10 +19,12 @@ MAX_FRAMES = 4
 MAX_BODY_BYTES = 16 << 20
 MAX_FRAME_BYTES = 64 << 20
 MAX_ITEMS = 4 << 20
-"""Items of all arrays and maps of a body; the largest message, a Finished of MAX_TOKENS tokens and 65536 spans, has 3.6 million."""
+"""Items of all arrays and maps of a body; the largest message, a Finished of MAX_TOKENS tokens and
+65536 spans, has 3.6 million."""
 MAX_FIELDS = 256
 SMALL_BYTES = 512
-"""A body up to this can claim little, each of its arrays no more items than it has bytes: it is not walked over first."""
+"""A body up to this can claim little, each of its arrays no more items than it has bytes: it is not
+walked over first."""
 _CONTAINER_ITEMS = 8
 
 M = TypeVar("M")
@@ -28,10 +32,13 @@ C = TypeVar("C", bound=Sized)
 
 
 class Dialect(Generic[M]):
-    """The messages that one direction of a link may carry: a union of message types, told apart by their `type`."""
+    """The messages that one direction of a link may carry: a union of message types, told apart by
+    their `type`."""
 
     def __init__(self, union: Any) -> None:
-        self._members: dict[str, type[Message]] = {m.model_fields["type"].default: m for m in get_args(union)}
+        self._members: dict[str, type[Message]] = {
+            m.model_fields["type"].default: m for m in get_args(union)
+        }
         self._adapter: TypeAdapter[Any] = TypeAdapter(Annotated[union, Field(discriminator="type")])
 
     def decode(self, frames: Sequence[bytes]) -> M:
@@ -47,12 +54,16 @@ class Dialect(Generic[M]):
 
 
 def encode(message: Message) -> list[bytes]:
-    """The frames of a message: the body, then one frame for each of its arrays that is present; `ProtocolError` if the body is beyond the limit."""
+    """The frames of a message: the body, then one frame for each of its arrays that is present;
+    `ProtocolError` if the body is beyond the limit."""
     body = message.model_dump()
     arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
     packed: bytes = msgpack.packb(body)
     if len(packed) > MAX_BODY_BYTES:
-        raise ProtocolError(f"a message {body['type']!r} of {len(packed)} bytes is beyond the limit of {MAX_BODY_BYTES}")
+        raise ProtocolError(
+            f"a message {body['type']!r} of {len(packed)} bytes is beyond the limit of "
+            f"{MAX_BODY_BYTES}"
+        )
     return [packed, *arrays]
 
 
@@ -75,8 +86,17 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
             max_array_len=min(MAX_TOKENS, size),
             max_map_len=min(MAX_FIELDS, size),
         )
-    except (ValueError, RecursionError, TypeError, OverflowError, MemoryError, msgpack.exceptions.UnpackException) as error:
-        raise DecodeError(f"no MessagePack: {printable(f'{type(error).__name__}: {error}'[:200])}") from None
+    except (
+        ValueError,
+        RecursionError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        msgpack.exceptions.UnpackException,
+    ) as error:
+        raise DecodeError(
+            f"no MessagePack: {printable(f'{type(error).__name__}: {error}'[:200])}"
+        ) from None
     if not isinstance(body, dict):
         raise DecodeError(f"a message is a map, not {type(body).__name__}")
     return body
@@ -85,7 +105,8 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
 def _measure(body: bytes) -> None:
     """Walk over the body without building anything.
 
-    What passes is whole, and so has no more items than bytes; a few bytes that claim arrays of millions, one in the other, end here.
+    What passes is whole, and so has no more items than bytes; a few bytes that claim arrays of
+    millions, one in the other, end here.
     """
     walker = msgpack.Unpacker(read_size=1, max_buffer_size=MAX_BODY_BYTES)
     walker.feed(body)
@@ -95,7 +116,8 @@ def _measure(body: bytes) -> None:
 
 
 class _Budget:
-    """Counts what is being built, so that a body cannot become many times its size in memory: containers are dear, items cheap."""
+    """Counts what is being built, so that a body cannot become many times its size in memory:
+    containers are dear, items cheap."""
 
     def __init__(self) -> None:
         self._left = MAX_ITEMS

@@ -1,7 +1,8 @@
 """The exceptions of the whole project, drawn as one tree.
 
-A `UserError` is somebody's mistake and is answered with one line that names the thing, the value and the remedy (exit code 2).
-A `ProtocolError` is a peer's mistake: the message is dropped and counted, and nothing else suffers. What is neither is ours and is loud.
+A `UserError` is somebody's mistake and is answered with one line that names the thing, the value
+and the remedy (exit code 2). A `ProtocolError` is a peer's mistake: the message is dropped and
+counted, and nothing else suffers. What is neither is ours and is loud.
 """
 
 
@@ -15,7 +16,8 @@ class DovetailError(Exception):
 
 
 class UserError(DovetailError):
-    """A mistake of the person who started the command: a missing model, a misspelt setting, a prompt that is too long."""
+    """A mistake of the person who started the command: a missing model, a misspelt setting, a
+    prompt that is too long."""
 
 
 class SettingsError(UserError):
@@ -23,14 +25,16 @@ class SettingsError(UserError):
 
 
 class CheckpointError(UserError):
-    """A model folder that cannot be loaded: names the file and the tensor, in one printable line whatever these are called."""
+    """A model folder that cannot be loaded: names the file and the tensor, in one printable line
+    whatever these are called."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
 
 
 class OutputError(DovetailError):
-    """A file that the system does not let us write: names the file, what the system says and the remedy."""
+    """A file that the system does not let us write: names the file, what the system says and the
+    remedy."""
 
 
 class KeysError(UserError):
@@ -38,7 +42,8 @@ class KeysError(UserError):
 
 
 class RequestError(UserError):
-    """A request that cannot be served; `code` says why in one word (see `messages.Failed`), and the text in one printable line, whoever wrote it."""
+    """A request that cannot be served; `code` says why in one word (see `messages.Failed`), and the
+    text in one printable line, whoever wrote it."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(printable(text))
@@ -50,15 +55,18 @@ class ProtocolError(DovetailError):
 
 
 class DecodeError(ProtocolError):
-    """Bytes that are no message: truncated, oversized, of the wrong type, with trailing bytes, nested too deep."""
+    """Bytes that are no message: truncated, oversized, of the wrong type, with trailing bytes,
+    nested too deep."""
 
 
 class StaleError(ProtocolError):
-    """A message that is late, a duplicate or of another incarnation: counted, and it changes nothing."""
+    """A message that is late, a duplicate or of another incarnation: counted, and it changes
+    nothing."""
 
 
 class TreeError(ProtocolError):
-    """A token tree that is none: a parent that does not precede its child, equal siblings, an id beyond the vocabulary."""
+    """A token tree that is none: a parent that does not precede its child, equal siblings, an id
+    beyond the vocabulary."""
 
 
 class LinkError(DovetailError):
@@ -78,4 +86,5 @@ class LinkClosed(LinkError):
 
 
 class LinkRefused(LinkClosed):
-    """Somebody answers and takes no connection of ours, because of the keys or because it is something else."""
+    """Somebody answers and takes no connection of ours, because of the keys or because it is
+    something else."""

@@ -1,4 +1,5 @@
-"""Files that are written for a user, and texts that are read for one: what is refused is told with the name of the file and a remedy."""
+"""Files that are written for a user, and texts that are read for one: what is refused is told with
+the name of the file and a remedy."""
 
 import codecs
 import errno
@@ -24,7 +25,10 @@ REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: f"the disk fails: {ELSEWHERE}",
 }
-MARKS = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 """Byte order marks; that of UTF-32 begins with one of UTF-16."""
 
 
@@ -36,7 +40,8 @@ def refusal(error: OSError) -> str:
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """`OutputError` where the system refuses to write `what` to the file or folder `path`; nothing else may be read or written in this block."""
+    """`OutputError` where the system refuses to write `what` to the file or folder `path`; nothing
+    else may be read or written in this block."""
     try:
         yield
     except OSError as error:
@@ -44,7 +49,8 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
-    """Write to the end of an open file at once, past its own buffer: what is refused is told here, and not a second time when the file is closed."""
+    """Write to the end of an open file at once, past its own buffer: what is refused is told here,
+    and not a second time when the file is closed."""
     with writing(path, what):
         left = memoryview(content)
         while left:
@@ -52,20 +58,30 @@ def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
 
 
 def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
-    """The text in UTF-8, without a byte order mark; `UserError` names the line and the byte of `what` that is none. `zeros`: there may be zero bytes."""
+    """The text in UTF-8, without a byte order mark; `UserError` names the line and the byte of
+    `what` that is none. `zeros`: there may be zero bytes."""
     for name, marks in MARKS.items():
         if content.startswith(marks):
-            raise UserError(f"{what} is {name} text, as its first bytes say; save it as UTF-8, such as with `iconv -f {name} -t UTF-8`")
+            raise UserError(
+                f"{what} is {name} text, as its first bytes say; save it as UTF-8, such as "
+                f"with `iconv -f {name} -t UTF-8`"
+            )
     zero = -1 if zeros else content.find(b"\0")
     if zero >= 0:
-        raise UserError(f"{what} is not UTF-8 text: byte {zero} ({_line(content, zero)}) is zero, as in UTF-16 or a binary file; save it as UTF-8 text")
+        raise UserError(
+            f"{what} is not UTF-8 text: byte {zero} ({_line(content, zero)}) is zero, as in "
+            "UTF-16 or a binary file; save it as UTF-8 text"
+        )
     start = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
     try:
         return content[start:].decode("utf-8")
     except UnicodeDecodeError as error:
         wrong = start + error.start
         where = f"byte {wrong} ({_line(content, wrong)}) is 0x{content[wrong]:02x}"
-    raise UserError(f"{what} is not UTF-8 text: {where}; save it as UTF-8, such as with `iconv -f LATIN1 -t UTF-8`")
+    raise UserError(
+        f"{what} is not UTF-8 text: {where}; save it as UTF-8, such as with `iconv -f LATIN1 "
+        "-t UTF-8`"
+    )
 
 
 def _line(content: bytes, place: int) -> str:

@@ -1,6 +1,8 @@
-"""Where the kernel keeps a process's control group and those around it (cgroups(7)), of the second kind, of the first, or of both.
+"""Where the kernel keeps a process's control group and those around it (cgroups(7)), of the second
+kind, of the first, or of both.
 
-Read under a root that can be another one. Standard library only; what the files mean, their readers know.
+Read under a root that can be another one. Standard library only; what the files mean, their readers
+know.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ ROOT = Path("/")
 class GroupFolders:
     """The folders of this process's control groups.
 
-    A container often sees its own group as the root, while /proc names the path on the host: what is not there is passed over.
+    A container often sees its own group as the root, while /proc names the path on the host: what
+    is not there is passed over.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -23,12 +26,19 @@ class GroupFolders:
             self._paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
 
     def folders(self, controller: str) -> Iterator[Path]:
-        """The folders of our group and of those around it, innermost first; the empty controller is the second kind."""
+        """The folders of our group and of those around it, innermost first; the empty controller is
+        the second kind."""
         if controller not in self._paths:
             return
-        for mount in [self._mount / controller] if controller else [self._mount, self._mount / "unified"]:
+        for mount in (
+            [self._mount / controller] if controller else [self._mount, self._mount / "unified"]
+        ):
             group = mount / self._paths[controller]
-            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount) and folder.is_dir())
+            yield from (
+                folder
+                for folder in (group, *group.parents)
+                if folder.is_relative_to(mount) and folder.is_dir()
+            )
 
 
 def read_text(path: Path) -> str:

@@ -1,14 +1,19 @@
-"""Links: frames from one process to another. A `Hub` is the coordinator's end of all links, a `Link` the other end of one.
+"""Links: frames from one process to another. A `Hub` is the coordinator's end of all links, a
+`Link` the other end of one.
 
-Three kinds behave alike: ipc (a socket in a folder that only its owner can enter), tcp (CURVE keys required, on loopback too), and memory (between
-threads, for tests). What they promise: frames arrive whole, in the order of each sender, at most once; a message to a peer that has gone raises
-`PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer; a link
-whose coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
+Three kinds behave alike: ipc (a socket in a folder that only its owner can enter), tcp (CURVE keys
+required, on loopback too), and memory (between threads, for tests). What they promise: frames
+arrive whole, in the order of each sender, at most once; a message to a peer that has gone raises
+`PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing
+vanishes unseen and nobody waits for a slow peer; a link whose coordinator has gone raises
+`LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
 
-Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a process that dies. Heartbeats find a peer that is stopped
-(SIGSTOP), or that the way to is cut, within 1.2 to 1.7 s, on both ends; libzmq's I/O thread answers them, so that a process that computes for minutes, with
-the interpreter's lock or without, is never taken for one that is stopped. Over ipc there are none between the coordinator and its clients: a terminal's
-Ctrl-Z stops one, and its user expects it to go on. Deadlines for the work of a peer that is stuck are its user's business.
+Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a
+process that dies. Heartbeats find a peer that is stopped (SIGSTOP), or that the way to is cut,
+within 1.2 to 1.7 s, on both ends; libzmq's I/O thread answers them, so that a process that computes
+for minutes, with the interpreter's lock or without, is never taken for one that is stopped. Over
+ipc there are none between the coordinator and its clients: a terminal's Ctrl-Z stops one, and its
+user expects it to go on. Deadlines for the work of a peer that is stuck are its user's business.
 """
 
 import fcntl
@@ -32,7 +37,14 @@ import zmq
 
 from dovetail.protocol import keys as keyring
 from dovetail.protocol.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, MAX_FRAMES
-from dovetail.protocol.errors import KeysError, LinkClosed, LinkRefused, PeerBusy, PeerGone, UserError
+from dovetail.protocol.errors import (
+    KeysError,
+    LinkClosed,
+    LinkRefused,
+    PeerBusy,
+    PeerGone,
+    UserError,
+)
 from dovetail.protocol.keys import PeerKey
 
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
@@ -47,7 +59,8 @@ CONNECT_TIMEOUT_S = 10.0
 _HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
 _HANDSHAKE_MS = 5000
 _FAREWELL_MS = 200
-"""So long, at most, a hub that closes waits until what it sent last has left: that it lets its workers go."""
+"""So long, at most, a hub that closes waits until what it sent last has left: that it lets its
+workers go."""
 _CURVE_OVERHEAD_BYTES = 1024
 _SETTLE_S = 0.002
 _CLIENTS = ("client", keyring.OPERATOR)
@@ -57,8 +70,9 @@ _READABLE = int(zmq.POLLIN)
 """As a number: a flag of an enumeration costs more to look at than the socket."""
 _GONE = zmq.EVENT_DISCONNECTED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) reports with it a frame that was changed on the way, forgets over it to close the connection, and
-aborts the process at the next heartbeat."""
+"""Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) reports with it a frame that was changed
+on the way, forgets over it to close the connection, and aborts the process at the next
+heartbeat."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -74,42 +88,52 @@ class Hub(Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when something may have arrived.
 
-        It is edge-triggered: once at the start, after it fires, and after every `send` and `disconnects`, call `receive` until it returns None.
+        It is edge-triggered: once at the start, after it fires, and after every `send` and
+        `disconnects`, call `receive` until it returns None.
         """
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next message as (peer, frames), or None; never blocks. What breaks the bounds on frames or comes from a revoked key is dropped and counted."""
+        """The next message as (peer, frames), or None; never blocks. What breaks the bounds on
+        frames or comes from a revoked key is dropped and counted."""
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy` if its queue is full."""
+        """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy`
+        if its queue is full."""
 
     def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a last message for a peer, whose key may have been revoked, if that is possible; never blocks."""
+        """Queue a last message for a peer, whose key may have been revoked, if that is possible;
+        never blocks."""
 
     def user(self, peer: bytes) -> PeerKey | None:
-        """The key of a peer that has been heard over tcp: its name and the roles that it may take, none if it was revoked. None where there are no keys."""
+        """The key of a peer that has been heard over tcp: its name and the roles that it may take,
+        none if it was revoked. None where there are no keys."""
 
     def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when peers may have disconnected or were refused; call `disconnects` then."""
+        """A descriptor that becomes readable when peers may have disconnected or were refused; call
+        `disconnects` then."""
 
     def disconnects(self) -> int:
-        """How many peers disconnected since the last call. Which ones, `send` tells: probe them all. Takes some milliseconds if there are any."""
+        """How many peers disconnected since the last call. Which ones, `send` tells: probe them
+        all. Takes some milliseconds if there are any."""
 
     def refused(self) -> int:
         """Handshakes and messages refused so far."""
 
     def close(self) -> None:
-        """Close everything that was opened, and remove what it left in the file system. A second call does nothing."""
+        """Close everything that was opened, and remove what it left in the file system. A second
+        call does nothing."""
 
 
 class Link(Protocol):
     """A worker's or a client's end of one link. One thread uses it."""
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the coordinator has gone."""
+        """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the
+        coordinator has gone."""
 
     def offer(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for the coordinator; never blocks. `PeerBusy` if the queue is full, `LinkClosed` if the coordinator has gone."""
+        """Queue a message for the coordinator; never blocks. `PeerBusy` if the queue is full,
+        `LinkClosed` if the coordinator has gone."""
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
         """The next message, or None if none comes within the time (None: wait for ever).
@@ -120,39 +144,54 @@ class Link(Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when something may have arrived.
 
-        It is edge-triggered: once at the start, after it fires, and after every `offer`, call `take` until it returns None.
+        It is edge-triggered: once at the start, after it fires, and after every `offer`, call
+        `take` until it returns None.
         """
 
     def take(self) -> list[bytes] | None:
-        """The next message that has arrived, or None; never waits, and does not look whether the coordinator has gone."""
+        """The next message that has arrived, or None; never waits, and does not look whether the
+        coordinator has gone."""
 
     def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)` then until it returns None or raises."""
+        """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)`
+        then until it returns None or raises."""
 
     def check(self) -> None:
-        """`LinkClosed` if the coordinator has gone, though what it sent before may wait; takes nothing and never waits."""
+        """`LinkClosed` if the coordinator has gone, though what it sent before may wait; takes
+        nothing and never waits."""
 
     def close(self) -> None:
         """Close everything that was opened. A second call does nothing."""
 
 
 def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False) -> Hub:
-    """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any free one). `own_folder`: nothing else is in PATH's folder.
+    """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any
+    free one). `own_folder`: nothing else is in PATH's folder.
 
-    The I/O thread takes over the core binding of the calling thread. `KeysError` for tcp without keys; `UserError` if the address cannot be had.
+    The I/O thread takes over the core binding of the calling thread. `KeysError` for tcp without
+    keys; `UserError` if the address cannot be had.
     """
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
-        return ZmqHub(_IpcPlace(Path(place).absolute(), own=own_folder) if place else _IpcPlace(_fresh_path(), own=True), None)
+        return ZmqHub(
+            _IpcPlace(Path(place).absolute(), own=own_folder)
+            if place
+            else _IpcPlace(_fresh_path(), own=True),
+            None,
+        )
     if scheme == "tcp" and place:
         return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
     raise _no_address(address)
 
 
-def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
-    """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it has taken the connection.
+def open_link(
+    address: str, *, keys: Path | None = None, role: str, timeout_s: float = CONNECT_TIMEOUT_S
+) -> Link:
+    """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it has taken the
+    connection.
 
-    `LinkClosed`, naming the address, if none answers within `timeout_s`; `LinkRefused` if it refuses the key; `KeysError` if tcp lacks the key of `role`.
+    `LinkClosed`, naming the address, if none answers within `timeout_s`; `LinkRefused` if it
+    refuses the key; `KeysError` if tcp lacks the key of `role`.
     """
     scheme, _, place = address.partition("://")
     if scheme == "ipc" and place:
@@ -167,7 +206,7 @@ def open_link(address: str, *, keys: Path | None = None, role: str, timeout_s: f
     raise _no_address(address)
 
 
-# -- zmq ---------------------------------------------------------------------------------------------------------------------------------------
+# -- zmq -------------------------------------------------------------------------------------------
 
 
 class ZmqHub:
@@ -190,7 +229,9 @@ class ZmqHub:
                 self._demand_keys(keys)
             self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED)
             self._address = place.bind(self._socket)
-            self._socket.getsockopt(zmq.EVENTS)  # the descriptor fires only after a read that found nothing
+            self._socket.getsockopt(
+                zmq.EVENTS
+            )  # the descriptor fires only after a read that found nothing
         except BaseException:
             self.close()
             raise
@@ -222,7 +263,8 @@ class ZmqHub:
             self._refused += 1
 
     def _take(self) -> tuple[bytes, list[bytes]]:
-        """The next message; one from a key that is no longer allowed has lost its frames. `zmq.Again` if there is none."""
+        """The next message; one from a key that is no longer allowed has lost its frames.
+        `zmq.Again` if there is none."""
         if self._peers is None:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             return peer, frames
@@ -237,12 +279,18 @@ class ZmqHub:
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
         _check_outgoing(frames)
-        if self._peers is not None and peer in self._known and self._peers.find(self._known[peer]) is None:
+        if (
+            self._peers is not None
+            and peer in self._known
+            and self._peers.find(self._known[peer]) is None
+        ):
             raise PeerGone(f"the key of peer {peer.hex()} was revoked")
         try:
             self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
         except zmq.Again:
-            raise PeerBusy(f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages") from None
+            raise PeerBusy(
+                f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages"
+            ) from None
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -274,8 +322,9 @@ class ZmqHub:
     def _settle(self) -> None:
         """Let libzmq take down the pipes of who disconnected.
 
-        It reports a disconnect first and takes the pipe down afterwards, in three steps that its I/O thread and this one take in turn; a message sent
-        in between would vanish instead of raising `PeerGone`. Reading EVENTS is what lets this thread take its steps.
+        It reports a disconnect first and takes the pipe down afterwards, in three steps that its
+        I/O thread and this one take in turn; a message sent in between would vanish instead of
+        raising `PeerGone`. Reading EVENTS is what lets this thread take its steps.
         """
         end = time.monotonic() + _SETTLE_S
         while time.monotonic() < end:
@@ -323,7 +372,9 @@ class ZmqLink:
                 self._show_key(keys, role)
             if keys is not None or works:
                 _watch(self._socket)
-            self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._monitor = _Monitor(
+                self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
             self._poller.register(self._monitor.socket, zmq.POLLIN)
@@ -340,12 +391,16 @@ class ZmqLink:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
 
     def _connect(self, timeout_s: float) -> None:
-        """Wait for the handshake; a coordinator that is not there yet is tried again until the time is over."""
+        """Wait for the handshake; a coordinator that is not there yet is tried again until the time
+        is over."""
         assert self._monitor is not None
         try:
             self._socket.connect(self._address + self._entrance)
         except zmq.ZMQError as error:
-            raise UserError(f"{self._address!r} is no address to connect to ({error.strerror}): write ipc://PATH or tcp://HOST:PORT") from None
+            raise UserError(
+                f"{self._address!r} is no address to connect to ({error.strerror}): write "
+                "ipc://PATH or tcp://HOST:PORT"
+            ) from None
         deadline = time.monotonic() + timeout_s
         lost = False
         while (left := deadline - time.monotonic()) > 0:
@@ -355,14 +410,24 @@ class ZmqLink:
                     return
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise LinkRefused(
-                        f"the coordinator at {self._address} refuses the key {self._key_name!r}: allow its public key there, or copy the present one here"
+                        f"the coordinator at {self._address} refuses the key "
+                        f"{self._key_name!r}: allow its public key there, or copy the present "
+                        "one here"
                     )
                 lost = True
         if lost:
-            advice = "it may need keys, have other keys than coordinator.pub says, or not be a coordinator"
-            raise LinkRefused(f"what answers at {self._address} breaks the connection off: {advice}")
+            advice = (
+                "it may need keys, have other keys than coordinator.pub says, or not be a "
+                "coordinator"
+            )
+            raise LinkRefused(
+                f"what answers at {self._address} breaks the connection off: {advice}"
+            )
         self._check_host()
-        raise LinkClosed(f"no coordinator answers at {self._address} within {timeout_s:g} s: start it, or correct the address")
+        raise LinkClosed(
+            f"no coordinator answers at {self._address} within {timeout_s:g} s: start it, or "
+            "correct the address"
+        )
 
     def _check_host(self) -> None:
         """`LinkClosed` for the name of a host that is none here."""
@@ -372,7 +437,10 @@ class ZmqLink:
         try:
             socket.getaddrinfo(host.strip("[]"), None)
         except OSError as error:
-            raise LinkClosed(f"{host!r} in {self._address} is no host that is known here ({error.strerror}): correct the address") from None
+            raise LinkClosed(
+                f"{host!r} in {self._address} is no host that is known here "
+                f"({error.strerror}): correct the address"
+            ) from None
 
     def send(self, frames: Sequence[bytes]) -> None:
         _check_outgoing(frames)
@@ -384,7 +452,9 @@ class ZmqLink:
             except zmq.Again:
                 self._notice()
                 if not self._gone:
-                    zmq.zmq_poll([(self._socket, zmq.POLLOUT), (self._monitor_socket(), zmq.POLLIN)], -1)
+                    zmq.zmq_poll(
+                        [(self._socket, zmq.POLLOUT), (self._monitor_socket(), zmq.POLLIN)], -1
+                    )
 
     def offer(self, frames: Sequence[bytes]) -> None:
         _check_outgoing(frames)
@@ -394,7 +464,10 @@ class ZmqLink:
         except zmq.Again:
             self._notice()
             self._check_open()
-            raise PeerBusy(f"the coordinator at {self._address} takes nothing off its queue of {QUEUE_MESSAGES} messages") from None
+            raise PeerBusy(
+                f"the coordinator at {self._address} takes nothing off its queue of "
+                f"{QUEUE_MESSAGES} messages"
+            ) from None
 
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
@@ -425,14 +498,23 @@ class ZmqLink:
             return None
         try:
             while not _bounded(frames := self._socket.recv_multipart(zmq.NOBLOCK)):
-                self._gone = f"the coordinator at {self._address} sent a message of {len(frames)} frames and {sum(map(len, frames))} bytes, beyond the bounds"
+                self._gone = (
+                    f"the coordinator at {self._address} sent a message of "
+                    f"{len(frames)} frames and {sum(map(len, frames))} bytes, beyond the bounds"
+                )
         except zmq.Again:
             return None
         return frames
 
     def _notice(self) -> None:
         """Learn from the monitor whether the coordinator has gone."""
-        if self._monitor is not None and not self._gone and any(event != zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _value in self._monitor.take()):
+        if (
+            self._monitor is not None
+            and not self._gone
+            and any(
+                event != zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _value in self._monitor.take()
+            )
+        ):
             self._gone = f"the coordinator at {self._address} has gone"
 
     def check(self) -> None:
@@ -466,7 +548,9 @@ class _Monitor:
         self._watched = watched
         watched.monitor(endpoint, events)
         self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop the I/O thread, and with it all links
+        self.socket.setsockopt(
+            zmq.RCVHWM, 0
+        )  # a full queue would stop the I/O thread, and with it all links
         self.socket.connect(endpoint)
         self.take()  # the descriptor fires only after a read that found nothing
 
@@ -497,7 +581,8 @@ def _configure(socket: Socket) -> None:
 
 
 def _watch(socket: Socket) -> None:
-    """Find out when the other end of a connection is lost in silence; for the addresses that the socket binds or connects to from now on."""
+    """Find out when the other end of a connection is lost in silence; for the addresses that the
+    socket binds or connects to from now on."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, milliseconds in _HEARTBEAT_MS.items():
         socket.setsockopt(option, milliseconds)
@@ -512,11 +597,12 @@ def _check_outgoing(frames: Sequence[bytes]) -> None:
     """Our own mistake is loud: the other end would drop such a message, or the connection."""
     if not _bounded(frames) or max(map(len, frames)) > MAX_FRAME_BYTES:
         raise ValueError(
-            f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and {MAX_MESSAGE_BYTES} in all, not {list(map(len, frames))}"
+            f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and "
+            f"{MAX_MESSAGE_BYTES} in all, not {list(map(len, frames))}"
         )
 
 
-# -- where a hub listens -----------------------------------------------------------------------------------------------------------------------
+# -- where a hub listens ---------------------------------------------------------------------------
 
 
 class _TcpPlace:
@@ -534,8 +620,14 @@ class _TcpPlace:
             socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
-                raise UserError(f"{self._address} is in use: stop who listens there, or choose another port (* for any free one)") from None
-            raise UserError(f"cannot listen at {self._address} ({error.strerror}): give the IP address of an interface of this machine") from None
+                raise UserError(
+                    f"{self._address} is in use: stop who listens there, or choose another "
+                    "port (* for any free one)"
+                ) from None
+            raise UserError(
+                f"cannot listen at {self._address} ({error.strerror}): give the IP address of "
+                "an interface of this machine"
+            ) from None
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
@@ -543,7 +635,8 @@ class _TcpPlace:
 
 
 class _IpcPlace:
-    """A path for the Unix sockets of clients and workers, in a folder that only its owner can enter, held by a lock against a second launcher.
+    """A path for the Unix sockets of clients and workers, in a folder that only its owner can
+    enter, held by a lock against a second launcher.
 
     Without the lock a second bind would silently take the path away from a living coordinator.
     """
@@ -566,7 +659,9 @@ class _IpcPlace:
             _watch(socket)
             socket.bind(f"ipc://{self._workers_path}")
         except (zmq.ZMQError, OSError) as error:
-            raise UserError(f"cannot listen at ipc://{self._path} ({error.strerror}): choose another path") from None
+            raise UserError(
+                f"cannot listen at ipc://{self._path} ({error.strerror}): choose another path"
+            ) from None
         return f"ipc://{self._path}"
 
     def _take_lock(self) -> int:
@@ -574,7 +669,9 @@ class _IpcPlace:
         while True:
             self._make_folder()
             try:
-                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                lock = os.open(
+                    self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
             except FileNotFoundError:
                 if self._path.parent.is_dir():
                     raise
@@ -583,21 +680,30 @@ class _IpcPlace:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
-                raise UserError(f"another coordinator listens at ipc://{self._path}: use it, stop it, or choose another path") from None
+                raise UserError(
+                    f"another coordinator listens at ipc://{self._path}: use it, stop it, or "
+                    "choose another path"
+                ) from None
             with suppress(FileNotFoundError):
                 if os.fstat(lock).st_ino == self._lock_path.stat().st_ino:
                     return lock
             os.close(lock)  # its former owner removed the file between our open and our lock
 
     def _make_folder(self) -> None:
-        """What is about to be made is noted first, so that an interruption at any point leaves nothing behind."""
+        """What is about to be made is noted first, so that an interruption at any point leaves
+        nothing behind."""
         folder = self._path.parent
-        self._made += [place for place in (folder, *folder.parents) if place not in self._made and not place.exists()]
+        self._made += [
+            place
+            for place in (folder, *folder.parents)
+            if place not in self._made and not place.exists()
+        ]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
 
     def close(self) -> None:
-        """Remove sockets, lock, and the folders that were made for them where nothing else lies in them."""
+        """Remove sockets, lock, and the folders that were made for them where nothing else lies in
+        them."""
         if self._lock is not None:
             self._path.unlink(missing_ok=True)
             self._workers_path.unlink(missing_ok=True)
@@ -612,44 +718,62 @@ class _IpcPlace:
 
 def _fresh_path() -> Path:
     """In a folder under the temporary directory that does not exist yet."""
-    return Path(tempfile.gettempdir()).absolute() / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
+    return (
+        Path(tempfile.gettempdir()).absolute() / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
+    )
 
 
 def _host_and_port(address: str) -> tuple[str, str]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
-        raise UserError(f"{address!r} is no tcp address: write tcp://HOST:PORT, with port * where any free one will do")
+        raise UserError(
+            f"{address!r} is no tcp address: write tcp://HOST:PORT, with port * where any free "
+            "one will do"
+        )
     return host, port
 
 
 def _check_length(path: Path) -> None:
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise UserError(
-            f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most {MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)"
+            f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most "
+            f"{MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)"
         )
 
 
 def _check_private(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.geteuid():
-        raise UserError(f"the folder {folder} of the socket belongs to somebody else: choose a path in a folder of your own")
+        raise UserError(
+            f"the folder {folder} of the socket belongs to somebody else: choose a path in a "
+            "folder of your own"
+        )
     if status.st_mode & 0o077:
-        raise UserError(f"the folder {folder} of the socket is open to others: choose a path in a folder that only you can enter, such as a new one in it")
+        raise UserError(
+            f"the folder {folder} of the socket is open to others: choose a path in a folder "
+            "that only you can enter, such as a new one in it"
+        )
 
 
 def _check_way(path: Path) -> None:
-    """A coordinator's socket lies in a private folder; where there is none at all, that is what is wrong first."""
+    """A coordinator's socket lies in a private folder; where there is none at all, that is what is
+    wrong first."""
     try:
         _check_private(path.parent)
     except UserError as error:
         if path.exists():
             raise
-        raise UserError(f"nobody listens at ipc://{path}, and no coordinator would: {error}") from None
+        raise UserError(
+            f"nobody listens at ipc://{path}, and no coordinator would: {error}"
+        ) from None
 
 
 def _keys_for(address: str, keys: Path | None) -> Path:
     if keys is None:
-        raise KeysError(f"{address} needs keys, as every tcp address does: make them with `dovetail keygen`, and name their folder with --keys FOLDER")
+        raise KeysError(
+            f"{address} needs keys, as every tcp address does: make them with `dovetail "
+            "keygen`, and name their folder with --keys FOLDER"
+        )
     return keys
 
 
@@ -657,7 +781,7 @@ def _no_address(address: str) -> UserError:
     return UserError(f"{address!r} is no address: write ipc, ipc://PATH or tcp://HOST:PORT")
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def memory_links() -> "MemoryHub":
@@ -715,7 +839,9 @@ class MemoryHub:
                 raise PeerGone(f"peer {peer.hex()} is not connected")
             inbox = self._links[peer].inbox
             if len(inbox) >= QUEUE_MESSAGES:
-                raise PeerBusy(f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages")
+                raise PeerBusy(
+                    f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages"
+                )
             inbox.append(list(frames))
             self._links[peer].ring()
             self.changed.notify_all()
@@ -774,14 +900,18 @@ class MemoryLink:
         _check_outgoing(frames)
         hub = self._hub
         with hub.changed:
-            hub.changed.wait_for(lambda: self._closed or hub.closed or self.waiting < QUEUE_MESSAGES)
+            hub.changed.wait_for(
+                lambda: self._closed or hub.closed or self.waiting < QUEUE_MESSAGES
+            )
             self._put(frames)
 
     def offer(self, frames: Sequence[bytes]) -> None:
         _check_outgoing(frames)
         with self._hub.changed:
             if self.waiting >= QUEUE_MESSAGES and not self._closed and not self._hub.closed:
-                raise PeerBusy(f"the coordinator takes nothing off its queue of {QUEUE_MESSAGES} messages")
+                raise PeerBusy(
+                    f"the coordinator takes nothing off its queue of {QUEUE_MESSAGES} messages"
+                )
             self._put(frames)
 
     def _put(self, frames: Sequence[bytes]) -> None:
@@ -792,7 +922,9 @@ class MemoryLink:
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
         with self._hub.changed:
-            self._hub.changed.wait_for(lambda: self.inbox or self._closed or self._hub.closed, timeout_s)
+            self._hub.changed.wait_for(
+                lambda: self.inbox or self._closed or self._hub.closed, timeout_s
+            )
             if self.inbox:
                 return self.inbox.popleft()
             self._check_open()

@@ -1,7 +1,9 @@
-"""How much memory the kernel would still give a process, and whether it has killed one for want of it.
+"""How much memory the kernel would still give a process, and whether it has killed one for want of
+it.
 
-Counted are the machine's available memory, the limits of the control groups around the process (of the first kind and the second), the nodes that it is
-bound to, and its own limits of address space. Read under a root that can be another one; standard library only. Knows nothing of models.
+Counted are the machine's available memory, the limits of the control groups around the process (of
+the first kind and the second), the nodes that it is bound to, and its own limits of address space.
+Read under a root that can be another one; standard library only. Knows nothing of models.
 """
 
 import os
@@ -29,65 +31,111 @@ class Room:
     size: int
     """In bytes."""
     bound: str
-    """What the bound is, in words that follow "there are 3 GB": "available on this machine", "left in the control group /a (limit 4 GB)"."""
+    """What the bound is, in words that follow "there are 3 GB": "available on this machine", "left
+    in the control group /a (limit 4 GB)"."""
     swap: int = 0
     """Bytes of swap beside it; nothing runs well there, but nothing is killed either."""
 
 
 def read_room(root: Path = ROOT) -> Room | None:
-    """Return the least room that the machine and the control groups leave to this process; None if the kernel does not say."""
+    """Return the least room that the machine and the control groups leave to this process; None if
+    the kernel does not say."""
     return min(_rooms(root), key=lambda room: room.size + room.swap, default=None)
 
 
 def node_room(node: int, root: Path = ROOT) -> Room | None:
-    """Return the room on a memory node, for a process that is bound to it alone; None if the kernel does not say."""
+    """Return the room on a memory node, for a process that is bound to it alone; None if the kernel
+    does not say."""
     found = _fields(read_text(root / f"sys/devices/system/node/node{node}/meminfo"))
     if "MemFree" not in found:
         return None
-    size = sum(found.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+    size = sum(
+        found.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+    )
     return Room(size, f"available on memory node {node}")
 
 
 def process_room() -> Room | None:
-    """Return the least limit that each process has for itself (RLIMIT_AS, RLIMIT_DATA), whatever it has taken of it; None if there is none."""
-    limits = {"address space (ulimit -v)": resource.RLIMIT_AS, "data (ulimit -d)": resource.RLIMIT_DATA}
-    rooms = [Room(resource.getrlimit(number)[0], f"allowed to a process as {words}") for words, number in limits.items()]
-    return min((room for room in rooms if room.size not in (-1, resource.RLIM_INFINITY)), key=lambda room: room.size, default=None)
+    """Return the least limit that each process has for itself (RLIMIT_AS, RLIMIT_DATA), whatever it
+    has taken of it; None if there is none."""
+    limits = {
+        "address space (ulimit -v)": resource.RLIMIT_AS,
+        "data (ulimit -d)": resource.RLIMIT_DATA,
+    }
+    rooms = [
+        Room(resource.getrlimit(number)[0], f"allowed to a process as {words}")
+        for words, number in limits.items()
+    ]
+    return min(
+        (room for room in rooms if room.size not in (-1, resource.RLIM_INFINITY)),
+        key=lambda room: room.size,
+        default=None,
+    )
 
 
 def total_bytes(root: Path = ROOT) -> int | None:
-    """Return the memory of the machine, or the least limit of our control groups if that is less; None if the kernel does not say."""
+    """Return the memory of the machine, or the least limit of our control groups if that is less;
+    None if the kernel does not say."""
     machine = _fields(read_text(root / "proc/meminfo")).get("MemTotal")
-    return min([*([] if machine is None else [machine]), *(limit for _, limit, _ in _limits(root))], default=None)
+    return min(
+        [*([] if machine is None else [machine]), *(limit for _, limit, _ in _limits(root))],
+        default=None,
+    )
 
 
 def _rooms(root: Path) -> Iterator[Room]:
     found = _fields(read_text(root / "proc/meminfo"))
-    # what the kernel itself says (since 3.14), else what it is about: free, or full of what lies on a disk too
-    cached = found.get("Cached", 0) + found.get("Buffers", 0) + found.get("SReclaimable", 0) - found.get("Shmem", 0)
+    # what the kernel itself says (since 3.14), else what it is about: free, or full of what lies on
+    # a disk too
+    cached = (
+        found.get("Cached", 0)
+        + found.get("Buffers", 0)
+        + found.get("SReclaimable", 0)
+        - found.get("Shmem", 0)
+    )
     if "MemAvailable" in found or "MemFree" in found:
-        yield Room(found.get("MemAvailable", found.get("MemFree", 0) + cached), "available on this machine", found.get("SwapFree", 0))
+        yield Room(
+            found.get("MemAvailable", found.get("MemFree", 0) + cached),
+            "available on this machine",
+            found.get("SwapFree", 0),
+        )
     for folder, limit, used in _limits(root):
         yield Room(max(0, limit - used), f"left of the {_gb(limit)} of the control group {folder}")
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
-    """Yield each control group around us that has a limit: its folder, the limit, and what is taken of it for good; files on a disk can be read again."""
+    """Yield each control group around us that has a limit: its folder, the limit, and what is taken
+    of it for good; files on a disk can be read again."""
     groups = GroupFolders(root)
-    for controller, names, prefix in (("", ("memory.max", "memory.current"), ""), ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_")):
+    for controller, names, prefix in (
+        ("", ("memory.max", "memory.current"), ""),
+        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ):
         for folder in groups.folders(controller):
             limit, used = (read_text(folder / name).strip() for name in names)
-            stat = dict(re.findall(r"^(\S+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE))
-            limits = [int(text) for text in (limit, stat.get("hierarchical_memory_limit", "")) if text.isdigit() and int(text) < NO_LIMIT]
+            stat = dict(
+                re.findall(r"^(\S+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+            )
+            limits = [
+                int(text)
+                for text in (limit, stat.get("hierarchical_memory_limit", ""))
+                if text.isdigit() and int(text) < NO_LIMIT
+            ]
             if limits:
-                reclaimable = sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file", "slab_reclaimable"))
+                reclaimable = sum(
+                    int(stat.get(f"{prefix}{name}", 0))
+                    for name in ("active_file", "inactive_file", "slab_reclaimable")
+                )
                 taken = int(used) if used.isdigit() else 0
                 yield folder, min(limits), max(0, taken - reclaimable)
 
 
 def _fields(text: str) -> dict[str, int]:
     """Return the bytes of each line of a meminfo, the machine's or a node's."""
-    return {name: int(size) * 1024 for name, size in re.findall(r"^(?:Node \d+ )?(\S+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return {
+        name: int(size) * 1024
+        for name, size in re.findall(r"^(?:Node \d+ )?(\S+):\s+(\d+) kB$", text, re.MULTILINE)
+    }
 
 
 @dataclass(frozen=True)
@@ -104,23 +152,44 @@ class Kills:
 def count_kills(root: Path = ROOT) -> Kills:
     """Return the kernel's counts for the control groups of this process and for the machine."""
     groups = GroupFolders(root)
-    files = [*(folder / "memory.events" for folder in groups.folders("")), *(folder / "memory.oom_control" for folder in groups.folders("memory"))]
+    files = [
+        *(folder / "memory.events" for folder in groups.folders("")),
+        *(folder / "memory.oom_control" for folder in groups.folders("memory")),
+    ]
     counts = tuple((file, count) for file in files if (count := _oom_kills(file)) is not None)
     return Kills(counts, _oom_kills(root / "proc/vmstat") or 0, time.monotonic_ns() // 1000)
 
 
 def why_killed(pid: int, before: Kills, root: Path = ROOT) -> str:
-    """Return why the kernel killed a process of ours, as far as it says that memory was the reason; empty if it does not.
+    """Return why the kernel killed a process of ours, as far as it says that memory was the reason;
+    empty if it does not.
 
-    `before`: its counts when the process was started. The counts of its control groups and the log mean this process; the machine's may mean another one.
+    `before`: its counts when the process was started. The counts of its control groups and the log
+    mean this process; the machine's may mean another one.
     """
-    if any(int(killed) == pid and int(at_us) >= before.at_us for at_us, killed in KILLED.findall(_kernel_log(root / "dev/kmsg"))):
+    if any(
+        int(killed) == pid and int(at_us) >= before.at_us
+        for at_us, killed in KILLED.findall(_kernel_log(root / "dev/kmsg"))
+    ):
         return "memory ran out: the kernel ended it, as its log says"
     for file, count in before.groups:
         if (_oom_kills(file) or 0) > count:
-            limits = (read_text(file.parent / name).strip() for name in ("memory.max", "memory.limit_in_bytes"))
-            size = next((f" of {_gb(int(limit))}" for limit in limits if limit.isdigit() and int(limit) < NO_LIMIT), "")
-            return f"memory ran out: the kernel ends processes at the limit{size} of the control group {file.parent}"
+            limits = (
+                read_text(file.parent / name).strip()
+                for name in ("memory.max", "memory.limit_in_bytes")
+            )
+            size = next(
+                (
+                    f" of {_gb(int(limit))}"
+                    for limit in limits
+                    if limit.isdigit() and int(limit) < NO_LIMIT
+                ),
+                "",
+            )
+            return (
+                f"memory ran out: the kernel ends processes at the limit{size} of the "
+                f"control group {file.parent}"
+            )
     if (_oom_kills(root / "proc/vmstat") or 0) > before.machine:
         return "memory ran out on this machine meanwhile: the kernel ended a process for it"
     return ""

@@ -1,11 +1,15 @@
 """Every message between two processes, typed, versioned and bounded.
 
-Three dialects share one envelope. A *command* goes from the coordinator to a worker (imperatives), an *event* from a worker to the coordinator
-(participles); a *request* goes from a client to the coordinator, a *reply* back. Every message carries `epoch`, the incarnation of its sender, drawn at
-random when the process starts. Commands about a session carry `session, round, prefix` - prefix is the number of committed tokens they assume - and
-events `session, round`, so that what is late, duplicate or stale is recognised, counted and changes nothing. Token ids are int32, times nanoseconds.
+Three dialects share one envelope. A *command* goes from the coordinator to a worker (imperatives),
+an *event* from a worker to the coordinator (participles); a *request* goes from a client to the
+coordinator, a *reply* back. Every message carries `epoch`, the incarnation of its sender, drawn at
+random when the process starts. Commands about a session carry `session, round, prefix` - prefix is
+the number of committed tokens they assume - and events `session, round`, so that what is late,
+duplicate or stale is recognised, counted and changes nothing. Token ids are int32, times
+nanoseconds.
 
-Knows the shape of what is said, not who says it over which wire (`links.py`) nor how it becomes bytes (`codec.py`).
+Knows the shape of what is said, not who says it over which wire (`links.py`) nor how it becomes
+bytes (`codec.py`).
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -20,7 +24,8 @@ from dovetail.protocol.tree import TokenTree
 VERSION = (1, 10)
 
 MAX_STRIKES = 8
-"""Messages that break the protocol until their sender is no longer listened to, a worker by its coordinator and a coordinator by its worker alike."""
+"""Messages that break the protocol until their sender is no longer listened to, a worker by its
+coordinator and a coordinator by its worker alike."""
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
 MAX_SESSIONS = 64
@@ -46,21 +51,29 @@ MAX_LAYERS = 1 << 12
 MAX_TAPS = 8
 MAX_WIDTH = 1 << 16
 MAX_ROW = 1 << 17
-"""Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array that may travel."""
+"""Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array
+that may travel."""
 MAX_TOP = 20
 """Alternatives of a token that a client may ask for."""
 MAX_SCORED = 4096
 """Tokens of a prompt whose log-probabilities travel together."""
 MAX_CANDIDATES = 128
-"""Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of MAX_NODES rows and their probabilities travel together."""
+"""Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of
+MAX_NODES rows and their probabilities travel together."""
 
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Tokens = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 NodeTokens = Annotated[tuple[Token, ...], Field(max_length=MAX_NODES, fail_fast=True)]
-NodeParents = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
-Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...], Field(max_length=MAX_NODES, fail_fast=True)]
+NodeParents = Annotated[
+    tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...],
+    Field(max_length=MAX_NODES, fail_fast=True),
+]
+Nodes = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...],
+    Field(max_length=MAX_NODES, fail_fast=True),
+]
 Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)]
 Ends = Annotated[tuple[Token, ...], Field(max_length=MAX_ENDS, fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
@@ -79,10 +92,14 @@ Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0
 
 
 class TokenLogprobs(Frozen):
-    """What the target's own distribution says of a token: log softmax of its logits before any processor, natural logarithm."""
+    """What the target's own distribution says of a token: log softmax of its logits before any
+    processor, natural logarithm."""
 
     logprob: Annotated[float, Field(le=0.0)]
-    top: Annotated[tuple[tuple[Token, Annotated[float, Field(le=0.0)]], ...], Field(max_length=MAX_TOP, fail_fast=True)] = ()
+    top: Annotated[
+        tuple[tuple[Token, Annotated[float, Field(le=0.0)]], ...],
+        Field(max_length=MAX_TOP, fail_fast=True),
+    ] = ()
     """The likeliest tokens there, best first, of equals the lowest id first."""
 
 
@@ -103,22 +120,26 @@ class AboutSession(Message):
     round: Count
 
 
-# -- registration ------------------------------------------------------------------------------------------------------------------------------
+# -- registration ----------------------------------------------------------------------------------
 
 
 class Fingerprint(Frozen):
-    """Where "the same output" holds: two target workers of equal fingerprint compute the same bytes for the same tokens."""
+    """Where "the same output" holds: two target workers of equal fingerprint compute the same bytes
+    for the same tokens."""
 
     checkpoint: Label
     """SHA-256 of the weights and the configuration, with the inflation if there is one."""
     weights: Label
     kernels: Label
-    """The family of kernels that computes: library, instruction set, thread count - all that can change a rounding."""
+    """The family of kernels that computes: library, instruction set, thread count - all that can
+    change a rounding."""
     split: Label = ""
     prefill: Label = "local"
 
     def __str__(self) -> str:
-        return "/".join((self.checkpoint[:16], self.weights, self.kernels, self.split or "whole", self.prefill))
+        return "/".join(
+            (self.checkpoint[:16], self.weights, self.kernels, self.split or "whole", self.prefill)
+        )
 
 
 class Limits(Frozen):
@@ -129,7 +150,8 @@ class Limits(Frozen):
     nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = MAX_NODES
     sessions: Annotated[int, Field(ge=1, le=1 << 16)] = 64
     kept: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps none."""
+    """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps
+    none."""
 
 
 class VocabularyFacts(Frozen):
@@ -159,8 +181,12 @@ class States(Frozen):
 class Reads(Frozen):
     """What a draft reads of its target: for each token that is committed a row of features."""
 
-    taps: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, fail_fast=True)] = ()
-    """None: the last hidden state, after the final norm. Else the residual streams that enter these decoder layers, side by side in this order."""
+    taps: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...],
+        Field(max_length=MAX_TAPS, fail_fast=True),
+    ] = ()
+    """None: the last hidden state, after the final norm. Else the residual streams that enter these
+    decoder layers, side by side in this order."""
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     """Of the target's hidden state."""
     dtype: Literal["float16", "bfloat16"]
@@ -200,22 +226,30 @@ class Hello(Message):
     device: Name = ""
     threads: Count = 0
     binding: Name = ""
-    """To which cores and memory nodes the process is bound, and why to no more: begins with full, cores or none."""
+    """To which cores and memory nodes the process is bound, and why to no more: begins with full,
+    cores or none."""
     fingerprint: Fingerprint | None = None
     limits: Limits | None = None
     vocabulary: VocabularyFacts | None = None
     tokenizer: Array | None = None
-    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model, or with a head of its target's, knows its target's."""
+    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model,
+    or with a head of its target's, knows its target's."""
     states: States | None = None
     """Of a target: what a draft may read of it."""
     reads: Reads | None = None
     """Of a draft: what it reads of its target."""
-    cores: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...], Field(max_length=MAX_CORES, fail_fast=True)] = ()
-    """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a core in common share a device."""
+    cores: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
+        Field(max_length=MAX_CORES, fail_fast=True),
+    ] = ()
+    """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a
+    core in common share a device."""
     curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
-    """Of a target T_V, of a draft t_D, over rows at some lengths of the cache, as its machine's profile file has them; none if it has not been calibrated."""
+    """Of a target T_V, of a draft t_D, over rows at some lengths of the cache, as its machine's
+    profile file has them; none if it has not been calibrated."""
     inflation: Name = ""
-    """Of a target: to what size its linears were inflated, as the setting says it; empty: they were not."""
+    """Of a target: to what size its linears were inflated, as the setting says it; empty: they were
+    not."""
     standby: bool = False
     """Of a worker: it gets no sessions until it is put in place, by a Swap."""
     placement: Name = ""
@@ -233,7 +267,8 @@ class LoadingState(Frozen):
     pid: Count
     model: Name
     doing: Literal["checking", "loading"]
-    """checking: files that are not known yet are read to the end, for their digest and for what is no number."""
+    """checking: files that are not known yet are read to the end, for their digest and for what is
+    no number."""
     done: Count
     """In bytes."""
     total: Count
@@ -249,7 +284,11 @@ class LoadingState(Frozen):
     def words(self) -> str:
         """Bytes, rate and time left in words."""
         rate = f", {self.bytes_per_s / 1e6:.0f} MB/s" if self.bytes_per_s else ""
-        left = "" if self.left_s is None else f", {round(self.left_s) // 60}:{round(self.left_s) % 60:02} left"
+        left = (
+            ""
+            if self.left_s is None
+            else f", {round(self.left_s) // 60}:{round(self.left_s) % 60:02} left"
+        )
         role = "+".join(self.roles)
         called = role if self.name == role else f"{role} {self.name}"
         unit, size, digits = ("GB", 1e9, 2) if self.total >= 1e9 else ("MB", 1e6, 1)
@@ -258,21 +297,24 @@ class LoadingState(Frozen):
 
 
 class Loading(Message):
-    """A worker that is not registered yet tells its coordinator now and then how far it has got; there is no answer."""
+    """A worker that is not registered yet tells its coordinator now and then how far it has got;
+    there is no answer."""
 
     type: Literal["loading"] = "loading"
     state: LoadingState
 
 
 class Welcome(Message):
-    """The peer is registered under the coordinator's `epoch`, which its commands carry from now on."""
+    """The peer is registered under the coordinator's `epoch`, which its commands carry from now
+    on."""
 
     type: Literal["welcome"] = "welcome"
     version: Version = VERSION
 
 
 class Failed(Message):
-    """Something asked for was not done. `session` and `round` name it where it was about one; for clients `session` is the request."""
+    """Something asked for was not done. `session` and `round` name it where it was about one; for
+    clients `session` is the request."""
 
     type: Literal["failed"] = "failed"
     session: Count | None = None
@@ -298,14 +340,15 @@ class Failed(Message):
     text: Annotated[str, Field(max_length=4096)]
 
 
-# -- commands and events -----------------------------------------------------------------------------------------------------------------------
+# -- commands and events ---------------------------------------------------------------------------
 
 
 class Open(AboutSession):
     """Start a session: prefill the prompt. To both workers.
 
-    `round` is 0; where the session was begun elsewhere the prompt is its token log, and the round is the one that the next token ends. The next command is
-    about the round behind it, and what belongs to the opening carries this one.
+    `round` is 0; where the session was begun elsewhere the prompt is its token log, and the round
+    is the one that the next token ends. The next command is about the round behind it, and what
+    belongs to the opening carries this one.
     """
 
     type: Literal["open"] = "open"
@@ -323,29 +366,39 @@ class Open(AboutSession):
     features: Reads | None = None
     """What the session's draft reads: the target is to send it of every token that it commits."""
     base: Count | None = None
-    """A session that was closed to be kept and whose log begins as the prompt does: this one takes its cache over, and it is no more."""
+    """A session that was closed to be kept and whose log begins as the prompt does: this one takes
+    its cache over, and it is no more."""
     kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are any, come from this position on; a row of a draft that reads
-    them was made with the token behind it too, so that one is the base's as well."""
+    """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are
+    any, come from this position on; a row of a draft that reads them was made with the token behind
+    it too, so that one is the base's as well."""
     logprobs: Top | None = None
-    """To the target: each token that it commits comes with its TokenLogprobs, with so many alternatives. None: without."""
+    """To the target: each token that it commits comes with its TokenLogprobs, with so many
+    alternatives. None: without."""
     scored: bool = False
-    """To the target: it sends Scored of the prompt, with as many alternatives. Then there is no base."""
+    """To the target: it sends Scored of the prompt, with as many alternatives. Then there is no
+    base."""
     replied: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """The last so many tokens of the prompt, fewer than it has, are the reply's, which was begun elsewhere: what looks at the reply alone begins with them."""
+    """The last so many tokens of the prompt, fewer than it has, are the reply's, which was begun
+    elsewhere: what looks at the reply alone begins with them."""
     features_from: Count | None = None
-    """To the target, where features are asked for: those of positions before this one are not. None: from `kept` on."""
+    """To the target, where features are asked for: those of positions before this one are not.
+    None: from `kept` on."""
 
     @model_validator(mode="after")
     def _replies_to_something(self) -> "Open":
         if self.replied >= len(self.prompt):
-            raise ValueError(f"{self.replied} tokens of a prompt of {len(self.prompt)} are said to be the reply's")
+            raise ValueError(
+                f"{self.replied} tokens of a prompt of {len(self.prompt)} are said to be the "
+                "reply's"
+            )
         return self
 
 
 class Prefilled(AboutSession):
-    """The target has read a part of the prompt, which the draft reads features of; the parts come in order, and all of them before Opened. Or a part of the
-    log, for a Refeed, whose round it carries; then all of them come before Refed."""
+    """The target has read a part of the prompt, which the draft reads features of; the parts come
+    in order, and all of them before Opened. Or a part of the log, for a Refeed, whose round it
+    carries; then all of them come before Refed."""
 
     ARRAYS = ("features",)
     type: Literal["prefilled"] = "prefilled"
@@ -357,8 +410,9 @@ class Prefilled(AboutSession):
 
 
 class Refeed(AboutSession):
-    """Compute the features of committed tokens anew, for a draft that has joined later, and leave the session as it is: positions `start` to `prefix` - 2,
-    for the last committed token has no row yet. Verdicts from now on come with them too."""
+    """Compute the features of committed tokens anew, for a draft that has joined later, and leave
+    the session as it is: positions `start` to `prefix` - 2, for the last committed token has no row
+    yet. Verdicts from now on come with them too."""
 
     type: Literal["refeed"] = "refeed"
     start: Count
@@ -376,7 +430,8 @@ class Refed(AboutSession):
 
 
 class Scored(AboutSession):
-    """What the target thinks of the tokens of the prompt, each after those before it; the parts come in order, and all of them before Opened."""
+    """What the target thinks of the tokens of the prompt, each after those before it; the parts
+    come in order, and all of them before Opened."""
 
     type: Literal["scored"] = "scored"
     round: Count = 0
@@ -406,7 +461,8 @@ class Fed(AboutSession):
 
 
 class Opened(AboutSession):
-    """The prompt is in the cache. `bonus` is the first token (target only), `margin` its distance to the runner-up."""
+    """The prompt is in the cache. `bonus` is the first token (target only), `margin` its distance
+    to the runner-up."""
 
     type: Literal["opened"] = "opened"
     round: Count = 0
@@ -422,7 +478,8 @@ class Opened(AboutSession):
 
 
 class Draft(AboutSession):
-    """The verdict on the last proposal and the order for the next: `accepted` are node indices of the last Drafted, `bonus` follows them."""
+    """The verdict on the last proposal and the order for the next: `accepted` are node indices of
+    the last Drafted, `bonus` follows them."""
 
     ARRAYS = ("features",)
     type: Literal["draft"] = "draft"
@@ -431,26 +488,30 @@ class Draft(AboutSession):
     accepted: Nodes
     bonus: Token
     more: Tokens = ()
-    """What was committed behind the bonus in rounds in which nothing was drafted; `round` has moved on by as many as it took."""
+    """What was committed behind the bonus in rounds in which nothing was drafted; `round` has moved
+    on by as many as it took."""
     max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
     max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
     max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
     deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
     """Growth stops at the first level that ends after it; none: no deadline."""
     rate: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
-    """Tokens that a second is worth to the session: growth whose expected gain is below this price of its time is not waited for. None: whatever the policy
-    asks for is grown."""
+    """Tokens that a second is worth to the session: growth whose expected gain is below this price
+    of its time is not waited for. None: whatever the policy asks for is grown."""
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """A node less likely than this to be accepted would not be verified: it need not be offered, and nothing is grown below it."""
+    """A node less likely than this to be accepted would not be verified: it need not be offered,
+    and nothing is grown below it."""
     ahead: bool = False
     """Whether growth goes on while the proposal is verified, until the next command."""
     features: Array | None = None
-    """[1 + accepted + more, row] for a draft that reads its target: of the last root and the accepted nodes, and of the tokens before the last of
-    bonus and `more`. None in round 1, before which the prompt was fed."""
+    """[1 + accepted + more, row] for a draft that reads its target: of the last root and the
+    accepted nodes, and of the tokens before the last of bonus and `more`. None in round 1, before
+    which the prompt was fed."""
 
 
 class Drafted(AboutSession):
-    """A proposal: nodes best first, a parent before its children, so that every prefix of the list is a tree."""
+    """A proposal: nodes best first, a parent before its children, so that every prefix of the list
+    is a tree."""
 
     ARRAYS = ("candidates", "probabilities")
     type: Literal["drafted"] = "drafted"
@@ -466,18 +527,25 @@ class Drafted(AboutSession):
     """Nodes that had joined the tree between the last proposal and the order."""
     wasted: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     """Nodes, neither offered nor below the new root, that were dropped when the root moved."""
-    passes: Annotated[tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...], Field(max_length=MAX_PASSES, fail_fast=True)] = ()
-    """(rows, duration) of the draft's passes between the order and this proposal, and of the last ones before it."""
+    passes: Annotated[
+        tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...],
+        Field(max_length=MAX_PASSES, fail_fast=True),
+    ] = ()
+    """(rows, duration) of the draft's passes between the order and this proposal, and of the last
+    ones before it."""
     entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the policy asks for it (HeteroSpec, section 4.1)."""
+    """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the
+    policy asks for it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
     beside: BesideFields = ()
     """What this worker did beside its commands since it last said so: growth ahead, messages."""
     candidates: Array | None = None
-    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among which the children of the root (row 0) and of node i
-    (row i + 1) were drawn, without replacement and siblings in the order of their nodes."""
+    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among
+    which the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement
+    and siblings in the order of their nodes."""
     probabilities: Array | None = None
-    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind the last candidate, are 0."""
+    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind
+    the last candidate, are 0."""
 
     @property
     def tree(self) -> TokenTree:
@@ -502,9 +570,12 @@ class Verify(Message):
 
     ARRAYS = ("candidates", "probabilities")
     type: Literal["verify"] = "verify"
-    items: Annotated[tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
+    items: Annotated[
+        tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
+    ]
     candidates: Array | None = None
-    """int32 [sum of 1 + nodes, K]: those of the items' Drafted, one below the other; none of the items has any, or all have as many."""
+    """int32 [sum of 1 + nodes, K]: those of the items' Drafted, one below the other; none of the
+    items has any, or all have as many."""
     probabilities: Array | None = None
     """float32, the same shape."""
 
@@ -517,26 +588,34 @@ class VerifiedItem(Frozen):
     bonus: Token
     """The target's choice after the last accepted node."""
     margins: Floats
-    """For each accepted token and the bonus, the distance of the target's choice to its runner-up."""
-    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)] = ()
+    """For each accepted token and the bonus, the distance of the target's choice to its
+    runner-up."""
+    logprobs: Annotated[
+        tuple[TokenLogprobs, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)
+    ] = ()
     """Of each accepted token and the bonus, where they were asked for."""
 
 
 class Verified(Message):
-    """Verdicts of one pass; those whose features differ in type or width come in messages of their own."""
+    """Verdicts of one pass; those whose features differ in type or width come in messages of their
+    own."""
 
     ARRAYS = ("features",)
     type: Literal["verified"] = "verified"
-    items: Annotated[tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)]
+    items: Annotated[
+        tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
+    ]
     spans: SpanFields = ()
     beside: BesideFields = ()
     """As in Drafted."""
     features: Array | None = None
-    """[sum of 1 + accepted, row], where they were asked for: of each item's root and accepted nodes, one below the other."""
+    """[sum of 1 + accepted, row], where they were asked for: of each item's root and accepted
+    nodes, one below the other."""
 
 
 class Close(Message):
-    """End a session: forget it and free what it holds, or keep its cache for an Open that names it as its base. One that is kept can be closed again."""
+    """End a session: forget it and free what it holds, or keep its cache for an Open that names it
+    as its base. One that is kept can be closed again."""
 
     type: Literal["close"] = "close"
     session: Count
@@ -562,13 +641,15 @@ class Probed(Message):
     clock_ns: Nanoseconds
     """The worker's monotonic clock."""
     busy_ns: Nanoseconds
-    """Time spent on commands, growth ahead and other work ahead of time since the worker registered."""
+    """Time spent on commands, growth ahead and other work ahead of time since the worker
+    registered."""
     stale: Count
     """Late, duplicate and stale commands that were dropped."""
     sessions: Count
     rss_bytes: Count
     busy: bool = False
-    """True: it answers in the midst of a command, whose answer is still to come; else everything that was asked before the probe has been answered."""
+    """True: it answers in the midst of a command, whose answer is still to come; else everything
+    that was asked before the probe has been answered."""
     beside: BesideFields = ()
     """As in Drafted."""
 
@@ -581,7 +662,8 @@ class Observe(Message):
 
 
 class Engage(Message):
-    """To a worker that introduced itself on standby: it is in place, and is so when it introduces itself anew."""
+    """To a worker that introduced itself on standby: it is in place, and is so when it introduces
+    itself anew."""
 
     type: Literal["engage"] = "engage"
 
@@ -592,11 +674,12 @@ class Drain(Message):
     type: Literal["drain"] = "drain"
 
 
-# -- requests and replies ----------------------------------------------------------------------------------------------------------------------
+# -- requests and replies --------------------------------------------------------------------------
 
 
 class Submit(Message):
-    """A client wants a completion of one of: token ids, plain text, or chat turns (user first, alternating)."""
+    """A client wants a completion of one of: token ids, plain text, or chat turns (user first,
+    alternating)."""
 
     type: Literal["submit"] = "submit"
     request: Count
@@ -606,16 +689,21 @@ class Submit(Message):
     sampling: Sampling
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
     """0: the prompt is read, and nothing is committed."""
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=MAX_STOPS, fail_fast=True)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
+        Field(max_length=MAX_STOPS, fail_fast=True),
+    ] = ()
     seed: Count | None = None
     sample: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """Which of several replies to the same prompt: each has noise of its own."""
     owner: Name = ""
-    """Whose it is, as the sender tells its users apart: what is kept of an ended session is for its owner's requests alone."""
+    """Whose it is, as the sender tells its users apart: what is kept of an ended session is for its
+    owner's requests alone."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
     vocabulary: Name = ""
-    """Digest of the vocabulary that `tokens` are of; the request fails where the target's is another. Empty: not checked."""
+    """Digest of the vocabulary that `tokens` are of; the request fails where the target's is
+    another. Empty: not checked."""
     logprobs: Top | None = None
     """Each token comes with its TokenLogprobs, with so many alternatives. None: without."""
     scored: bool = False
@@ -628,7 +716,8 @@ class Submit(Message):
     record: bool = False
     """True: every round comes as a Recorded."""
     ahead: bool | None = None
-    """Whether the draft goes on growing while the target verifies; None: where the two share no device, or where measuring says that it pays."""
+    """Whether the draft goes on growing while the target verifies; None: where the two share no
+    device, or where measuring says that it pays."""
 
 
 class Cancel(Message):
@@ -643,7 +732,8 @@ class Status(Message):
 
 
 class Look(Message):
-    """A client asks what has happened since it last asked: answered by Seen. What a coordinator holds of it is bounded; whoever wants to see asks often.
+    """A client asks what has happened since it last asked: answered by Seen. What a coordinator
+    holds of it is bounded; whoever wants to see asks often.
 
     A client on another machine gets the tokens of its own requests alone.
     """
@@ -653,7 +743,8 @@ class Look(Message):
     after: Count = 0
     """The `next` of the last Seen; 0: whatever is still there."""
     spans: bool = False
-    """Spans too; and have the workers record fine ones until nobody has asked so for some seconds."""
+    """Spans too; and have the workers record fine ones until nobody has asked so for some
+    seconds."""
 
 
 class Describe(Message):
@@ -669,7 +760,8 @@ class Stop(Message):
 
 
 class Swap(Message):
-    """A client asks for a worker on standby to be tried and put in place, and for another one to be let go, whose sessions move over where they can.
+    """A client asks for a worker on standby to be tried and put in place, and for another one to be
+    let go, whose sessions move over where they can.
 
     The workers are named by their epochs. Answered by Progressed*, and Swapped or Failed.
     """
@@ -682,7 +774,8 @@ class Swap(Message):
 
 
 class Dismiss(Message):
-    """A client asks for a worker, named by its epoch, to be let go: answered by Progressed*, and Dismissed or Failed."""
+    """A client asks for a worker, named by its epoch, to be let go: answered by Progressed*, and
+    Dismissed or Failed."""
 
     type: Literal["dismiss"] = "dismiss"
     request: Count
@@ -692,7 +785,8 @@ class Dismiss(Message):
 
 
 class Emitted(Message):
-    """Tokens that were committed for a request, and the text that they complete: not more of it than will stay, so without the beginning of a stop string."""
+    """Tokens that were committed for a request, and the text that they complete: not more of it
+    than will stay, so without the beginning of a stop string."""
 
     type: Literal["emitted"] = "emitted"
     request: Count
@@ -700,12 +794,15 @@ class Emitted(Message):
     drafted: Annotated[tuple[bool, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
     """Of each of them, whether the draft had proposed it."""
     text: Text
-    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)] = ()
+    logprobs: Annotated[
+        tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)
+    ] = ()
     """Of each of them, where they were asked for."""
 
 
 class PromptScored(Message):
-    """What the target thinks of tokens of the prompt, where that was asked for: in order, before the first Emitted."""
+    """What the target thinks of tokens of the prompt, where that was asked for: in order, before
+    the first Emitted."""
 
     type: Literal["prompt_scored"] = "prompt_scored"
     request: Count
@@ -758,7 +855,8 @@ class Described(Message):
 
 
 class RoundRecord(Frozen):
-    """What happened in a round: what was offered, what of it was verified, the verdict, and where the time went."""
+    """What happened in a round: what was offered, what of it was verified, the verdict, and where
+    the time went."""
 
     round: Count
     prefix: Count
@@ -771,13 +869,17 @@ class RoundRecord(Frozen):
     accepted: Nodes
     bonus: Token
     committed: Count | None = None
-    """Tokens that it added to the reply, where that ended within its path; None: all of the path, and the bonus."""
+    """Tokens that it added to the reply, where that ended within its path; None: all of the path,
+    and the bonus."""
     entropy: float | None = None
     hit: bool = False
     grown: Count = 0
     ahead: Count = 0
     wasted: Count = 0
-    passes: Annotated[tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...], Field(max_length=MAX_PASSES, fail_fast=True)] = ()
+    passes: Annotated[
+        tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...],
+        Field(max_length=MAX_PASSES, fail_fast=True),
+    ] = ()
     draft_ns: Nanoseconds = 0
     """Drafting that the round waited for."""
     verify_ns: Nanoseconds = 0
@@ -815,10 +917,13 @@ class SeenSpan(Frozen):
     session: Count | None = None
     """None: it was about none, or about several."""
     round: Count | None = None
-    shared: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
+    shared: Annotated[
+        tuple[tuple[Count, Count], ...], Field(max_length=MAX_SESSIONS, fail_fast=True)
+    ] = ()
     """Session and round of each, where it was about several."""
     span: SpanField
-    """On the coordinator's clock, which that of another machine is aligned with as well as its `clock_bound_ns` says."""
+    """On the coordinator's clock, which that of another machine is aligned with as well as its
+    `clock_bound_ns` says."""
 
 
 class SeenWorker(Frozen):
@@ -829,7 +934,10 @@ class SeenWorker(Frozen):
     roles: Annotated[tuple[Role, ...], Field(max_length=3, fail_fast=True)]
     host: Name = ""
     device: Name
-    cores: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...], Field(max_length=MAX_CORES, fail_fast=True)] = ()
+    cores: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
+        Field(max_length=MAX_CORES, fail_fast=True),
+    ] = ()
     node: Name = ""
     """The memory nodes that it is bound to, such as 0 or 0-1; empty: to none."""
     busy_ns: Nanoseconds
@@ -869,7 +977,8 @@ class Recorded(Message):
 
 
 class DraftFailure(Frozen):
-    """The first failure of a request's draft; whatever was drafted behind it, no token is another."""
+    """The first failure of a request's draft; whatever was drafted behind it, no token is
+    another."""
 
     draft: Name
     """Name of the worker."""
@@ -881,7 +990,8 @@ class DraftFailure(Frozen):
 
 
 class Result(Frozen):
-    """One request's result: the fields of `--json`. Seconds, except where the name says otherwise; shares 0..1."""
+    """One request's result: the fields of `--json`. Seconds, except where the name says otherwise;
+    shares 0..1."""
 
     text: Text
     token_ids: Tokens
@@ -918,19 +1028,24 @@ class Result(Frozen):
     plain_rounds: Count = 0
     """Rounds that were verified without a tree."""
     control_rounds: Count = 0
-    """Of these, rounds in which nothing was drafted so that the target's pass over a single row could be measured."""
+    """Of these, rounds in which nothing was drafted so that the target's pass over a single row
+    could be measured."""
     predicted_tokens_per_s: float | None = None
-    """What the cost model expected of these rounds before each began; None where it knows too little."""
+    """What the cost model expected of these rounds before each began; None where it knows too
+    little."""
     reused_tokens: Count = 0
     """Prompt tokens that the target had read in an earlier session, and did not read again."""
     moves: Count = 0
     """Times that the session went on on another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
-    """Of the targets that served it, in order, where they were not all the same; `fingerprint` is the last one's."""
+    """Of the targets that served it, in order, where they were not all the same; `fingerprint` is
+    the last one's."""
     placement: Name = ""
-    """Which of the target's layers were where, in words, of the last one that served it; a device's name: all of them there."""
+    """Which of the target's layers were where, in words, of the last one that served it; a device's
+    name: all of them there."""
     prefill: Name = "local"
-    """Who read the prompt: local, those that compute the model; or a device through which the weights streamed."""
+    """Who read the prompt: local, those that compute the model; or a device through which the
+    weights streamed."""
     draft_failure: DraftFailure | None = None
     """None: its draft never failed."""
 
@@ -987,7 +1102,8 @@ class WorkerState(Frozen):
 
 
 class PairState(Frozen):
-    """What is known of a draft and a target that work together: measured costs and what follows from them."""
+    """What is known of a draft and a target that work together: measured costs and what follows
+    from them."""
 
     draft: Name
     target: Name
@@ -1022,9 +1138,13 @@ class Totals(Frozen):
     drafted_tokens: Count = 0
     """Nodes verified."""
     accepted_tokens: Count = 0
-    accepted_per_depth: Annotated[tuple[Count, ...], Field(max_length=MAX_NODES, fail_fast=True)] = ()
+    accepted_per_depth: Annotated[
+        tuple[Count, ...], Field(max_length=MAX_NODES, fail_fast=True)
+    ] = ()
     """Rounds that accepted a node at depth 1, 2, ..."""
-    reasons: Annotated[tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)] = ()
+    reasons: Annotated[
+        tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)
+    ] = ()
     """How requests ended."""
     opening: Count = 0
     """Sessions whose prompt has not been read yet."""
@@ -1039,7 +1159,8 @@ class Totals(Frozen):
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the sessions that the targets can hold which are open."""
     draft_failures: Count = 0
-    """Times that a draft could not do what was asked of it, or answered what cannot be, and its session went on without."""
+    """Times that a draft could not do what was asked of it, or answered what cannot be, and its
+    session went on without."""
 
 
 class Fault(Frozen):
@@ -1061,7 +1182,8 @@ class Fault(Frozen):
 
 
 class Supervised(Frozen):
-    """What a supervisor tells its coordinator, a line of JSON on its standard input, whenever it changes."""
+    """What a supervisor tells its coordinator, a line of JSON on its standard input, whenever it
+    changes."""
 
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
     """Of the parts that it looks after."""
@@ -1100,7 +1222,46 @@ class Reported(Message):
     totals: Totals = Totals()
 
 
-Command = Welcome | Open | Feed | Refeed | Draft | Verify | Close | Probe | Observe | Engage | Drain | Failed
-Event = Hello | Loading | Prefilled | Refed | Scored | Opened | Fed | Drafted | Verified | Closed | Probed | Failed
+Command = (
+    Welcome
+    | Open
+    | Feed
+    | Refeed
+    | Draft
+    | Verify
+    | Close
+    | Probe
+    | Observe
+    | Engage
+    | Drain
+    | Failed
+)
+Event = (
+    Hello
+    | Loading
+    | Prefilled
+    | Refed
+    | Scored
+    | Opened
+    | Fed
+    | Drafted
+    | Verified
+    | Closed
+    | Probed
+    | Failed
+)
 Request = Hello | Submit | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
-Reply = Welcome | Emitted | PromptScored | Recorded | Finished | Reported | Described | Seen | Progressed | Swapped | Dismissed | Failed
+Reply = (
+    Welcome
+    | Emitted
+    | PromptScored
+    | Recorded
+    | Finished
+    | Reported
+    | Described
+    | Seen
+    | Progressed
+    | Swapped
+    | Dismissed
+    | Failed
+)

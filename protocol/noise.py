@@ -1,13 +1,16 @@
 """The coupled noise in plain numbers: the definition that every process agrees on.
 
-The noise of token v at absolute position t of a session with a 128-bit key (k0, k1) is g = -log(-log1p(-u)), a standard Gumbel variate in float64
-rounded to float32, with u = ((h >> 12) + 0.5) / 2^52 and the 64-bit counter hash
+The noise of token v at absolute position t of a session with a 128-bit key (k0, k1) is g =
+-log(-log1p(-u)), a standard Gumbel variate in float64 rounded to float32, with u = ((h >> 12) +
+0.5) / 2^52 and the 64-bit counter hash
 
-    h = mix(mix(k1 ^ mix(k0 + (t + 1)·G)) + (v + 1)·G)      G = 0x9E3779B97F4A7C15, mix = the finalizer of SplitMix64, all modulo 2^64.
+    h = mix(mix(k1 ^ mix(k0 + (t + 1)·G)) + (v + 1)·G) G = 0x9E3779B97F4A7C15, mix = the finalizer
+    of SplitMix64, all modulo 2^64.
 
-The target emits argmax(z + g), an exact sample of softmax(z) (Gumbel-max); the draft ranks its candidates with the same g, so that the two agree
-more often. Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding" (2024). The version over tensors is
-`workers/speculation/noise.py`; a test holds the two together. This module knows no tensors.
+The target emits argmax(z + g), an exact sample of softmax(z) (Gumbel-max); the draft ranks its
+candidates with the same g, so that the two agree more often. Daliri, Musco, Suresh, "Coupling
+without communication and drafter-invariant speculative decoding" (2024). The version over tensors
+is `workers/speculation/noise.py`; a test holds the two together. This module knows no tensors.
 """
 
 import hashlib
@@ -22,8 +25,11 @@ KEY_BYTES = 16
 
 
 def session_key(seed: int, sample: int, prompt: Sequence[int]) -> bytes:
-    """The 16-byte key of a session: 128 bits of SHA-256 over seed, sample index and prompt token ids (little-endian u64, u32, u32 each)."""
-    return hashlib.sha256(struct.pack(f"<QI{len(prompt)}I", seed, sample, *prompt)).digest()[:KEY_BYTES]
+    """The 16-byte key of a session: 128 bits of SHA-256 over seed, sample index and prompt token
+    ids (little-endian u64, u32, u32 each)."""
+    return hashlib.sha256(struct.pack(f"<QI{len(prompt)}I", seed, sample, *prompt)).digest()[
+        :KEY_BYTES
+    ]
 
 
 def key_words(key: bytes) -> tuple[int, int]:
@@ -59,5 +65,7 @@ def uniform(key: bytes, position: int, token: int) -> float:
 
 def gumbel(key: bytes, position: int, token: int) -> float:
     """The noise of one token at one position, a float32 value."""
-    noise: float = struct.unpack("<f", struct.pack("<f", -math.log(-math.log1p(-uniform(key, position, token)))))[0]
+    noise: float = struct.unpack(
+        "<f", struct.pack("<f", -math.log(-math.log1p(-uniform(key, position, token))))
+    )[0]
     return noise

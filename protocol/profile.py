@@ -1,8 +1,10 @@
 """The profile file: what was measured on a machine, so that it is measured once.
 
-Holds, for each combination of machine, software, weights, threads and model shapes, which way each linear is computed and what every candidate took, and
-the calibration: the target's pass over M rows, the draft's over those of a level, and the limits of the hardware. JSON, written atomically under a lock,
-since several workers may start at once. Knows neither where the file lies (`launch/directory.py` decides) nor how anything is measured.
+Holds, for each combination of machine, software, weights, threads and model shapes, which way each
+linear is computed and what every candidate took, and the calibration: the target's pass over M
+rows, the draft's over those of a level, and the limits of the hardware. JSON, written atomically
+under a lock, since several workers may start at once. Knows neither where the file lies
+(`launch/directory.py` decides) nor how anything is measured.
 """
 
 import fcntl
@@ -27,7 +29,18 @@ MAX_POINTS = 256
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
 Rate = Annotated[float, Field(gt=0.0)]
-MACHINE_FIELDS = ("vendor_id", "model name", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU variant", "CPU part", "Features")
+MACHINE_FIELDS = (
+    "vendor_id",
+    "model name",
+    "cpu family",
+    "model",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU variant",
+    "CPU part",
+    "Features",
+)
 """What tells processors apart in /proc/cpuinfo, on x86-64 and on aarch64."""
 
 
@@ -49,16 +62,19 @@ class ProfileKey(Frozen):
 
 
 class LinearChoice(Frozen):
-    """One shape [n, k] for passes of at most `rows` rows (a row class): what was chosen, and the measured seconds of one product of every candidate."""
+    """One shape [n, k] for passes of at most `rows` rows (a row class): what was chosen, and the
+    measured seconds of one product of every candidate."""
 
     n: Positive
     k: Positive
     rows: Positive
     chosen: str
     seconds: Mapping[str, Seconds]
-    """Candidate -> seconds of one product of `rows` rows; only candidates that passed the self-test were timed."""
+    """Candidate -> seconds of one product of `rows` rows; only candidates that passed the self-test
+    were timed."""
     refused: Mapping[str, str] = {}
-    """Candidate -> why it may not be used here (failed self-test, instruction missing, does not fit into memory)."""
+    """Candidate -> why it may not be used here (failed self-test, instruction missing, does not fit
+    into memory)."""
 
 
 class RowsSeconds(Frozen):
@@ -69,16 +85,24 @@ class RowsSeconds(Frozen):
 
     @model_validator(mode="after")
     def _is_curve(self) -> "RowsSeconds":
-        if len(self.rows) != len(self.seconds) or not all(below < above for below, above in pairwise(self.rows)):
-            raise ValueError(f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are no curve: rows ascend, and each has its seconds")
+        if len(self.rows) != len(self.seconds) or not all(
+            below < above for below, above in pairwise(self.rows)
+        ):
+            raise ValueError(
+                f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are no "
+                "curve: rows ascend, and each has its seconds"
+            )
         return self
 
     def at(self, rows: int) -> float:
-        """Seconds of a pass over so many rows: linear between the measured ones, and level or along the last piece beyond them."""
+        """Seconds of a pass over so many rows: linear between the measured ones, and level or along
+        the last piece beyond them."""
         points = list(zip(self.rows, self.seconds, strict=True))
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
-        (below, low), (above, high) = next(((a, b) for a, b in pairwise(points) if rows <= b[0]), (points[-2], points[-1]))
+        (below, low), (above, high) = next(
+            ((a, b) for a, b in pairwise(points) if rows <= b[0]), (points[-2], points[-1])
+        )
         return low + (high - low) * (rows - below) / (above - below)
 
 
@@ -95,7 +119,8 @@ class Limits(Frozen):
     bandwidth_gb_s: Rate
     """Reading memory, 10^9 bytes a second."""
     peak_gflop_s: Mapping[str, Rate]
-    """Arithmetic -> 10^9 operations a second (a multiply and an add are two): fp32 (FMA) and, where there are instructions, int8 (VNNI) and bf16."""
+    """Arithmetic -> 10^9 operations a second (a multiply and an add are two): fp32 (FMA) and, where
+    there are instructions, int8 (VNNI) and bf16."""
     probe: str
     """What measured them, in words: "kernels avx512-vnni" or "torch"."""
 
@@ -119,7 +144,8 @@ class Calibration(Frozen):
 
 
 class Reading(Frozen):
-    """What reading a prompt takes, with a model on the CPU: on the CPU itself, and with its weights streaming through a device."""
+    """What reading a prompt takes, with a model on the CPU: on the CPU itself, and with its weights
+    streaming through a device."""
 
     device: str
     local: RowsSeconds
@@ -127,14 +153,16 @@ class Reading(Frozen):
 
     @property
     def better_from(self) -> int | None:
-        """The fewest measured rows from which on the device is always the faster one; None: at the most rows that were measured it is not."""
+        """The fewest measured rows from which on the device is always the faster one; None: at the
+        most rows that were measured it is not."""
         points = sorted({*self.local.rows, *self.streamed.rows}, reverse=True)
         better = list(takewhile(lambda rows: self.streamed.at(rows) < self.local.at(rows), points))
         return better[-1] if better else None
 
 
 class DeviceCosts(Frozen):
-    """What the parts of a target take in a pass over rows, on a device and on the CPU beside it: what a planner puts placements together from."""
+    """What the parts of a target take in a pass over rows, on a device and on the CPU beside it:
+    what a planner puts placements together from."""
 
     device: str
     link_gb_s: Rate
@@ -205,30 +233,43 @@ class Profile(Frozen):
 
     def with_entry(self, entry: Entry) -> "Profile":
         """This entry in place of the one of the same key."""
-        return self.model_copy(update={"entries": (*(e for e in self.entries if e.key != entry.key), entry)})
+        return self.model_copy(
+            update={"entries": (*(e for e in self.entries if e.key != entry.key), entry)}
+        )
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a file; an empty one if there is no such file; `ProfileError` if it is damaged."""
+    """The profile in a file; an empty one if there is no such file; `ProfileError` if it is
+    damaged."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ProfileError(f"the profile file {path} is larger than {MAX_BYTES >> 20} MiB, which it never becomes by itself: remove it")
+            raise ProfileError(
+                f"the profile file {path} is larger than {MAX_BYTES >> 20} MiB, which it never "
+                "becomes by itself: remove it"
+            )
         text = path.read_bytes()
     except FileNotFoundError:
         return Profile()
     except OSError as error:
-        raise ProfileError(f"the profile file {path} cannot be read ({error.strerror}): make it readable, or remove it") from None
+        raise ProfileError(
+            f"the profile file {path} cannot be read ({error.strerror}): make it readable, or "
+            "remove it"
+        ) from None
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         problem = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ProfileError(f"the profile file {path} is damaged or of another version ({problem}): remove it, it is measured anew") from None
+        raise ProfileError(
+            f"the profile file {path} is damaged or of another version ({problem}): remove it, "
+            "it is measured anew"
+        ) from None
 
 
 def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]) -> Entry:
-    """Replace what is known under `key` by `change` of it, on disk; whatever else the file holds, another process's last words included, stays.
+    """Replace what is known under `key` by `change` of it, on disk; whatever else the file holds,
+    another process's last words included, stays.
 
     Returns the new entry. `ProfileError` if the file cannot be written.
     """
@@ -239,12 +280,16 @@ def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]
             entry = change(profile.find(key))
             _write(path, profile.with_entry(entry).model_dump_json(indent=1))
     except OSError as error:
-        raise ProfileError(f"the profile file {path} cannot be written ({error.strerror}): free the place, or set XDG_CACHE_HOME to another") from None
+        raise ProfileError(
+            f"the profile file {path} cannot be written ({error.strerror}): free the place, or "
+            "set XDG_CACHE_HOME to another"
+        ) from None
     return entry
 
 
 def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = None) -> str:
-    """A digest of processor, instruction flags and number of cores; 16 hexadecimal digits. `cores`: those of the machine unless told."""
+    """A digest of processor, instruction flags and number of cores; 16 hexadecimal digits. `cores`:
+    those of the machine unless told."""
     first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     fields = dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.*)$", first, re.MULTILINE))
     facts = [" ".join(sorted(fields.get(name, "").split())) for name in MACHINE_FIELDS]
@@ -252,9 +297,13 @@ def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = No
 
 
 def shapes_key(shapes: Sequence[tuple[int, int]], *others: object) -> str:
-    """A digest of the shapes [n, k] of a model's linears, with how often each occurs, and of whatever else its speed depends on; 16 hexadecimal digits."""
+    """A digest of the shapes [n, k] of a model's linears, with how often each occurs, and of
+    whatever else its speed depends on; 16 hexadecimal digits."""
     counts = {shape: shapes.count(shape) for shape in set(shapes)}
-    return _digest([f"{n}x{k}*{count}" for (n, k), count in sorted(counts.items())] + [repr(other) for other in others])
+    return _digest(
+        [f"{n}x{k}*{count}" for (n, k), count in sorted(counts.items())]
+        + [repr(other) for other in others]
+    )
 
 
 def _digest(parts: Sequence[str]) -> str:
@@ -271,7 +320,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _write(path: Path, text: str) -> None:
     """Whoever reads the file meanwhile sees the old one or the new one, whole."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".new", delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.name, suffix=".new", delete=False, encoding="utf-8"
+    ) as file:
         try:
             file.write(text)
             file.flush()

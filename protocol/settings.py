@@ -1,7 +1,8 @@
 """The settings as frozen models: one tree, unknown keys are errors.
 
-Where a setting comes from (flag, environment, file, default) is the business of `launch/configure.py`; sampling and tree settings also travel in
-messages. Sizes are in bytes, probabilities within 0..1.
+Where a setting comes from (flag, environment, file, default) is the business of
+`launch/configure.py`; sampling and tree settings also travel in messages. Sizes are in bytes,
+probabilities within 0..1.
 """
 
 import math
@@ -11,12 +12,31 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_serializer, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    field_serializer,
+    field_validator,
+)
 
 POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
 LOOKUP_POLICIES = ("dynamic", "budget", "goodput")
 """What a draft without a model can do."""
-DRAFT_KINDS = ("auto", "small", "eagle", "eagle3", "dovetail", "jakiro", "ngram", "substitute", "none")
+DRAFT_KINDS = (
+    "auto",
+    "small",
+    "eagle",
+    "eagle3",
+    "dovetail",
+    "jakiro",
+    "ngram",
+    "substitute",
+    "none",
+)
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
@@ -35,7 +55,8 @@ MAX_BIASES = 1024
 
 
 class Frozen(BaseModel):
-    """A value: immutable, of exactly the declared fields, with types as declared (no coercion of strings to numbers)."""
+    """A value: immutable, of exactly the declared fields, with types as declared (no coercion of
+    strings to numbers)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -43,7 +64,9 @@ class Frozen(BaseModel):
 def one_of(value: str, available: tuple[str, ...], what: str) -> str:
     """`value` if it is available."""
     if value not in available:
-        raise ValueError(f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}")
+        raise ValueError(
+            f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}"
+        )
     return value
 
 
@@ -53,9 +76,15 @@ DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
 class SplitSettings(Frozen):
     """A target whose last layers another device computes."""
 
-    device: str = Field("", description="device of the last layers and the head, such as cuda:0; cpu stands for a GPU in tests; empty: no split")
+    device: str = Field(
+        "",
+        description="device of the last layers and the head, such as cuda:0; cpu stands for a "
+        "GPU in tests; empty: no split",
+    )
     layers: Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"] = Field(
-        "auto", description="so many of the last layers, and the head; auto: as many as memory.vram, or the device's free memory, holds"
+        "auto",
+        description="so many of the last layers, and the head; auto: as many as memory.vram, "
+        "or the device's free memory, holds",
     )
 
     @field_validator("device")
@@ -69,31 +98,51 @@ class SplitSettings(Frozen):
 class TargetSettings(Frozen):
     """The model whose output is decoded."""
 
-    model: str = Field("", description="id, id@revision or folder; empty: the embedded demonstration target")
+    model: str = Field(
+        "", description="id, id@revision or folder; empty: the embedded demonstration target"
+    )
     weights: str = Field(
         "fp32",
-        description="fp32, half (the checkpoint's 16 bits) or int8; bf16 and int8-per-tensor change the function, the last one is not lossless",
+        description="fp32, half (the checkpoint's 16 bits) or int8; bf16 and int8-per-tensor "
+        "change the function, the last one is not lossless",
     )
-    backend: str = Field("auto", description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto (kernels where they can)")
-    device: str = Field("cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests")
+    backend: str = Field(
+        "auto",
+        description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto "
+        "(kernels where they can)",
+    )
+    device: str = Field(
+        "cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests"
+    )
     numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
-        "auto", description="memory nodes of the target: auto (the best one), off, a node, or a list such as 0,1"
+        "auto",
+        description="memory nodes of the target: auto (the best one), off, a node, or a list "
+        "such as 0,1",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="CPU threads; auto: one a physical core, leaving one to the draft"
     )
-    inflate: str = Field("", description='fp32 size to which the linears are inflated without changing a token, e.g. "512MiB"')
+    inflate: str = Field(
+        "",
+        description="fp32 size to which the linears are inflated without changing a token, "
+        'e.g. "512MiB"',
+    )
     resident: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
         "auto",
-        description="of the layers that a device computes, so many keep their weights there, and those of the others stream through it; auto: as many as "
+        description="of the layers that a device computes, so many keep their weights there, "
+        "and those of the others stream through it; auto: as many as "
         "memory.vram, or the device's free memory, holds",
     )
     prefill: str = Field(
         "auto",
-        description="who reads prompts for layers on the CPU: local (the CPU), a device through which their weights stream (cuda:N; cpu stands for one in "
-        "tests), or auto (the device that the profile file says is faster for prompts of that length)",
+        description="who reads prompts for layers on the CPU: local (the CPU), a device "
+        "through which their weights stream (cuda:N; cpu stands for one in "
+        "tests), or auto (the device that the profile file says is faster for prompts of that "
+        "length)",
     )
-    split: SplitSettings = Field(SplitSettings(), description="whether another device computes the last layers")
+    split: SplitSettings = Field(
+        SplitSettings(), description="whether another device computes the last layers"
+    )
 
     @field_validator("prefill")
     @classmethod
@@ -105,8 +154,14 @@ class TargetSettings(Frozen):
     @field_validator("numa")
     @classmethod
     def _numa(cls, value: str | int) -> str | int:
-        if isinstance(value, str) and value not in ("auto", "off") and NODES.fullmatch(value) is None:
-            raise ValueError("write auto, off, a memory node such as 0, or a list of them such as 0,1")
+        if (
+            isinstance(value, str)
+            and value not in ("auto", "off")
+            and NODES.fullmatch(value) is None
+        ):
+            raise ValueError(
+                "write auto, off, a memory node such as 0, or a list of them such as 0,1"
+            )
         return value
 
     @field_validator("weights")
@@ -125,29 +180,45 @@ class DraftSettings(Frozen):
 
     kind: str = Field(
         "auto",
-        description="auto (recognised from the folder), small (a smaller model), a head of the target's (eagle, eagle3, dovetail, jakiro), "
-        "ngram (looks up what was said before), substitute (the target itself in a few bits) or none (the target alone)",
+        description="auto (recognised from the folder), small (a smaller model), a head of the "
+        "target's (eagle, eagle3, dovetail, jakiro), "
+        "ngram (looks up what was said before), substitute (the target itself in a few bits) "
+        "or none (the target alone)",
     )
-    model: str = Field("", description="id, id@revision or folder; empty: the embedded one of that kind")
+    model: str = Field(
+        "", description="id, id@revision or folder; empty: the embedded one of that kind"
+    )
     weights: str = Field(
         "auto",
-        description="fp32, fp16, bf16, int8 or, for a head, int4; of a substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
+        description="fp32, fp16, bf16, int8 or, for a head, int4; of a substitute int8, int4, "
+        "int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
         "a GPU; of a substitute int4",
     )
     device: str = Field(
-        "auto", description="auto (the first GPU if there is one, else the CPU), cpu, cuda:N or, for tests, pretended: the CPU behind the rules of a GPU"
+        "auto",
+        description="auto (the first GPU if there is one, else the CPU), cpu, cuda:N or, for "
+        "tests, pretended: the CPU behind the rules of a GPU",
     )
     share: bool | Literal["auto"] = Field(
         "auto",
-        description="whether a substitute is one process with its target and shares embedding, norms, head, resident layers, keys and values with it; auto: no",
+        description="whether a substitute is one process with its target and shares embedding, "
+        "norms, head, resident layers, keys and values with it; auto: no",
     )
     contrast: bool | Literal["auto"] = Field(
-        "auto", description="whether a head's contrast output (jakiro) guesses the last level without a pass of its own; auto: where the head has one"
+        "auto",
+        description="whether a head's contrast output (jakiro) guesses the last level without "
+        "a pass of its own; auto: where the head has one",
     )
     ahead: bool | Literal["auto"] = Field(
-        "auto", description="keep drafting while the target verifies; auto: where the two share no device, or where measuring says that it pays"
+        "auto",
+        description="keep drafting while the target verifies; auto: where the two share no "
+        "device, or where measuring says that it pays",
     )
-    pickled: bool = Field(False, description="read the weights of a head from a *.bin where it has no *.safetensors; only numbers are loaded, never code")
+    pickled: bool = Field(
+        False,
+        description="read the weights of a head from a *.bin where it has no *.safetensors; "
+        "only numbers are loaded, never code",
+    )
 
     @field_validator("kind")
     @classmethod
@@ -161,18 +232,29 @@ class DraftSettings(Frozen):
 
 
 def _listed(value: Any) -> Any:
-    """A list of TOML or JSON, or the text "0.3,0.6", as a tuple; anything else as it is, for the types to judge."""
+    """A list of TOML or JSON, or the text "0.3,0.6", as a tuple; anything else as it is, for the
+    types to judge."""
     if isinstance(value, list):
         return tuple(value)
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    return (
+        tuple(part.strip() for part in value.split(",") if part.strip())
+        if isinstance(value, str)
+        else value
+    )
 
 
 def _numbers(value: Any) -> Any:
     parts = _listed(value)
     try:
-        return tuple(float(part) if isinstance(part, str) else part for part in parts) if isinstance(parts, tuple) else parts
+        return (
+            tuple(float(part) if isinstance(part, str) else part for part in parts)
+            if isinstance(parts, tuple)
+            else parts
+        )
     except ValueError:
-        raise ValueError("write numbers, such as 0.3,0.6,1.0 on a command line or [0.3, 0.6, 1.0] in a file") from None
+        raise ValueError(
+            "write numbers, such as 0.3,0.6,1.0 on a command line or [0.3, 0.6, 1.0] in a file"
+        ) from None
 
 
 def _path_or_numbers(value: Any) -> Any:
@@ -189,11 +271,23 @@ def _ascending(bounds: tuple[float, ...] | str) -> tuple[float, ...] | str:
     return bounds
 
 
-Shares = Annotated[tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...], FailFast(), MaxLen(MAX_BINS), BeforeValidator(_numbers)]
-Thresholds = Annotated[
-    str | Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], MaxLen(MAX_BINS - 1)], BeforeValidator(_path_or_numbers), AfterValidator(_ascending)
+Shares = Annotated[
+    tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...],
+    FailFast(),
+    MaxLen(MAX_BINS),
+    BeforeValidator(_numbers),
 ]
-Adaptations = Annotated[tuple[Literal["extend", "prune", "compute"], ...], FailFast(), MaxLen(3), BeforeValidator(_listed)]
+Thresholds = Annotated[
+    str | Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], MaxLen(MAX_BINS - 1)],
+    BeforeValidator(_path_or_numbers),
+    AfterValidator(_ascending),
+]
+Adaptations = Annotated[
+    tuple[Literal["extend", "prune", "compute"], ...],
+    FailFast(),
+    MaxLen(3),
+    BeforeValidator(_listed),
+]
 
 
 class TreeSettings(Frozen):
@@ -201,26 +295,43 @@ class TreeSettings(Frozen):
 
     policy: str = Field(
         "goodput",
-        description="how the tree is shaped: goodput (as large as it pays, up to gamma and down to none), dynamic (expand and rerank, EAGLE-2), static (a "
-        "fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to gamma, SpecExec), beam (the best of every level, SubSpec: gamma = width x depth) or "
+        description="how the tree is shaped: goodput (as large as it pays, up to gamma and "
+        "down to none), dynamic (expand and rerank, EAGLE-2), static (a "
+        "fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to gamma, SpecExec), beam "
+        "(the best of every level, SubSpec: gamma = width x depth) or "
         "heterospec (deeper and narrower where the draft is sure)",
     )
-    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(15, description="drafted nodes verified in a round at most, root not counted")
+    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(
+        15, description="drafted nodes verified in a round at most, root not counted"
+    )
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(8, description="levels below the root")
-    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(10, description="nodes expanded a level, and children considered a node")
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(
+        10, description="nodes expanded a level, and children considered a node"
+    )
     insist: bool = Field(
-        False, description="true: each round is drafted and verified as the tree is, even at a loss; false: less of it, or none, where that is faster"
+        False,
+        description="true: each round is drafted and verified as the tree is, even at a loss; "
+        "false: less of it, or none, where that is faster",
     )
     sharpening: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["auto"] = Field(
-        "auto", description="scores of children are log_softmax(z / sharpening); 1.0 is EAGLE-2; auto: fitted to what the target accepts"
+        "auto",
+        description="scores of children are log_softmax(z / sharpening); 1.0 is EAGLE-2; auto: "
+        "fitted to what the target accepts",
     )
     thresholds: Thresholds = Field(
-        "", description="heterospec: the file that `dovetail stratify` wrote, or the bounds between its bins of entropy in nats, ascending"
+        "",
+        description="heterospec: the file that `dovetail stratify` wrote, or the bounds "
+        "between its bins of entropy in nats, ascending",
     )
-    prune: Shares = Field((0.3, 0.6, 1.0), description="heterospec: which share of the gamma + 1 rows is verified in each of the bins of lowest entropy")
+    prune: Shares = Field(
+        (0.3, 0.6, 1.0),
+        description="heterospec: which share of the gamma + 1 rows is verified in each of the "
+        "bins of lowest entropy",
+    )
     adapt: Adaptations = Field(
         ("extend", "prune", "compute"),
-        description="heterospec: what follows the entropy - extend (more levels), prune (fewer rows), compute (a prepared shape for each bin)",
+        description="heterospec: what follows the entropy - extend (more levels), prune (fewer "
+        "rows), compute (a prepared shape for each bin)",
     )
 
     @field_validator("policy")
@@ -230,20 +341,32 @@ class TreeSettings(Frozen):
 
     @property
     def low_bins(self) -> int:
-        """In how many bins of entropy, from the lowest on, heterospec adapts the tree; never in the last one, which has no upper bound."""
-        return 0 if self.policy != "heterospec" or isinstance(self.thresholds, str) else min(len(self.prune), len(self.thresholds))
+        """In how many bins of entropy, from the lowest on, heterospec adapts the tree; never in the
+        last one, which has no upper bound."""
+        return (
+            0
+            if self.policy != "heterospec" or isinstance(self.thresholds, str)
+            else min(len(self.prune), len(self.thresholds))
+        )
 
     def size_in(self, stratum: int) -> tuple[int, int]:
-        """Nodes and levels of the tree in a bin of entropy, counted from 0, the lowest (HeteroSpec, section 4.3).
+        """Nodes and levels of the tree in a bin of entropy, counted from 0, the lowest (HeteroSpec,
+        section 4.3).
 
-        The paper's depth counts the levels below the first one; in levels its alpha is ceil((depth - 1) / 2), and Delta = alpha - bin. Of the gamma + 1 rows
-        (the paper's N counts the root) the bin's share is verified, and Delta more; never fewer than it takes for a path to the deepest level.
+        The paper's depth counts the levels below the first one; in levels its alpha is ceil((depth
+        - 1) / 2), and Delta = alpha - bin. Of the gamma + 1 rows (the paper's N counts the root)
+        the bin's share is verified, and Delta more; never fewer than it takes for a path to the
+        deepest level.
         """
         if stratum >= self.low_bins or not self.gamma:
             return self.gamma, self.depth
         longer = max(0, self.depth // 2 - stratum) if "extend" in self.adapt else 0
         levels = min(self.depth + longer, MAX_DEPTH)
-        rows = math.ceil(round(self.prune[stratum] * (self.gamma + 1), 6)) + longer if "prune" in self.adapt else self.gamma + 1
+        rows = (
+            math.ceil(round(self.prune[stratum] * (self.gamma + 1), 6)) + longer
+            if "prune" in self.adapt
+            else self.gamma + 1
+        )
         return min(max(rows - 1, levels), MAX_GAMMA), levels
 
     @property
@@ -258,17 +381,28 @@ class TreeSettings(Frozen):
 
 
 def _pairs(value: Any) -> Any:
-    """A table of TOML or JSON (token id -> bias), or the text "5=-2.5,17=3", as pairs; anything else as it is, for the types to judge."""
+    """A table of TOML or JSON (token id -> bias), or the text "5=-2.5,17=3", as pairs; anything
+    else as it is, for the types to judge."""
     if isinstance(value, Mapping):
         halves = [*value.items()]
     elif isinstance(value, str):
-        halves = [(token, bias) for token, _, bias in (part.partition("=") for part in value.split(",") if value.strip())]
+        halves = [
+            (token, bias)
+            for token, _, bias in (
+                part.partition("=") for part in value.split(",") if value.strip()
+            )
+        ]
     else:
         return value
     try:
-        return tuple((int(token), bias if isinstance(bias, bool) else float(bias)) for token, bias in halves)  # the types judge true and false
+        return tuple(
+            (int(token), bias if isinstance(bias, bool) else float(bias)) for token, bias in halves
+        )  # the types judge true and false
     except (TypeError, ValueError):
-        raise ValueError("write token ids and biases, such as 17=-100,5=2.5 on a command line or { 17 = -100, 5 = 2.5 } in a file") from None
+        raise ValueError(
+            "write token ids and biases, such as 17=-100,5=2.5 on a command line or { 17 = "
+            "-100, 5 = 2.5 } in a file"
+        ) from None
 
 
 def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -281,7 +415,13 @@ def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ..
 
 
 LogitBias = Annotated[
-    tuple[tuple[Annotated[int, Field(ge=0, le=(1 << 31) - 1)], Annotated[float, Field(ge=-100.0, le=100.0)]], ...],
+    tuple[
+        tuple[
+            Annotated[int, Field(ge=0, le=(1 << 31) - 1)],
+            Annotated[float, Field(ge=-100.0, le=100.0)],
+        ],
+        ...,
+    ],
     FailFast(),
     MaxLen(MAX_BIASES),
     BeforeValidator(_pairs),
@@ -291,32 +431,52 @@ LogitBias = Annotated[
 
 
 class Sampling(Frozen):
-    """The processors of a session, applied in this order: logit bias, repetition penalty (over prompt and reply), presence and frequency penalty (over
-    the reply), least number of tokens, temperature, top-k, top-p, min-p. Temperature 0 is greedy: the largest logit before temperature.
+    """The processors of a session, applied in this order: logit bias, repetition penalty (over
+    prompt and reply), presence and frequency penalty (over the reply), least number of tokens,
+    temperature, top-k, top-p, min-p. Temperature 0 is greedy: the largest logit before temperature.
 
     The names and ranges are OpenAI's where it has them, else transformers'.
     """
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = Field(0.0, description="0: greedy")
-    top_k: Annotated[int, Field(ge=0, le=1 << 20)] = Field(0, description="keep the k likeliest tokens; 0: all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="keep the likeliest tokens that together reach this probability")
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.0, description="keep tokens of at least this share of the likeliest one's probability")
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = Field(
-        1.0, description="logits of tokens of prompt and reply are divided by it, negative ones multiplied; 1: off"
+    top_k: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
+        0, description="keep the k likeliest tokens; 0: all"
     )
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(0.0, description="taken off the logit of every token that the reply holds")
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(0.0, description="taken off a token's logit for each time that the reply holds it")
-    logit_bias: LogitBias = Field((), description="added to the logits of tokens: TOKEN=BIAS,..., with biases from -100 to 100")
-    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = Field(0, description="before so many tokens no token that ends the reply is chosen")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="keep the likeliest tokens that together reach this probability"
+    )
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0, description="keep tokens of at least this share of the likeliest one's probability"
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = Field(
+        1.0,
+        description="logits of tokens of prompt and reply are divided by it, negative ones "
+        "multiplied; 1: off",
+    )
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
+        0.0, description="taken off the logit of every token that the reply holds"
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
+        0.0, description="taken off a token's logit for each time that the reply holds it"
+    )
+    logit_bias: LogitBias = Field(
+        (),
+        description="added to the logits of tokens: TOKEN=BIAS,..., with biases from -100 to 100",
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
+        0, description="before so many tokens no token that ends the reply is chosen"
+    )
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
-        description="above temperature 0: coupled (draft and target share their noise) or rejection (the papers' speculative sampling, of trees of a static "
+        description="above temperature 0: coupled (draft and target share their noise) or "
+        "rejection (the papers' speculative sampling, of trees of a static "
         "shape; exact in law, but the tokens depend on the draft)",
     )
 
     @property
     def rejects(self) -> bool:
-        """Whether what is drafted is drawn at random and accepted with probability p/q; at temperature 0 both rules are the greedy one."""
+        """Whether what is drafted is drawn at random and accepted with probability p/q; at
+        temperature 0 both rules are the greedy one."""
         return self.acceptance == "rejection" and self.temperature > 0.0
 
     @property
@@ -326,8 +486,11 @@ class Sampling(Frozen):
 
     @property
     def looks_back(self) -> bool:
-        """Whether anything is asked for beside temperature, top-k, top-p and min-p: then a token's logit depends on what was said before."""
-        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens)
+        """Whether anything is asked for beside temperature, top-k, top-p and min-p: then a token's
+        logit depends on what was said before."""
+        return self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
+        )
 
     @field_serializer("logit_bias", when_used="json")
     def _table(self, pairs: tuple[tuple[int, float], ...]) -> dict[str, float]:
@@ -338,13 +501,19 @@ class Sampling(Frozen):
 class SamplingSettings(Sampling):
     """Defaults of a request."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(512, description="capped by the room left in the context")
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        512, description="capped by the room left in the context"
+    )
 
 
 class MemorySettings(Frozen):
-    """What a target may take of memory: for weights, buffers, the keys and values of one long conversation and a pass; a substitute that shares them too."""
+    """What a target may take of memory: for weights, buffers, the keys and values of one long
+    conversation and a pass; a substitute that shares them too."""
 
-    vram: str = Field("auto", description='of a device, such as "7GB" (10^9) or "7GiB" (2^30); auto: what is free there')
+    vram: str = Field(
+        "auto",
+        description='of a device, such as "7GB" (10^9) or "7GiB" (2^30); auto: what is free there',
+    )
     ram: str = Field("auto", description='of the host, such as "16GB"; auto: what is free there')
 
     @field_validator("vram", "ram")
@@ -368,35 +537,64 @@ class MemorySettings(Frozen):
 class CoordinatorSettings(Frozen):
     """The process that owns the token logs."""
 
-    listen: str = Field("ipc", description="ipc (a socket in a private folder), ipc://PATH or tcp://HOST:PORT (needs keys)")
+    listen: str = Field(
+        "ipc",
+        description="ipc (a socket in a private folder), ipc://PATH or tcp://HOST:PORT (needs "
+        "keys)",
+    )
     keys: str = Field("", description="folder of CURVE keys made by `dovetail keygen`")
-    reuse: bool = Field(True, description="keep what was computed of ended conversations, so that their next turns read only what is new")
+    reuse: bool = Field(
+        True,
+        description="keep what was computed of ended conversations, so that their next turns "
+        "read only what is new",
+    )
     recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
         "auto",
-        description="how long a session whose target was lost waits for another one; auto: 30 s and twice the time that the lost one took to load",
+        description="how long a session whose target was lost waits for another one; auto: 30 "
+        "s and twice the time that the lost one took to load",
     )
-    stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(10.0, description="a worker without progress for so long is replaced")
+    stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
+        10.0, description="a worker without progress for so long is replaced"
+    )
     move: Literal["same", "any"] = Field(
-        "same", description="to which target a session goes on whose own was lost: same (of equal fingerprint: the text is the same) or any of its vocabulary"
+        "same",
+        description="to which target a session goes on whose own was lost: same (of equal "
+        "fingerprint: the text is the same) or any of its vocabulary",
     )
-    record: str = Field("", description="folder that gets a file of every session, for `dovetail replay`: all its messages, what users say among them")
+    record: str = Field(
+        "",
+        description="folder that gets a file of every session, for `dovetail replay`: all its "
+        "messages, what users say among them",
+    )
 
 
 class HttpSettings(Frozen):
     """The HTTP API of `dovetail serve`."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0: one that is free")
-    api_key_file: str = Field("", description="file with the key that clients send, one a line; required beyond loopback")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        8000, description="port to listen on; 0: one that is free"
+    )
+    api_key_file: str = Field(
+        "", description="file with the key that clients send, one a line; required beyond loopback"
+    )
     model: str = Field("", description="name under which the target is served; empty: its own")
-    deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(600.0, description="a request that takes longer is ended")
+    deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
+        600.0, description="a request that takes longer is ended"
+    )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
-        20.0, description="a request must have arrived within so long, and a client read on within as long"
+        20.0,
+        description="a request must have arrived within so long, and a client read on within "
+        "as long",
     )
     body: str = Field("2MiB", description="largest body of a request")
-    connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(4096, description="connections held at a time; further ones are refused with 503")
+    connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        4096, description="connections held at a time; further ones are refused with 503"
+    )
     dashboard: Literal["auto", "full", "anonymous", "off"] = Field(
-        "auto", description="the page at /: full shows the tokens of all requests, anonymous none of them; auto: full without a key"
+        "auto",
+        description="the page at /: full shows the tokens of all requests, anonymous none of "
+        "them; auto: full without a key",
     )
 
     @field_validator("body")
@@ -419,19 +617,40 @@ class Settings(Frozen):
 
 
 def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:
-    """Why these settings, and a draft of that kind, do not go together, in one line; None if they do."""
+    """Why these settings, and a draft of that kind, do not go together, in one line; None if they
+    do."""
     if sampling.acceptance == "rejection" and tree.policy != "static":
-        return f"sampling.acceptance 'rejection' needs a shape that no drawn token changes: set tree.policy to 'static', not {tree.policy!r}"
+        return (
+            "sampling.acceptance 'rejection' needs a shape that no drawn token changes: "
+            f"set tree.policy to 'static', not {tree.policy!r}"
+        )
     if sampling.acceptance == "rejection" and kind == "ngram":
-        return "sampling.acceptance 'rejection' needs a draft that draws from probabilities: choose another draft.kind than 'ngram', or 'coupled'"
+        return (
+            "sampling.acceptance 'rejection' needs a draft that draws from probabilities: "
+            "choose another draft.kind than 'ngram', or 'coupled'"
+        )
     if kind == "ngram" and tree.policy not in LOOKUP_POLICIES:
-        return f"a draft of kind 'ngram' grows its tree best first: set tree.policy to {' or '.join(map(repr, LOOKUP_POLICIES))}, not {tree.policy!r}"
+        return (
+            "a draft of kind 'ngram' grows its tree best first: set tree.policy to "
+            f"{' or '.join(map(repr, LOOKUP_POLICIES))}, not {tree.policy!r}"
+        )
     return None
 
 
 def byte_count(text: str) -> int:
-    """The number of bytes that "512MiB", "7GB" (10^9) or "7GiB" (2^30) names; `ValueError` if it names none."""
-    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    """The number of bytes that "512MiB", "7GB" (10^9) or "7GiB" (2^30) names; `ValueError` if it
+    names none."""
+    units = {
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+    }
     number = text.strip().rstrip("KMGTiB")
     unit = text.strip()[len(number) :] or "B"
     try:

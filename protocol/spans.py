@@ -1,8 +1,9 @@
 """Intervals on a monotonic clock, and the offset between two machines' clocks.
 
-A span is (name, start_ns, duration_ns) on the clock of the process that measured it. Only durations decide anything; offsets serve display. Coarse spans are
-always recorded, fine ones while somebody looks. What a worker does for a command goes with the answer; what it does beside its commands, such as growth
-ahead, goes with a later one and says what it was about.
+A span is (name, start_ns, duration_ns) on the clock of the process that measured it. Only durations
+decide anything; offsets serve display. Coarse spans are always recorded, fine ones while somebody
+looks. What a worker does for a command goes with the answer; what it does beside its commands, such
+as growth ahead, goes with a later one and says what it was about.
 """
 
 import time
@@ -17,7 +18,8 @@ Beside = tuple[int | None, int | None, Span]
 NAMES: Mapping[str, str] = {
     "prefill": "a prompt is read, or a part of the log",
     "verify": "a pass of the target over the trees of a round, and its verdicts",
-    "linears": "of a pass, the matrices of all layers (fine; a sum over the layers, as are the next two)",
+    "linears": "of a pass, the matrices of all layers (fine; a sum over the layers, as are the "
+    "next two)",
     "attention": "of a pass, attention, rotation and cache (fine)",
     "other": "of a pass, the rest of the layers, the embedding and the final norm (fine)",
     "head": "of a pass, the matrix that makes logits of states (fine)",
@@ -34,19 +36,22 @@ NAMES: Mapping[str, str] = {
     "encode": "a message becomes bytes (fine)",
     "send": "bytes are handed to the network (fine)",
     "receive": "the coordinator: bytes become a message (fine)",
-    "handle": "the coordinator: from an answer that a session waited for to the next command for it",
+    "handle": "the coordinator: from an answer that a session waited for to the next command "
+    "for it",
     "plan": "the coordinator: how the next round is drafted (fine)",
     "detokenise": "the coordinator: tokens become text (fine)",
     "queue": "a session waits for a worker that serves others, or reads its prompt",
     "link": "a command or its answer is on its way, decoded and encoded",
     "lost": "a session waited for an answer that it has done without",
 }
-"""All there are, each with what it means. Those of a worker that are beside its commands are `grow`, `prepare`, `decode`, `encode` and `send`."""
+"""All there are, each with what it means. Those of a worker that are beside its commands are
+`grow`, `prepare`, `decode`, `encode` and `send`."""
 
 MAX_BESIDE = 1024
 """Spans beside the commands that wait until they are taken; then the oldest go."""
 MERGED_NS = 200_000
-"""Coarse spans beside the commands that are no farther apart become one: between two passes ahead a worker looks whether a command has come."""
+"""Coarse spans beside the commands that are no farther apart become one: between two passes ahead a
+worker looks whether a command has come."""
 JOINED = frozenset({"prepare"})
 """Those that become one while somebody looks, too: they are short and many."""
 
@@ -75,8 +80,17 @@ class Spans:
     def add(self, name: str, start_ns: int, end_ns: int) -> None:
         self._spans.append((name, start_ns, end_ns - start_ns))
 
-    def add_beside(self, name: str, start_ns: int, end_ns: int, *, session: int | None = None, round: int | None = None) -> None:
-        """A span that belongs to no command. While nobody looks, what follows at once on one of its kind is joined to it."""
+    def add_beside(
+        self,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        session: int | None = None,
+        round: int | None = None,
+    ) -> None:
+        """A span that belongs to no command. While nobody looks, what follows at once on one of its
+        kind is joined to it."""
         beside = self._beside
         if beside and (not self.fine or name in JOINED) and beside[-1][:2] == (session, round):
             last, since, duration = beside[-1][2]
@@ -102,7 +116,8 @@ class Spans:
 class ClockOffset:
     """How far a peer's monotonic clock is ahead of ours, from the fastest of the last probes.
 
-    The true offset lies within `bound_ns` of `offset_ns`: half the round trip of the probe that it came from (Cristian, 1989).
+    The true offset lies within `bound_ns` of `offset_ns`: half the round trip of the probe that it
+    came from (Cristian, 1989).
     """
 
     keep: int = 32
@@ -111,7 +126,9 @@ class ClockOffset:
 
     def add(self, sent_ns: int, peer_ns: int, received_ns: int) -> None:
         round_trip = received_ns - sent_ns
-        self._samples = [*self._samples, (round_trip, peer_ns - (sent_ns + received_ns) // 2)][-self.keep :]
+        self._samples = [*self._samples, (round_trip, peer_ns - (sent_ns + received_ns) // 2)][
+            -self.keep :
+        ]
         self._fastest = min(self._samples)
 
     @property

@@ -1,7 +1,8 @@
 """A token tree: the drafted continuations of a sequence that share prefixes.
 
-Nodes are numbered 0..N-1 and a parent precedes its children; -1 stands for the root, the last committed token, which is no node. Only tokens and
-parents travel; depths, paths and ancestors follow by index arithmetic. Knows no scores and no model.
+Nodes are numbered 0..N-1 and a parent precedes its children; -1 stands for the root, the last
+committed token, which is no node. Only tokens and parents travel; depths, paths and ancestors
+follow by index arithmetic. Knows no scores and no model.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ class TokenTree:
         return len(self.tokens)
 
     def check(self, vocabulary_size: int) -> "TokenTree":
-        """This tree, if it is one over a vocabulary of that size; else `TreeError` naming the node."""
+        """This tree, if it is one over a vocabulary of that size; else `TreeError` naming the
+        node."""
         if len(self.tokens) != len(self.parents):
             raise TreeError(f"a tree of {len(self.tokens)} tokens has {len(self.parents)} parents")
         seen: set[tuple[int, int]] = set()
@@ -32,7 +34,9 @@ class TokenTree:
             if not ROOT <= parent < node:
                 raise TreeError(f"node {node} has parent {parent}: a parent precedes its child")
             if not 0 <= token < vocabulary_size:
-                raise TreeError(f"node {node} has token {token}, beyond the vocabulary of {vocabulary_size}")
+                raise TreeError(
+                    f"node {node} has token {token}, beyond the vocabulary of {vocabulary_size}"
+                )
             if (parent, token) in seen:
                 raise TreeError(f"node {node} repeats token {token} below parent {parent}")
             seen.add((parent, token))

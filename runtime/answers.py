@@ -1,7 +1,9 @@
-"""What workers answer: each event goes to the session that waits for it, and what follows from it is carried out.
+"""What workers answer: each event goes to the session that waits for it, and what follows from it
+is carried out.
 
-An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the session that it is about: a draft's is done without, a
-target's ends the request. Turns are the scheduler's business, what an event means to a request is the session's.
+An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the
+session that it is about: a draft's is done without, a target's ends the request. Turns are the
+scheduler's business, what an event means to a request is the session's.
 """
 
 import itertools
@@ -94,7 +96,8 @@ class Answers:
         self._changes, self._observing, self._dropped = changes, observing, dropped
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other exception ends the session that the event is about."""
+        """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
+        exception ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event of another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
@@ -113,8 +116,11 @@ class Answers:
         finally:
             self._house.dispatch(worker)
 
-    def _broken(self, worker: Worker, session: int, answer: Owed | None, error: BaseException) -> None:
-        """An answer that we could not handle: its session ends, and the worker is free for the others."""
+    def _broken(
+        self, worker: Worker, session: int, answer: Owed | None, error: BaseException
+    ) -> None:
+        """An answer that we could not handle: its session ends, and the worker is free for the
+        others."""
         if answer is not None:
             worker.turns.settle(session, answer)
         if (live := self._live.get(session)) is None:
@@ -159,7 +165,14 @@ class Answers:
             live.draft_read(now_ns)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
-            self._house.fail(live, RequestError("internal", f"the target worker {worker.name} chose token {event.bonus}, beyond its vocabulary"))
+            self._house.fail(
+                live,
+                RequestError(
+                    "internal",
+                    f"the target worker {worker.name} chose token {event.bonus}, beyond its "
+                    "vocabulary",
+                ),
+            )
             return
         live.answered(worker, now_ns, size, event.spans)
         live.losses.clear()
@@ -187,15 +200,23 @@ class Answers:
         live.passed_on(size)
         self._believe(live, lambda: live.session.scored(event))
 
-    def _believe(self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False) -> None:
-        """Do what follows from the word of a session's target; one that makes no sense ends the request. `asked`: no other will come in its place."""
+    def _believe(
+        self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False
+    ) -> None:
+        """Do what follows from the word of a session's target; one that makes no sense ends the
+        request. `asked`: no other will come in its place."""
         try:
             actions = handle()
         except ProtocolError as error:
             if isinstance(error, StaleError) and not asked:
                 raise
             self._dropped.refused += 1
-            self._house.fail(live, RequestError("internal", f"the target worker {live.target.name} sent what cannot be: {error}"))
+            self._house.fail(
+                live,
+                RequestError(
+                    "internal", f"the target worker {live.target.name} sent what cannot be: {error}"
+                ),
+            )
             return
         self._house.perform(live, actions)
 
@@ -212,13 +233,18 @@ class Answers:
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
         if not live.session.wants_proposal(event.round):
-            raise StaleError(f"session {event.session} has done without the proposal of round {event.round}")
+            raise StaleError(
+                f"session {event.session} has done without the proposal of round {event.round}"
+            )
         worker.traffic.answered(size, 1)
         live.answered(worker, now_ns, size, event.spans)
         self._house.perform(live, self._sensible(live, worker, lambda: live.session.drafted(event)))
 
-    def _sensible(self, live: Live, worker: Worker, handle: Callable[[], list[Action]]) -> list[Action]:
-        """What follows from a message that drafting needs; from one that makes no sense that the session goes on without its draft."""
+    def _sensible(
+        self, live: Live, worker: Worker, handle: Callable[[], list[Action]]
+    ) -> list[Action]:
+        """What follows from a message that drafting needs; from one that makes no sense that the
+        session goes on without its draft."""
         try:
             return handle()
         except StaleError:
@@ -228,12 +254,18 @@ class Answers:
             return []
 
     def go_on_alone(self, live: Live, worker: Worker, why: object) -> None:
-        log.warning("%s sent what cannot be (%s): session %d goes on without its draft", worker.name, why, live.session.number)
+        log.warning(
+            "%s sent what cannot be (%s): session %d goes on without its draft",
+            worker.name,
+            why,
+            live.session.number,
+        )
         self._dropped.refused += 1
         self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
-        """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot be or cannot be handled ends its session."""
+        """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
+        be or cannot be handled ends its session."""
         self._aside(worker, lambda: self._passed(worker, event, size))
         for item, features in zip(event.items, _shares(event), strict=True):
             answer = Owed(Verified, item.round)
@@ -243,10 +275,17 @@ class Answers:
                 self._dropped.stale += 1
                 continue
             try:
-                self._verdict(worker, live, item, features, now_ns, size // len(event.items), event.spans)
+                self._verdict(
+                    worker, live, item, features, now_ns, size // len(event.items), event.spans
+                )
             except ProtocolError as error:
                 self._dropped.refused += 1
-                self._house.fail(live, RequestError("internal", f"the target worker {worker.name} sent no verdict: {error}"))
+                self._house.fail(
+                    live,
+                    RequestError(
+                        "internal", f"the target worker {worker.name} sent no verdict: {error}"
+                    ),
+                )
             except BaseException as error:
                 self._broken(worker, item.session, answer, error)
 
@@ -263,13 +302,19 @@ class Answers:
         live.answered(worker, now_ns, size, spans)
         times = self._learn(live, item)
         if not live.session.readable(features, len(item.accepted)):
-            self.go_on_alone(live, worker, f"features {features and features.shape} with a path of {len(item.accepted)}")
+            self.go_on_alone(
+                live,
+                worker,
+                f"features {features and features.shape} with a path of {len(item.accepted)}",
+            )
         self._house.perform(live, live.session.verified(item, features, times))
         self._relieve(live)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
         """Remember what the pass took that these are the first verdicts of."""
-        if worker.passing is not None and any(item.session in worker.turns.owed for item in event.items):
+        if worker.passing is not None and any(
+            item.session in worker.turns.owed for item in event.items
+        ):
             rows, context = worker.passing
             worker.passing = None
             worker.traffic.answered(size, len(event.items))
@@ -294,11 +339,17 @@ class Answers:
     def _relieve(self, live: Live) -> None:
         """A draft that has not been asked for long would have too much to catch up with."""
         if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
-            self._house.decide(f"session {live.session.number} gives its draft up: {live.session.held_bytes >> 20} MiB of features wait for it")
+            self._house.decide(
+                f"session {live.session.number} gives its draft up: "
+                f"{live.session.held_bytes >> 20} MiB of features wait for it"
+            )
             self._moving.drop_draft(live, shun=True)
 
-    def _answer(self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]) -> Live:
-        """The session that waits for this answer of this worker in one of these roles; `StaleError` if none does, and then it waits on."""
+    def _answer(
+        self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
+    ) -> Live:
+        """The session that waits for this answer of this worker in one of these roles; `StaleError`
+        if none does, and then it waits on."""
         live = self._live.get(session)
         meant = [live.target if role == "target" else live.draft for role in roles] if live else []
         if live and worker in (live.target, live.draft) and worker not in meant:
@@ -306,12 +357,14 @@ class Answers:
         worker.stuck &= worker.turns.owed.get(session) != answer
         wanted = worker.turns.answered(session, answer)
         if not wanted or live is None or worker not in meant:
-            raise StaleError(f"nobody waits for round {answer.round} of session {session} from {worker.name}")
+            raise StaleError(
+                f"nobody waits for round {answer.round} of session {session} from {worker.name}"
+            )
         return live
 
     def _worker_failed(self, worker: Worker, event: Failed) -> None:
-        """A worker could not do what was asked: a draft is done without, a target that does not have the session is to read it anew, and any other word of a
-        target's ends the request."""
+        """A worker could not do what was asked: a draft is done without, a target that does not
+        have the session is to read it anew, and any other word of a target's ends the request."""
         if event.session is None:
             self._failed_ahead(worker, event.text)
             return
@@ -321,7 +374,9 @@ class Answers:
             raise StaleError(f"{worker.name} failed in something that was not asked of it")
         if not worker.turns.answered(event.session, owed) or live is None:
             return
-        log.warning("%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code)
+        log.warning(
+            "%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code
+        )
         if owed.type is Opened and self._open_anew(live, worker, event):
             return
         if self._changes.failed(live, worker, event.text):
@@ -332,17 +387,22 @@ class Answers:
         if worker is live.draft and worker is not live.target:
             self._moving.draft_failed(live, event.text)
         elif owed.type is Refed:
-            self._moving.draft_failed(live, f"the target worker {worker.name} cannot show what it reads: {event.text}")
+            self._moving.draft_failed(
+                live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
+            )
         elif worker is live.target and event.code == "protocol" and live.session.doubtful:
             self._verify_without_tree(live, event.text)
-        elif worker is live.target and event.code in ("session", "prefix") and owed.type is Verified:
+        elif (
+            worker is live.target and event.code in ("session", "prefix") and owed.type is Verified
+        ):
             self._moving.lose_target(live, "does not have its session any more")
             self._moving.resettle()
         elif worker is live.target:
             self._house.fail(live, RequestError(event.code, event.text))
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
-        """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on with what it answers."""
+        """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on
+        with what it answers."""
         log.error("%s failed in what it does ahead of its orders: %s", worker.name, why)
         now_ns = self._house.now_ns()
         if worker.plays("draft"):
@@ -352,12 +412,17 @@ class Answers:
                 note_failure(live, worker, why, now_ns)
 
     def _open_anew(self, live: Live, worker: Worker, event: Failed) -> bool:
-        """Whether a worker reads the whole prompt, since it does not have what its session should have gone on from."""
+        """Whether a worker reads the whole prompt, since it does not have what its session should
+        have gone on from."""
         role = "target" if worker is live.target else "draft"
         if (base := live.session.base(role)) is None:
             return False
         self._house.send_to(worker, Close(epoch=self._house.epoch, session=base.session))
-        if event.code != "prefix" or (role == "draft" and live.session.brief is not None and live.session.brief.reads is not None):
+        if event.code != "prefix" or (
+            role == "draft"
+            and live.session.brief is not None
+            and live.session.brief.reads is not None
+        ):
             return False
         if role == "target":
             live.interrupted(self._house.now_ns())
@@ -371,7 +436,8 @@ class Answers:
         return True
 
     def _verify_without_tree(self, live: Live, why: str) -> None:
-        """The target can make nothing of what the draft proposed, such as laws that its nodes cannot have been drawn from; that changed nothing there."""
+        """The target can make nothing of what the draft proposed, such as laws that its nodes
+        cannot have been drawn from; that changed nothing there."""
         if live.draft is not None:
             self.go_on_alone(live, live.draft, why)
         live.interrupted(self._house.now_ns())
@@ -389,7 +455,8 @@ class Answers:
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
-    """The sessions that an event is about, and the answer that it is to each; of several only those whose answer has not been looked at."""
+    """The sessions that an event is about, and the answer that it is to each; of several only those
+    whose answer has not been looked at."""
     match event:
         case Opened() | Drafted() | Refed():
             return [(event.session, Owed(type(event), event.round))]
@@ -401,13 +468,18 @@ def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
             return [(event.session, worker.turns.owed.get(event.session))]
         case Verified():
             answers = [(item.session, Owed(Verified, item.round)) for item in event.items]
-            return [(session, answer) for session, answer in answers if worker.turns.owed.get(session) == answer]
+            return [
+                (session, answer)
+                for session, answer in answers
+                if worker.turns.owed.get(session) == answer
+            ]
         case _:
             return []
 
 
 def _shares(event: Verified) -> list[Array | None]:
-    """Each item's rows of the features of a pass; where these are not as many as they should be, none."""
+    """Each item's rows of the features of a pass; where these are not as many as they should be,
+    none."""
     stops = [*itertools.accumulate(1 + len(item.accepted) for item in event.items)]
     features = event.features
     if features is None or features.shape[:1] != (stops[-1],):

@@ -1,7 +1,8 @@
 """What a session's draft has of the token log, and what it is yet to be told.
 
-A draft is opened with a beginning of the log, is fed the features of that part if it reads its target, and learns with each order what has been committed
-since the last one. Rounds may go by in which nothing is drafted: what they commit is kept for the next order. Pure; looks into no features.
+A draft is opened with a beginning of the log, is fed the features of that part if it reads its
+target, and learns with each order what has been committed since the last one. Rounds may go by in
+which nothing is drafted: what they commit is kept for the next order. Pure; looks into no features.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from dovetail.runtime.kept import Base
 
 @dataclass(frozen=True)
 class Joining:
-    """A draft that a session takes in its midst: what it reads of its target, and what it goes on from."""
+    """A draft that a session takes in its midst: what it reads of its target, and what it goes on
+    from."""
 
     reads: Reads | None = None
     base: Base | None = None
@@ -30,9 +32,11 @@ class Briefing:
     reads: Reads | None = None
     """What it reads of its target."""
     base: Base | None = None
-    """What it goes on from; where it reads its target, the features of these tokens do not come again."""
+    """What it goes on from; where it reads its target, the features of these tokens do not come
+    again."""
     bonus: int = 0
-    """The token behind the `accepted` nodes of its last proposal, or behind the log that it was opened with."""
+    """The token behind the `accepted` nodes of its last proposal, or behind the log that it was
+    opened with."""
     accepted: tuple[int, ...] = ()
     more: list[int] = field(default_factory=list)
     """What was committed behind that in rounds without an order."""
@@ -57,13 +61,20 @@ class Briefing:
         return sum(len(features.data) for features in self.features)
 
     def fits(self, features: Array | None, rows: int) -> bool:
-        """Whether these are so many rows of what it reads. What one that reads nothing is sent, a draft before it has asked for."""
+        """Whether these are so many rows of what it reads. What one that reads nothing is sent, a
+        draft before it has asked for."""
         if self.reads is None:
             return True
-        return features is not None and (features.dtype, features.shape) == (self.reads.dtype, (rows, self.reads.row))
+        return features is not None and (features.dtype, features.shape) == (
+            self.reads.dtype,
+            (rows, self.reads.row),
+        )
 
-    def committed(self, accepted: tuple[int, ...], bonus: int, features: Array | None, *, ordered: bool) -> None:
-        """A round is over. `ordered`: it was asked for a proposal, whether or not that came in time; `features`: of the root and the accepted nodes."""
+    def committed(
+        self, accepted: tuple[int, ...], bonus: int, features: Array | None, *, ordered: bool
+    ) -> None:
+        """A round is over. `ordered`: it was asked for a proposal, whether or not that came in
+        time; `features`: of the root and the accepted nodes."""
         if self.reads is not None and features is not None:
             self.features.append(features)
         if ordered:
@@ -72,7 +83,8 @@ class Briefing:
             self.more.append(bonus)
 
     def take_more(self) -> tuple[tuple[int, ...], Array | None]:
-        """For an order: what was committed behind the bonus, and the features of all of it; it has them from now on."""
+        """For an order: what was committed behind the bonus, and the features of all of it; it has
+        them from now on."""
         taken = tuple(self.more), stack(self.features) if self.features else None
         self.more, self.features = [], []
         return taken

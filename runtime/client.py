@@ -53,7 +53,16 @@ class Client:
         self.epoch = secrets.randbits(62)
         self._requests = 0
         self.coordinator_epoch = -1
-        self._send(Hello(epoch=self.epoch, roles=("client",), name=f"client-{os.getpid()}", host=socket.gethostname()[:512], pid=os.getpid(), version=VERSION))
+        self._send(
+            Hello(
+                epoch=self.epoch,
+                roles=("client",),
+                name=f"client-{os.getpid()}",
+                host=socket.gethostname()[:512],
+                pid=os.getpid(),
+                version=VERSION,
+            )
+        )
         reply = self._wait_for(Welcome, REGISTRATION_S)
         self.coordinator_epoch = reply.epoch
 
@@ -88,7 +97,8 @@ class Client:
         record: bool = False,
         ahead: bool | None = None,
     ) -> int:
-        """Ask for a completion of token ids, of text or of chat turns; returns the request's number, under which the replies come.
+        """Ask for a completion of token ids, of text or of chat turns; returns the request's
+        number, under which the replies come.
 
         `sample`: which of several replies to the same prompt and seed; `owner`: whose request it
         is; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of that
@@ -132,7 +142,8 @@ class Client:
         self._send(Stop(epoch=self.epoch))
 
     def status(self, timeout_s: float = 10.0) -> Reported:
-        """The coordinator's state. Not while a completion streams: its replies would be mixed up."""
+        """The coordinator's state. Not while a completion streams: its replies would be mixed
+        up."""
         self.inquire()
         return self._wait_for(Reported, timeout_s)
 
@@ -141,31 +152,37 @@ class Client:
         self._send(Status(epoch=self.epoch))
 
     def describe(self, timeout_s: float = 10.0) -> Described:
-        """The target that a request would be decoded with; `RequestError` if there is none. Not while a completion streams, as with `status`."""
+        """The target that a request would be decoded with; `RequestError` if there is none. Not
+        while a completion streams, as with `status`."""
         self._send(Describe(epoch=self.epoch))
         return self._wait_for(Described, timeout_s)
 
     def look(self, after: int = 0, *, spans: bool = False, timeout_s: float = 10.0) -> Seen:
-        """What has happened since number `after`, the `next` of the last answer; `spans`: with these, fine ones too from now on. Not while a completion
-        streams, as with `status`."""
+        """What has happened since number `after`, the `next` of the last answer; `spans`: with
+        these, fine ones too from now on. Not while a completion streams, as with `status`."""
         self._requests += 1
         self._send(Look(epoch=self.epoch, request=self._requests, after=after, spans=spans))
         return self._wait_for(Seen, timeout_s)
 
     def swap(self, newcomer: int, old: int | None) -> int:
-        """Ask for a worker on standby to be put in place, of another or beside those that are there; both are named by their epochs. The request's number."""
+        """Ask for a worker on standby to be put in place, of another or beside those that are
+        there; both are named by their epochs. The request's number."""
         self._requests += 1
         self._send(Swap(epoch=self.epoch, request=self._requests, newcomer=newcomer, old=old))
         return self._requests
 
     def dismiss(self, worker: int, *, last: bool = False) -> int:
-        """Ask for a worker to be let go, named by its epoch; `last`: also the last target. The request's number."""
+        """Ask for a worker to be let go, named by its epoch; `last`: also the last target. The
+        request's number."""
         self._requests += 1
         self._send(Dismiss(epoch=self.epoch, request=self._requests, worker=worker, last=last))
         return self._requests
 
-    def changed(self, request: int, say: Callable[[str], None] = lambda _: None) -> Swapped | Dismissed:
-        """Wait until a change of workers is over; `RequestError` if it failed. `say` hears how far it has come."""
+    def changed(
+        self, request: int, say: Callable[[str], None] = lambda _: None
+    ) -> Swapped | Dismissed:
+        """Wait until a change of workers is over; `RequestError` if it failed. `say` hears how far
+        it has come."""
         while True:
             reply = self.receive(None)
             if isinstance(reply, Progressed) and reply.request == request:
@@ -183,10 +200,13 @@ class Client:
             yield reply
 
     def receive(self, timeout_s: float | None = None) -> Reply | None:
-        """The next reply; None if none comes in time. A repeated Welcome only asks whether we are still here."""
+        """The next reply; None if none comes in time. A repeated Welcome only asks whether we are
+        still here."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            frames = self._link.receive(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            frames = self._link.receive(
+                None if deadline is None else max(0.0, deadline - time.monotonic())
+            )
             reply = None if frames is None else REPLY.decode(frames)
             if not isinstance(reply, Welcome) or reply.epoch != self.coordinator_epoch:
                 return reply
@@ -200,7 +220,9 @@ class Client:
             if isinstance(reply, Failed) and reply.session in (request, None):
                 raise RequestError(reply.code, reply.text)
             if not isinstance(reply, Emitted | PromptScored | Recorded | Finished | Failed):
-                raise LinkClosed(f"the coordinator answered a completion with {type(reply).__name__}")
+                raise LinkClosed(
+                    f"the coordinator answered a completion with {type(reply).__name__}"
+                )
 
     def _send(self, message: Message) -> None:
         self._link.send(encode(message))

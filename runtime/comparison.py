@@ -1,7 +1,8 @@
 """Two runs of the same request: where their tokens part, and whether that is a near-tie.
 
-Rounding differs between a pass over one row and a pass over many, so two logits that are equal to the last digits may change places. Such a case is named
-with its margin, never hidden; anything wider is a fault.
+Rounding differs between a pass over one row and a pass over many, so two logits that are equal to
+the last digits may change places. Such a case is named with its margin, never hidden; anything
+wider is a fault.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from dataclasses import dataclass
 from dovetail.protocol.messages import Finished
 
 NEAR_TIE = 1e-4
-"""Distance of the two best choices below which rounding decides; logits are of the order of 10, and float32 sums of hundreds of terms err by about 1e-5."""
+"""Distance of the two best choices below which rounding decides; logits are of the order of 10, and
+float32 sums of hundreds of terms err by about 1e-5."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token in which two runs differ, and how far the choice was from its runner-up (the larger of the two runs' figures)."""
+    """The first token in which two runs differ, and how far the choice was from its runner-up (the
+    larger of the two runs' figures)."""
 
     position: int
     margin: float
@@ -27,7 +30,9 @@ class Difference:
 def first_difference(one: Finished, other: Finished) -> Difference | None:
     """Where two runs part; nothing if they are the same, token for token."""
     a, b = one.result.token_ids, other.result.token_ids
-    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    position = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     if position == len(a) == len(b):
         return None
     margins = [run.margins[position] for run in (one, other) if position < len(run.margins)]

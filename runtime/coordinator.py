@@ -1,11 +1,15 @@
 """The coordinator: routes messages between clients, sessions and workers.
 
-A message arrives, is decoded, becomes an event of a session, and the actions that follow are carried out before the next is looked at: first what a worker
-waits for, then what a client reads. What workers answer goes through `answers.py`, what clients ask through `intake.py`, what workers are asked through
-`dispatch.py`, and all of it out through `post.py`. Decisions live elsewhere - in `session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let
-in), `kept.py` (what of an ended session a new one goes on from), `placement.py` (which workers serve a session), `moving.py` (how it gets others) - and
-nothing here touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message can raise out of `pump`. Workers that turn
-out to be gone while something is handled are parted with behind it. Time, and what is done elsewhere or later, are handed in: `loop.py` runs it for real.
+A message arrives, is decoded, becomes an event of a session, and the actions that follow are
+carried out before the next is looked at: first what a worker waits for, then what a client reads.
+What workers answer goes through `answers.py`, what clients ask through `intake.py`, what workers
+are asked through `dispatch.py`, and all of it out through `post.py`. Decisions live elsewhere - in
+`session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let in), `kept.py` (what
+of an ended session a new one goes on from), `placement.py` (which workers serve a session),
+`moving.py` (how it gets others) - and nothing here touches a tensor or a model file. A peer that
+breaks the protocol is counted and refused; no message can raise out of `pump`. Workers that turn
+out to be gone while something is handled are parted with behind it. Time, and what is done
+elsewhere or later, are handed in: `loop.py` runs it for real.
 """
 
 import logging
@@ -76,11 +80,15 @@ MAX_WORDS = 512
 """Characters of a reason or a decision; the names in it are a worker's own."""
 DEFAULTS = CoordinatorSettings()
 
-Defer = Callable[[Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None]
+Defer = Callable[
+    [Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None
+]
 """Does a piece of work that takes long, elsewhere, and hands its outcome back."""
 
 
-def _at_once(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
+def _at_once(
+    work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]
+) -> None:
     done(work())
 
 
@@ -90,7 +98,9 @@ def _now(_seconds: float, action: Callable[[], None]) -> None:
 
 def _fault(error: BaseException) -> RequestError:
     """What a client is told of a fault of ours; the log has the rest."""
-    return RequestError("internal", f"the coordinator failed at this request ({told(error)}); its log says where")
+    return RequestError(
+        "internal", f"the coordinator failed at this request ({told(error)}); its log says where"
+    )
 
 
 class Coordinator:
@@ -110,10 +120,13 @@ class Coordinator:
         self.epoch = secrets.randbits(62)
         self.registry = Registry(self.epoch)
         self._recorder = recorder
-        self._placement = Placement(self.registry, self.epoch, reuse=settings.reuse, say=self.decide)
+        self._placement = Placement(
+            self.registry, self.epoch, reuse=settings.reuse, say=self.decide
+        )
         self.ending = False
         self.given_up = ""
-        """Why whoever started us ends the service: what is missing does not come back. Empty: it does not end it."""
+        """Why whoever started us ends the service: what is missing does not come back. Empty: it
+        does not end it."""
         self._live: dict[int, Live] = {}
         self._strikes: dict[bytes, int] = {}
         self._settings = settings
@@ -122,10 +135,12 @@ class Coordinator:
         self._dropped = Dropped()
         self._rounds = self._round_tokens = 0
         self._lost_drafts: dict[str, tuple[str, int]] = {}
-        """By the names of those that were lost and that no other draft has replaced: what became of them, and when."""
+        """By the names of those that were lost and that no other draft has replaced: what became of
+        them, and when."""
         self._supervised, self._supervised_ns = Supervised(), clock_ns()
         self._gone: deque[tuple[Worker, str]] = deque()
-        """Workers that are no longer registered and whose sessions have not been seen to, each with what became of it."""
+        """Workers that are no longer registered and whose sessions have not been seen to, each with
+        what became of it."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
         self._observing = Observing(clock_ns)
         self._failing = FailingDrafts()
@@ -142,10 +157,28 @@ class Coordinator:
             unsaid=self._unsaid,
         )
         self._dispatch = Dispatch(self, self._post, self._live, self.registry, reuse=settings.reuse)
-        self._answers = Answers(self, self._live, self.registry, self._moving, self._failing, self._changes, self._observing, self._dropped)
-        self._intake = Intake(self, self._live, self.registry, self._placement, self._moving, self._changes, self._observing, self._tally)
+        self._answers = Answers(
+            self,
+            self._live,
+            self.registry,
+            self._moving,
+            self._failing,
+            self._changes,
+            self._observing,
+            self._dropped,
+        )
+        self._intake = Intake(
+            self,
+            self._live,
+            self.registry,
+            self._placement,
+            self._moving,
+            self._changes,
+            self._observing,
+            self._tally,
+        )
 
-    # -- what arrives ---------------------------------------------------------------------------------------------------------------------------
+    # -- what arrives ------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Handle every message that has arrived."""
@@ -155,7 +188,8 @@ class Coordinator:
         self._record(lambda recorder: recorder.settle())
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
-        """Handle one message; whatever goes wrong with it concerns the session or the request that it is about, and nobody else."""
+        """Handle one message; whatever goes wrong with it concerns the session or the request that
+        it is about, and nobody else."""
         worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
@@ -180,7 +214,9 @@ class Coordinator:
             self._dropped.stale += 1
         except BaseException as error:
             reraise_exits(error)
-            log.exception("a message %r of peer %s could not be handled", message.type, peer.hex()[:12])
+            log.exception(
+                "a message %r of peer %s could not be handled", message.type, peer.hex()[:12]
+            )
             if client is not None:
                 self.unanswered(client, getattr(message, "request", None), error)
             elif worker is None:
@@ -188,12 +224,14 @@ class Coordinator:
         self._step_change(now_ns)
         self.part()
 
-    # -- faults of our own -----------------------------------------------------------------------------------------------------------------------
+    # -- faults of our own -------------------------------------------------------------------------
 
     def broken(self, live: Live, error: BaseException) -> None:
         """Our own fault about one session: it ends with one error, and nobody else notices."""
         reraise_exits(error)
-        log.error("session %d ends for a fault of the coordinator's", live.session.number, exc_info=error)
+        log.error(
+            "session %d ends for a fault of the coordinator's", live.session.number, exc_info=error
+        )
         self._aside(self.fail, live, _fault(error))
 
     def attempt(self, live: Live, action: Callable[[], object]) -> None:
@@ -217,7 +255,12 @@ class Coordinator:
 
     def _unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Something could not be put into a message to a client."""
-        log.error("client %s could not be told something of request %s", client.hello.name, request, exc_info=error)
+        log.error(
+            "client %s could not be told something of request %s",
+            client.hello.name,
+            request,
+            exc_info=error,
+        )
         self.unanswered(client, request, error)
 
     def _turn_away(self, peer: bytes, error: BaseException) -> None:
@@ -228,7 +271,8 @@ class Coordinator:
         self._aside(self._refuse, peer, _fault(error))
 
     def _step_change(self, now_ns: int) -> None:
-        """See how the change of workers gets on that is under way, if one is; a fault of ours ends it."""
+        """See how the change of workers gets on that is under way, if one is; a fault of ours ends
+        it."""
         if not self._changes.under_way:
             return
         try:
@@ -247,7 +291,8 @@ class Coordinator:
             log.exception("%s failed", getattr(action, "__qualname__", "something"))
 
     def _record(self, note: Callable[[Recorder], None]) -> None:
-        """Have something recorded. A recorder that fails is not asked again: no session is to suffer from it."""
+        """Have something recorded. A recorder that fails is not asked again: no session is to
+        suffer from it."""
         if self._recorder is None:
             return
         try:
@@ -261,7 +306,8 @@ class Coordinator:
     def _strike(self, peer: bytes, error: ProtocolError) -> None:
         """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
 
-        Nor is a worker that owes an answer: this may have been it, and its session would wait for it in vain.
+        Nor is a worker that owes an answer: this may have been it, and its session would wait for
+        it in vain.
         """
         self._dropped.refused += 1
         if len(self._strikes) > MAX_STRUCK_PEERS:
@@ -271,9 +317,20 @@ class Coordinator:
         if strikes == 1:
             log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
         if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
-            log.warning("peer %s broke the protocol and is no longer listened to (%d)", peer.hex()[:12], strikes)
+            log.warning(
+                "peer %s broke the protocol and is no longer listened to (%d)",
+                peer.hex()[:12],
+                strikes,
+            )
             self._strikes[peer] = max(strikes, MAX_STRIKES)
-            self._post.to_peer(peer, Failed(epoch=self.epoch, code="protocol", text=f"{strikes} messages broke the protocol: {str(error)[:200]}"))
+            self._post.to_peer(
+                peer,
+                Failed(
+                    epoch=self.epoch,
+                    code="protocol",
+                    text=f"{strikes} messages broke the protocol: {str(error)[:200]}",
+                ),
+            )
             if worker is not None:
                 self._worker_lost(worker, "broke the protocol")
             if (client := self.registry.clients.get(peer)) is not None:
@@ -285,7 +342,14 @@ class Coordinator:
             self._dropped.refused += 1
             return
         if not isinstance(message, Hello):
-            self._post.to_peer(peer, Failed(epoch=self.epoch, code="session", text="this peer is not registered here: say Hello first, or connect anew"))
+            self._post.to_peer(
+                peer,
+                Failed(
+                    epoch=self.epoch,
+                    code="session",
+                    text="this peer is not registered here: say Hello first, or connect anew",
+                ),
+            )
             raise StaleError("a peer that is not registered spoke of sessions")
         try:
             admitted = self.registry.admit(peer, message, self._hub.user(peer), now_ns)
@@ -338,14 +402,21 @@ class Coordinator:
         self._dispatch.resume(live)
         ready = not live.draft.turns.busy_with(session.number)
         live.joining &= not ready
-        worth_waiting = session.round == 1 and pilot.awaits_draft(session.length, session.new_tokens)
+        worth_waiting = session.round == 1 and pilot.awaits_draft(
+            session.length, session.new_tokens
+        )
         began_ns = self._observing.began_ns
         free = load.alone or live.draft is live.target or not live.draft.turns.reading
-        plan = pilot.plan(session.length, load=load, ready=(ready or worth_waiting) and free, patient=not live.joining)
+        plan = pilot.plan(
+            session.length,
+            load=load,
+            ready=(ready or worth_waiting) and free,
+            patient=not live.joining,
+        )
         self._observing.finely("plan", began_ns, session)
         return plan
 
-    # -- what follows ---------------------------------------------------------------------------------------------------------------------------
+    # -- what follows ------------------------------------------------------------------------------
 
     def start(self, live: Live) -> None:
         """A session begins."""
@@ -368,7 +439,8 @@ class Coordinator:
         self.attempt(live, lambda: self._perform(live, actions))
 
     def _perform(self, live: Live, actions: Sequence[Action]) -> None:
-        """Workers before the client, so that they begin; at the end the client before the workers."""
+        """Workers before the client, so that they begin; at the end the client before the
+        workers."""
         live.tell_round()
         asks = [a for a in actions if isinstance(a, Ask)]
         ended = live.session.state is State.DONE
@@ -382,9 +454,20 @@ class Coordinator:
             if isinstance(action, Emit):
                 self._emit(live, action)
             elif isinstance(action, Score):
-                self._post.to_client(live.client, PromptScored(epoch=self.epoch, request=live.request, start=action.start, logprobs=action.logprobs))
+                self._post.to_client(
+                    live.client,
+                    PromptScored(
+                        epoch=self.epoch,
+                        request=live.request,
+                        start=action.start,
+                        logprobs=action.logprobs,
+                    ),
+                )
             elif isinstance(action, Note):
-                self._post.to_client(live.client, Recorded(epoch=self.epoch, request=live.request, record=action.record))
+                self._post.to_client(
+                    live.client,
+                    Recorded(epoch=self.epoch, request=live.request, record=action.record),
+                )
             elif isinstance(action, Finish):
                 self._finish(live, action)
         if ended:
@@ -396,14 +479,24 @@ class Coordinator:
         live.told_ns = live.mark_ns
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._post.to_client(
-            live.client, Emitted(epoch=self.epoch, request=live.request, tokens=emit.tokens, drafted=drafted, text=emit.text, logprobs=emit.logprobs)
+            live.client,
+            Emitted(
+                epoch=self.epoch,
+                request=live.request,
+                tokens=emit.tokens,
+                drafted=drafted,
+                text=emit.text,
+                logprobs=emit.logprobs,
+            ),
         )
 
     def _finish(self, live: Live, finish: Finish) -> None:
         now_ns = self.now_ns()
         live.over(now_ns)
         result = live.session.result(now_ns, finish.reason)
-        controls = min(live.pilot.controls, result.plain_rounds)  # the last one may have been cut short
+        controls = min(
+            live.pilot.controls, result.plain_rounds
+        )  # the last one may have been cut short
         result = result.model_copy(
             update={
                 "predicted_tokens_per_s": live.pilot.predicted_tokens_per_s,
@@ -417,11 +510,21 @@ class Coordinator:
             self._rounds += result.rounds
             self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
         spans = self._observing.traced(live.session.number)
-        self._post.to_client(live.client, Finished(epoch=self.epoch, request=live.request, result=result, margins=tuple(live.session.margins), spans=spans))
+        self._post.to_client(
+            live.client,
+            Finished(
+                epoch=self.epoch,
+                request=live.request,
+                result=result,
+                margins=tuple(live.session.margins),
+                spans=spans,
+            ),
+        )
         self._forget(live)
 
     def fail(self, live: Live, error: RequestError) -> None:
-        """End a request with an error; both workers forget it. Nothing happens to one that has ended."""
+        """End a request with an error; both workers forget it. Nothing happens to one that has
+        ended."""
         if self._live.get(live.session.number) is not live:
             return
         self._tally.ended["error"] += not live.trial
@@ -429,7 +532,8 @@ class Coordinator:
         self._drop(live)
 
     def _drop(self, live: Live) -> None:
-        """Nobody waits for a session any more: it is over here and on its workers, whatever state it was in."""
+        """Nobody waits for a session any more: it is over here and on its workers, whatever state
+        it was in."""
         self._aside(self._forget, live)
         self._aside(live.session.abandon)
         for role in ("target", "draft"):
@@ -452,7 +556,7 @@ class Coordinator:
 
         self.attempt(live, end)
 
-    # -- peers that go --------------------------------------------------------------------------------------------------------------------------
+    # -- peers that go -----------------------------------------------------------------------------
 
     def _worker_lost(self, worker: Worker, why: str = "has gone") -> None:
         """It is spoken to no more; its sessions are seen to when what is being handled has been."""
@@ -478,14 +582,23 @@ class Coordinator:
             self._aside(self._moving.resettle)
 
     def _let_revoked_go(self) -> None:
-        """What a peer says whose key was revoked, or may no longer play its role, does not arrive any more: nobody is to wait for it."""
+        """What a peer says whose key was revoked, or may no longer play its role, does not arrive
+        any more: nobody is to wait for it."""
         for worker in list(self.registry.workers.values()):
-            if (key := self._hub.user(worker.peer)) is not None and not key.may_be(worker.hello.roles):
-                farewell = Failed(epoch=self.epoch, code="session", text="the coordinator does not allow the key of this worker any more")
+            if (key := self._hub.user(worker.peer)) is not None and not key.may_be(
+                worker.hello.roles
+            ):
+                farewell = Failed(
+                    epoch=self.epoch,
+                    code="session",
+                    text="the coordinator does not allow the key of this worker any more",
+                )
                 self._hub.turn_away(worker.peer, encode(farewell))
                 self._worker_lost(worker, "lost its key")
         for client in list(self.registry.clients.values()):
-            if (key := self._hub.user(client.peer)) is not None and not key.may_be(client.hello.roles):
+            if (key := self._hub.user(client.peer)) is not None and not key.may_be(
+                client.hello.roles
+            ):
                 self._client_lost(client)
 
     def _client_lost(self, client: ClientPeer) -> None:
@@ -499,18 +612,30 @@ class Coordinator:
 
     def _client_deaf(self, client: ClientPeer) -> None:
         """A client reads nothing: free its sessions, and tell it as soon as it reads."""
-        words = f"this client has read nothing while {len(client.outbox)} messages waited for it, and is let go with its requests: say Hello anew"
-        log.warning("client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid)
-        self.decide(f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is let go")
+        words = (
+            f"this client has read nothing while {len(client.outbox)} messages waited for "
+            "it, and is let go with its requests: say Hello anew"
+        )
+        log.warning(
+            "client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid
+        )
+        self.decide(
+            f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is let go"
+        )
         self._tally.let_go += 1
         requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
         self._client_lost(client)
-        farewell = [Failed(epoch=self.epoch, session=request, code="session", text=words) for request in requests]
-        self._post.see_off(client.peer, [*farewell, Failed(epoch=self.epoch, code="session", text=words)])
+        farewell = [
+            Failed(epoch=self.epoch, session=request, code="session", text=words)
+            for request in requests
+        ]
+        self._post.see_off(
+            client.peer, [*farewell, Failed(epoch=self.epoch, code="session", text=words)]
+        )
 
     def tick(self) -> None:
-        """What is due: probes to workers that have answered the last one, drafts that are too late, sessions that have waited, replies that clients have not
-        taken."""
+        """What is due: probes to workers that have answered the last one, drafts that are too late,
+        sessions that have waited, replies that clients have not taken."""
         self._aside(self._let_revoked_go)
         self._aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
@@ -545,7 +670,8 @@ class Coordinator:
         self._post.to_worker(worker, Probe(epoch=self.epoch, sent_ns=now_ns))
 
     def _look_after(self, worker: Worker, since_ns: int) -> None:
-        """Ask a worker how it is; one that has not answered the last time is silent, and in the end lost."""
+        """Ask a worker how it is; one that has not answered the last time is silent, and in the end
+        lost."""
         if not worker.awaiting_probe:
             self._probe(worker)
             return
@@ -555,15 +681,23 @@ class Coordinator:
             self.lose(worker, f"has said nothing for {silent_s:.0f} s")
         elif silent_s > stuck_s and not worker.silent:
             worker.silent = True
-            log.warning("%s has said nothing for %.0f s: it gets no more sessions until it does", worker.whereabouts, silent_s)
+            log.warning(
+                "%s has said nothing for %.0f s: it gets no more sessions until it does",
+                worker.whereabouts,
+                silent_s,
+            )
 
     def lose(self, worker: Worker, why: str) -> None:
-        """Take a worker for lost that is there: it is told to forget what it holds and to come anew."""
+        """Take a worker for lost that is there: it is told to forget what it holds and to come
+        anew."""
         self.decide(f"{worker.whereabouts} {why}: it is taken for lost")
-        self._post.to_peer(worker.peer, Failed(epoch=self.epoch, code="session", text=f"this worker {why}: say Hello anew"))
+        self._post.to_peer(
+            worker.peer,
+            Failed(epoch=self.epoch, code="session", text=f"this worker {why}: say Hello anew"),
+        )
         self._worker_lost(worker, why)
 
-    # -- what sessions that move, and changes of workers, ask for -------------------------------------------------------------------------------
+    # -- what sessions that move, and changes of workers, ask for ----------------------------------
 
     @property
     def lives(self) -> Collection[Live]:
@@ -582,12 +716,19 @@ class Coordinator:
     def change_draft(self, live: Live) -> None:
         self._moving.change_draft(live)
 
-    def try_out(self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]) -> Live:
-        """Run a request for ourselves, on these workers and no others; `RequestError` if it cannot be read."""
+    def try_out(
+        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
+    ) -> Live:
+        """Run a request for ourselves, on these workers and no others; `RequestError` if it cannot
+        be read."""
         request, now_ns = attempt(submit, target), self.now_ns()
         if isinstance(request, RequestError):
             raise request
-        ours = ClientPeer(b"", Hello(epoch=self.epoch, roles=("client",), name="trial", host="", pid=os.getpid()), hear=hear)
+        ours = ClientPeer(
+            b"",
+            Hello(epoch=self.epoch, roles=("client",), name="trial", host="", pid=os.getpid()),
+            hear=hear,
+        )
         live = self._placement.try_out(ours, submit, target, draft, request, now_ns)
         self.start(live)
         return live
@@ -602,7 +743,11 @@ class Coordinator:
     def user(self, client: ClientPeer) -> PeerKey | None:
         return self._hub.user(client.peer)
 
-    def defer(self, work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
+    def defer(
+        self,
+        work: Callable[[], Request | RequestError],
+        done: Callable[[Request | RequestError], None],
+    ) -> None:
         self._defer(work, done)
 
     def send_to(self, worker: Worker, message: Message) -> None:
@@ -630,7 +775,7 @@ class Coordinator:
         log.info("%s", words)
         self._decisions.append(words[:MAX_WORDS])
 
-    # -- state ----------------------------------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def _sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
         self._record(lambda recorder: recorder.sent(peer, message, frames))
@@ -647,7 +792,8 @@ class Coordinator:
             self._moving.resettle()
 
     def _faults(self, now_ns: int) -> tuple[Fault, ...]:
-        """The parts that do not do their work, as we know and as whoever started us says, who knows more."""
+        """The parts that do not do their work, as we know and as whoever started us says, who knows
+        more."""
         told_s = (now_ns - self._supervised_ns) / 1e9
         told = [
             fault.model_copy(
@@ -659,7 +805,10 @@ class Coordinator:
             for fault in self._supervised.faults
         ]
         lost = self._lost_drafts.items() if self.registry.pick("draft") is None else ()
-        ours = [Fault(part=f"{name} worker"[-MAX_WORDS:], why=why, since_s=(now_ns - at_ns) / 1e9) for name, (why, at_ns) in lost]
+        ours = [
+            Fault(part=f"{name} worker"[-MAX_WORDS:], why=why, since_s=(now_ns - at_ns) / 1e9)
+            for name, (why, at_ns) in lost
+        ]
         ours += self._failing.faults(now_ns)
         known = {fault.part for fault in told}
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
@@ -670,8 +819,15 @@ class Coordinator:
         faults = self._faults(now_ns)
         reasons = [self.given_up] if self.given_up else []
         silent = [worker for worker in self.registry.workers.values() if worker.silent]
-        reasons += [f"{worker.whereabouts} has said nothing for {worker.liveness.silent_ns / 1e9:.0f} s"[-MAX_WORDS:] for worker in silent]
-        if self.registry.pick("target") is None and not any(worker.plays("target") for worker in silent):
+        reasons += [
+            f"{worker.whereabouts} has said nothing for {worker.liveness.silent_ns / 1e9:.0f} s"[
+                -MAX_WORDS:
+            ]
+            for worker in silent
+        ]
+        if self.registry.pick("target") is None and not any(
+            worker.plays("target") for worker in silent
+        ):
             reasons.append("no target worker is registered")
         if self._lost_drafts and self.registry.pick("draft") is None:
             reasons.append("a draft worker was lost: sessions decode with the target alone")
@@ -710,11 +866,18 @@ class Coordinator:
         )
 
     def _totals(self) -> Totals:
-        targets = [worker for worker in self.registry.workers.values() if worker.plays("target") and not worker.standby]
+        targets = [
+            worker
+            for worker in self.registry.workers.values()
+            if worker.plays("target") and not worker.standby
+        ]
         room = sum(target.limits.sessions for target in targets)
         return self._tally.totals(
             draft_failures=self._failing.count,
-            opening=sum(live.session.state is State.OPENING and not live.session.tokens for live in self._live.values()),
+            opening=sum(
+                live.session.state is State.OPENING and not live.session.tokens
+                for live in self._live.values()
+            ),
             waiting=sum(live.loss is not None for live in self._live.values()),
             kept=sum(len(target.shelf) for target in targets),
             occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),

@@ -1,8 +1,11 @@
-"""What passes cost: the target's over M rows behind a context, the draft's over rows, and what a round takes beside them.
+"""What passes cost: the target's over M rows behind a context, the draft's over rows, and what a
+round takes beside them.
 
-A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass: each number of rows keeps its last passes, of which the
-middle half counts, so that an interruption moves nothing and an old machine state is forgotten; what has been seen bends the curve that was expected, for
-rows in between and beyond; the result never falls with rows. Pure: seconds are handed in, and nothing here knows who computes.
+A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass:
+each number of rows keeps its last passes, of which the middle half counts, so that an interruption
+moves nothing and an old machine state is forgotten; what has been seen bends the curve that was
+expected, for rows in between and beyond; the result never falls with rows. Pure: seconds are handed
+in, and nothing here knows who computes.
 """
 
 from bisect import bisect_left
@@ -22,17 +25,21 @@ FEW = 8
 TRUST = 2.0
 """Passes of a number of rows that weigh as much as what its neighbours and the profile say."""
 HOPE = 0.5
-"""How much of a rise between two numbers of rows that were seen is put down to those between them, where no profile tells: so that they are tried too."""
+"""How much of a rise between two numbers of rows that were seen is put down to those between them,
+where no profile tells: so that they are tried too."""
 ROW_SHARE = 0.01
-"""What a further row adds to a pass, as a share of a pass over one, where nothing is known: little, so that larger passes are tried, and then known."""
+"""What a further row adds to a pass, as a share of a pass over one, where nothing is known: little,
+so that larger passes are tried, and then known."""
 FIRST_ROWS = 16
 """Of the first passes over more than one row, at most, where no profile tells what they cost."""
 OUTLIER = 4.0
-"""A pass counts for the slope over the context with so many times the usual seconds of its number of rows at most."""
+"""A pass counts for the slope over the context with so many times the usual seconds of its number
+of rows at most."""
 FORGETTING = 0.995
 """Of the slope, a pass."""
 SPREAD = 64.0 * 64.0
-"""Squared tokens that contexts must have been apart before a slope over them is believed by half."""
+"""Squared tokens that contexts must have been apart before a slope over them is believed by
+half."""
 LEAST_S = 1e-9
 STALE_TOKENS = 32
 """A table of passes serves contexts that are so near."""
@@ -44,7 +51,8 @@ RECENT = 32.0
 
 
 def bucket(rows: int) -> int:
-    """The number of rows under which a pass is remembered: itself up to 32, above with a sixteenth of precision."""
+    """The number of rows under which a pass is remembered: itself up to 32, above with a sixteenth
+    of precision."""
     step = 1 << max(0, rows.bit_length() - 5)
     return rows // step * step
 
@@ -81,10 +89,13 @@ class Lags:
             self._last.append((tokens, seconds))
 
     def expect(self, tokens: int) -> float | None:
-        """Seconds for so many: as the last time that was nearest in length, in proportion if it was shorter. None: nothing is known."""
+        """Seconds for so many: as the last time that was nearest in length, in proportion if it was
+        shorter. None: nothing is known."""
         if not self._last:
             return None
-        length, seconds = min(reversed(self._last), key=lambda last: abs(log(last[0] / max(1, tokens))))
+        length, seconds = min(
+            reversed(self._last), key=lambda last: abs(log(last[0] / max(1, tokens)))
+        )
         return seconds * max(1.0, tokens / length)
 
 
@@ -98,7 +109,8 @@ class _Passes:
     mean_context: float = 0.0
     mean_seconds: float = 0.0
     contexts: float = 0.0
-    """Sum of squares of contexts about their mean, with forgetting; `product` that of contexts and seconds."""
+    """Sum of squares of contexts about their mean, with forgetting; `product` that of contexts and
+    seconds."""
     product: float = 0.0
 
     def add(self, seconds: float, context: float) -> None:
@@ -114,18 +126,25 @@ class _Passes:
         self.product = FORGETTING * self.product + off_context * off_seconds * kept / self.weight
 
     def middle(self) -> tuple[float, float]:
-        """Seconds and context of the middle half of the last passes, in the order of their seconds: the mean of each."""
+        """Seconds and context of the middle half of the last passes, in the order of their seconds:
+        the mean of each."""
         ordered = sorted(self.last)
         edge = len(ordered) // 4 if len(ordered) >= FEW else (len(ordered) - 1) // 2
         inner = ordered[edge : len(ordered) - edge]
-        return sum(seconds for seconds, _ in inner) / len(inner), sum(context for _, context in inner) / len(inner)
+        return sum(seconds for seconds, _ in inner) / len(inner), sum(
+            context for _, context in inner
+        ) / len(inner)
 
 
 class RowCosts:
     """T(M, context) of one worker's passes, in seconds."""
 
     def __init__(self, curves: Sequence[ContextCurve] = ()) -> None:
-        self._curves = tuple(sorted({curve.context: curve for curve in curves}.values(), key=lambda curve: curve.context))
+        self._curves = tuple(
+            sorted(
+                {curve.context: curve for curve in curves}.values(), key=lambda curve: curve.context
+            )
+        )
         self._contexts = [curve.context for curve in self._curves]
         self._levels: list[list[float]] = [[] for _ in self._curves]
         """Each curve at 0, 1, 2, ... rows."""
@@ -148,8 +167,13 @@ class RowCosts:
 
     @property
     def most_rows(self) -> int:
-        """Rows that a pass should have at most, so that what is dear is known before it is paid often: twice as many as any has had. No bound with curves."""
-        return MAX_NODES * MAX_SESSIONS if self._curves else max(FIRST_ROWS, 2 * max(self._passes, default=0))
+        """Rows that a pass should have at most, so that what is dear is known before it is paid
+        often: twice as many as any has had. No bound with curves."""
+        return (
+            MAX_NODES * MAX_SESSIONS
+            if self._curves
+            else max(FIRST_ROWS, 2 * max(self._passes, default=0))
+        )
 
     def seen(self, rows: int) -> int:
         """How many of the last passes had so many rows, or nearly."""
@@ -171,7 +195,8 @@ class RowCosts:
         return self.table(rows, context)[rows]
 
     def table(self, most: int, context: float = 0.0) -> list[float]:
-        """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one when more is known."""
+        """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one
+        when more is known."""
         made_for, made_after = self._made_for
         self._asked = max(self._asked, most)
         stale = self._observed - made_after >= min(STALE_PASSES, 1 + self._observed // 4)
@@ -194,20 +219,29 @@ class RowCosts:
         expected = self._expected(most, context)
         if not self._passes:
             return [0.0, *accumulate(expected[1:], max)]
-        anchors = self._anchors(expected if len(expected) > max(self._passes) else self._expected(max(self._passes), context), context)
+        anchors = self._anchors(
+            expected
+            if len(expected) > max(self._passes)
+            else self._expected(max(self._passes), context),
+            context,
+        )
         bent = _bent(expected, anchors, beyond=not self._curves)
         return [0.0, *accumulate(bent[1:], max)]
 
     def _expected(self, most: int, context: float) -> list[float]:
-        """The curve before anything has been measured here: that of the profile at this context, else a pass of 1 with a little more for each row."""
+        """The curve before anything has been measured here: that of the profile at this context,
+        else a pass of 1 with a little more for each row."""
         if not self._curves:
             return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
         below, above, share = self._around(context)
         low, high = self._level(below, most), self._level(above, most)
-        return [max(LEAST_S, (1.0 - share) * low[rows] + share * high[rows]) for rows in range(most + 1)]
+        return [
+            max(LEAST_S, (1.0 - share) * low[rows] + share * high[rows]) for rows in range(most + 1)
+        ]
 
     def _around(self, context: float) -> tuple[int, int, float]:
-        """The curves below and above a context, and how far on the way it lies; beyond the last, along the last two."""
+        """The curves below and above a context, and how far on the way it lies; beyond the last,
+        along the last two."""
         if len(self._curves) == 1 or context <= self._contexts[0]:
             return 0, 0, 0.0
         place = min(bisect_left(self._contexts, context), len(self._curves) - 1)
@@ -220,7 +254,8 @@ class RowCosts:
         return level
 
     def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
-        """(rows, what a pass takes in parts of what was expected), ascending in rows: what has been seen, leaning on all of it together where it is little."""
+        """(rows, what a pass takes in parts of what was expected), ascending in rows: what has been
+        seen, leaning on all of it together where it is little."""
         slope = self._learned_slope()
         found = []
         for rows, passes in sorted(self._passes.items()):
@@ -230,10 +265,17 @@ class RowCosts:
         if not self._curves:
             return _risen([(rows, share, count) for rows, share, count in found], expected)
         overall = _weighted_median([(share, count) for _, share, count in found])
-        return _risen([(rows, (count * share + TRUST * overall) / (count + TRUST), count) for rows, share, count in found], expected)
+        return _risen(
+            [
+                (rows, (count * share + TRUST * overall) / (count + TRUST), count)
+                for rows, share, count in found
+            ],
+            expected,
+        )
 
     def _learned_slope(self) -> float:
-        """Seconds a token of context, beyond what the profile's curves say of it: from passes over the same number of rows behind different contexts."""
+        """Seconds a token of context, beyond what the profile's curves say of it: from passes over
+        the same number of rows behind different contexts."""
         if len(self._curves) > 1:
             return 0.0
         contexts = sum(passes.contexts for passes in self._passes.values())
@@ -251,8 +293,11 @@ def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
     return ordered[-1][0]
 
 
-def _risen(found: Sequence[tuple[int, float, float]], expected: Sequence[float]) -> list[tuple[int, float]]:
-    """(rows, share) whose seconds do not fall with rows: neighbours that do are averaged, each with its weight (pool adjacent violators)."""
+def _risen(
+    found: Sequence[tuple[int, float, float]], expected: Sequence[float]
+) -> list[tuple[int, float]]:
+    """(rows, share) whose seconds do not fall with rows: neighbours that do are averaged, each with
+    its weight (pool adjacent violators)."""
     pools: list[tuple[float, float, list[int]]] = []
     for rows, share, weight in found:
         pools.append((share * expected[rows], weight, [rows]))
@@ -263,11 +308,14 @@ def _risen(found: Sequence[tuple[int, float, float]], expected: Sequence[float])
     return [(rows, seconds / expected[rows]) for seconds, _, members in pools for rows in members]
 
 
-def _bent(expected: Sequence[float], anchors: Sequence[tuple[int, float]], *, beyond: bool) -> list[float]:
+def _bent(
+    expected: Sequence[float], anchors: Sequence[tuple[int, float]], *, beyond: bool
+) -> list[float]:
     """The expected curve times the shares at the anchors, linear in between and level outside.
 
-    `beyond`: nothing else is known of the curve; then what lies between is hoped to be nearer to the lower anchor, and behind the last one the seconds rise
-    at least as fast as on the way from the first to it.
+    `beyond`: nothing else is known of the curve; then what lies between is hoped to be nearer to
+    the lower anchor, and behind the last one the seconds rise at least as fast as on the way from
+    the first to it.
     """
     bent = [seconds * anchors[0][1] for seconds in expected]
     for (below, low), (above, high) in pairwise(anchors):
@@ -276,7 +324,9 @@ def _bent(expected: Sequence[float], anchors: Sequence[tuple[int, float]], *, be
             bent[rows] = expected[rows] * (low + (high - low) * way)
     last, share = anchors[-1]
     first = anchors[0][0]
-    slope = (bent[last] - bent[first]) / (last - first) if beyond and len(bent) > last > first else 0.0
+    slope = (
+        (bent[last] - bent[first]) / (last - first) if beyond and len(bent) > last > first else 0.0
+    )
     for rows in range(last + 1, len(bent)):
         bent[rows] = max(expected[rows] * share, bent[last] + slope * (rows - last))
     return bent
@@ -303,11 +353,17 @@ class PairCosts:
     """The same of rounds without a draft."""
 
     def round_s(self, *, rows: int, context: float, exposed_s: float) -> float:
-        """Seconds of a round whose Verify has so many rows; `exposed_s`: what it waits for its draft, hops and all, 0 where it has none."""
+        """Seconds of a round whose Verify has so many rows; `exposed_s`: what it waits for its
+        draft, hops and all, 0 where it has none."""
         host = self.host_s if exposed_s else self.plain_host_s
         return exposed_s + self.target.at(rows, context) + self.target_hop_s.value + host.value
 
     def alone_s(self, *, context: float, rows: int = 1) -> float:
-        """Seconds of a round without a draft; `rows`: of its pass, those of other sessions among them. 0 where nothing is known."""
+        """Seconds of a round without a draft; `rows`: of its pass, those of other sessions among
+        them. 0 where nothing is known."""
         host = self.plain_host_s if self.plain_host_s.known else self.host_s
-        return self.target.at(rows, context) + self.target_hop_s.value + host.value if self.target.known else 0.0
+        return (
+            self.target.at(rows, context) + self.target_hop_s.value + host.value
+            if self.target.known
+            else 0.0
+        )

@@ -1,9 +1,13 @@
-"""Decoders of a tokenizer.json, a token at a time: what comes out bit by bit is what the library's decoder makes of all tokens at once.
+"""Decoders of a tokenizer.json, a token at a time: what comes out bit by bit is what the library's
+decoder makes of all tokens at once.
 
-A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing that may follow can change them; what it still holds comes
-out when no token will follow. A piece is a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the end. What a
-stage holds is bounded by what its decoder makes uncertain: an incomplete character, a run of byte tokens (which are all replaced where the run turns out to
-be no UTF-8), what may be the beginning of a pattern. Where the library fails on a token, the token stays as it is spelt: no stage raises.
+A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing
+that may follow can change them; what it still holds comes out when no token will follow. A piece is
+a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the
+end. What a stage holds is bounded by what its decoder makes uncertain: an incomplete character, a
+run of byte tokens (which are all replaced where the run turns out to be no UTF-8), what may be the
+beginning of a pattern. Where the library fails on a token, the token stays as it is spelt: no stage
+raises.
 """
 
 import codecs
@@ -44,7 +48,8 @@ class Fuse(Stage):
 
 
 class Strip(Stage):
-    """Takes so many characters of one kind from the beginning of a token, and so many from its end."""
+    """Takes so many characters of one kind from the beginning of a token, and so many from its
+    end."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -80,7 +85,8 @@ class Replace(Stage):
 
 
 class Metaspace(Stage):
-    """Makes spaces of the characters that stand for them; in the first token they stand for nothing, unless nothing was put before the text."""
+    """Makes spaces of the characters that stand for them; in the first token they stand for
+    nothing, unless nothing was put before the text."""
 
     def __init__(self, replacement: str, *, prepended: bool) -> None:
         self._replacement, self._space = replacement, "" if prepended else " "
@@ -123,7 +129,8 @@ class Rewritten(WholeTokens):
 
 
 class Deduplicated(WholeTokens):
-    """CTC: of equal tokens in a row one is left, rewritten; a token of which nothing is left is none."""
+    """CTC: of equal tokens in a row one is left, rewritten; a token of which nothing is left is
+    none."""
 
     def __init__(self, rewrite: Rewrite) -> None:
         super().__init__()
@@ -176,7 +183,8 @@ class Bytes(WholeTokens):
 
 
 class ByteFallback(WholeTokens):
-    """A run of tokens such as <0xE4> is the text of its bytes; where that is no UTF-8 each of them is a replacement character."""
+    """A run of tokens such as <0xE4> is the text of its bytes; where that is no UTF-8 each of them
+    is a replacement character."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,11 +260,18 @@ def through(stages: Sequence[Stage], pieces: Iterable[Piece]) -> str:
 
 def flushed(stages: Sequence[Stage]) -> str:
     """What is left in a chain when no token will follow."""
-    return "".join(through(stages[place + 1 :], stage.flush()) for place, stage in enumerate(stages))
+    return "".join(
+        through(stages[place + 1 :], stage.flush()) for place, stage in enumerate(stages)
+    )
 
 
-def open_stages(spec: Any, library: Callable[[Any], Callable[[list[str]], str]], byte_of_letter: Mapping[str, int]) -> list[Stage]:
-    """The chain of a decoder as tokenizer.json has it, None: there is none. `library` makes the library's own decoder of such a description."""
+def open_stages(
+    spec: Any,
+    library: Callable[[Any], Callable[[list[str]], str]],
+    byte_of_letter: Mapping[str, int],
+) -> list[Stage]:
+    """The chain of a decoder as tokenizer.json has it, None: there is none. `library` makes the
+    library's own decoder of such a description."""
 
     def alone(spec: Any) -> Rewrite:
         decode = library(spec)
@@ -274,7 +289,11 @@ def open_stages(spec: Any, library: Callable[[Any], Callable[[list[str]], str]],
                 return [Fuse()]
             case {"type": "Strip", "content": str(content), "start": int(start), "stop": int(stop)}:
                 return [Strip(content, start, stop)]
-            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
+            case {
+                "type": "Replace",
+                "pattern": {"String": str(pattern)},
+                "content": str(content),
+            } if pattern:
                 return [Replace(pattern, content)]
             case {"type": "Replace"}:
                 return [Rewritten(alone(spec))]
@@ -298,20 +317,33 @@ def open_stages(spec: Any, library: Callable[[Any], Callable[[list[str]], str]],
 
 def overlap(text: str, pattern: str) -> int:
     """Length of the longest end of `text` that begins `pattern` and is not all of it."""
-    return next((n for n in range(min(len(text), len(pattern) - 1), 0, -1) if text.endswith(pattern[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(pattern) - 1), 0, -1) if text.endswith(pattern[:n])), 0
+    )
 
 
 def _byte(token: str) -> int | None:
-    """The byte that a token such as <0xE4> stands for, as the library reads it: with a plus sign too."""
+    """The byte that a token such as <0xE4> stands for, as the library reads it: with a plus sign
+    too."""
     digits = token[3:-1]
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">") or not digits.isascii():
+    if (
+        len(token) != 6
+        or not token.startswith("<0x")
+        or not token.endswith(">")
+        or not digits.isascii()
+    ):
         return None
     digits = digits.removeprefix("+")
-    return int(digits, 16) if digits.isalnum() and all(digit in "0123456789abcdefABCDEF" for digit in digits) else None
+    return (
+        int(digits, 16)
+        if digits.isalnum() and all(digit in "0123456789abcdefABCDEF" for digit in digits)
+        else None
+    )
 
 
 def _or_as_it_is(rewrite: Rewrite, token: str) -> str:
-    """A token rewritten. Where the library fails there is no right answer; its own panics are no `Exception`."""
+    """A token rewritten. Where the library fails there is no right answer; its own panics are no
+    `Exception`."""
     try:
         return rewrite(token)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

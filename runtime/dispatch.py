@@ -1,13 +1,25 @@
-"""What workers are asked: commands wait for their turn, and several sessions' trees go into one pass.
+"""What workers are asked: commands wait for their turn, and several sessions' trees go into one
+pass.
 
-Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many nodes pay `policies.py`, what of an ended session is kept `kept.py`.
+Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many nodes pay
+`policies.py`, what of an ended session is kept `kept.py`.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from dovetail.protocol.messages import MAX_SESSIONS, Close, Draft, Feed, Message, Open, Refeed, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    MAX_SESSIONS,
+    Close,
+    Draft,
+    Feed,
+    Message,
+    Open,
+    Refeed,
+    Verify,
+    VerifyItem,
+)
 from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.policies import cut, worth_waiting
@@ -16,7 +28,8 @@ from dovetail.runtime.registry import Registry, Worker
 from dovetail.runtime.session import Ask, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
-"""A pass is held up for so many times as long as a proposal is expected to take, and so much longer."""
+"""A pass is held up for so many times as long as a proposal is expected to take, and so much
+longer."""
 LATE = 0.25
 """A proposal that is overdue is expected to take such a share of what it has taken yet."""
 
@@ -33,9 +46,18 @@ class House(Protocol):
 class Dispatch:
     """Asks the workers of sessions."""
 
-    def __init__(self, house: House, post: Post, live: Mapping[int, Live], registry: Registry, *, reuse: bool) -> None:
-        """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of ended ones."""
-        self._house, self._post, self._live, self._registry, self._reuse = house, post, live, registry, reuse
+    def __init__(
+        self, house: House, post: Post, live: Mapping[int, Live], registry: Registry, *, reuse: bool
+    ) -> None:
+        """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of
+        ended ones."""
+        self._house, self._post, self._live, self._registry, self._reuse = (
+            house,
+            post,
+            live,
+            registry,
+            reuse,
+        )
 
     def ask(self, live: Live, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn."""
@@ -57,7 +79,11 @@ class Dispatch:
             return
         if isinstance(ask.command, Close):
             self._close(live, worker, ask.role, ask.command)
-        elif isinstance(ask.command, Open) and worker is not live.target and self._can_wait(live, ask.command):
+        elif (
+            isinstance(ask.command, Open)
+            and worker is not live.target
+            and self._can_wait(live, ask.command)
+        ):
             worker.turns.postpone(live.session.number, ask.command)
             live.joining = False  # nobody waits for it, not even a change of drafts
         else:
@@ -67,35 +93,52 @@ class Dispatch:
             self.next(worker)
 
     def _can_wait(self, live: Live, command: Open) -> bool:
-        """Whether a draft need not read a prompt yet, since it is not asked at this load. One that reads its target's features gets them as they come."""
-        return command.features is None and not live.pilot.drafts_at(load_of(live, self._live.values(), opening=True))
+        """Whether a draft need not read a prompt yet, since it is not asked at this load. One that
+        reads its target's features gets them as they come."""
+        return command.features is None and not live.pilot.drafts_at(
+            load_of(live, self._live.values(), opening=True)
+        )
 
     def resume(self, live: Live) -> None:
-        """Have a session's draft read the prompt, if that was put off: the session joins in when it has."""
+        """Have a session's draft read the prompt, if that was put off: the session joins in when it
+        has."""
         if live.draft is not None and live.draft.turns.resume(live.session.number):
             live.joining, live.opened_ns = True, None
             self.next(live.draft)
 
     def _close(self, live: Live, worker: Worker, role: str, command: Close) -> None:
-        """End a session on a worker, which keeps what it has of it if it can; then others may have to go."""
+        """End a session on a worker, which keeps what it has of it if it can; then others may have
+        to go."""
         gone = None
-        if command.keep and self._reuse and worker.limits.kept and live.draft is not live.target and not live.trial:
+        if (
+            command.keep
+            and self._reuse
+            and worker.limits.kept
+            and live.draft is not live.target
+            and not live.trial
+        ):
             gone = self._shelve(live, worker, role)
         for session in gone or ():
-            self._post.to_worker(worker, command.model_copy(update={"session": session, "keep": False}))
+            self._post.to_worker(
+                worker, command.model_copy(update={"session": session, "keep": False})
+            )
         self.forget(worker, command.model_copy(update={"keep": gone is not None}))
 
     def _shelve(self, live: Live, worker: Worker, role: str) -> Sequence[int] | None:
-        """Have a worker keep an ended session: those that go for it, None if it is not kept. The client has its reply: a fault here ends nothing."""
+        """Have a worker keep an ended session: those that go for it, None if it is not kept. The
+        client has its reply: a fault here ends nothing."""
         try:
-            return worker.shelf.add(live.session.kept(role, idle=not worker.turns.busy_with(live.session.number)))
+            return worker.shelf.add(
+                live.session.kept(role, idle=not worker.turns.busy_with(live.session.number))
+            )
         except BaseException as error:
             reraise_exits(error)
             log.exception("session %d is not kept", live.session.number)
             return None
 
     def forget(self, worker: Worker, command: Close) -> None:
-        """A session is over on a worker; what it was to go on from is there for others, if it did not even begin."""
+        """A session is over on a worker; what it was to go on from is there for others, if it did
+        not even begin."""
         for dropped in worker.turns.forget(command.session):
             if isinstance(dropped, Open) and dropped.base is not None:
                 worker.shelf.give_back(dropped.base)
@@ -104,10 +147,13 @@ class Dispatch:
     def next(self, worker: Worker) -> None:
         """Send a worker its next command, if it is there and free and one waits.
 
-        A pass that cannot be built or sent is taken apart, and a session whose own command cannot be ends; nothing is raised.
+        A pass that cannot be built or sent is taken apart, and a session whose own command cannot
+        be ends; nothing is raised.
         """
         most = MAX_SESSIONS
-        while worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed:
+        while (
+            worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed
+        ):
             first = worker.turns.waiting[0][0]
             try:
                 if (turn := worker.turns.next(most)) is None:
@@ -120,7 +166,10 @@ class Dispatch:
             except BaseException as error:
                 reraise_exits(error)
                 if most > 1 and isinstance(worker.turns.waiting[0][1], Verify):
-                    log.exception("a pass for %s could not be asked for: each session gets one of its own", worker.name)
+                    log.exception(
+                        "a pass for %s could not be asked for: each session gets one of its own",
+                        worker.name,
+                    )
                     most = 1
                 else:
                     self._unaskable(worker, first, error)
@@ -135,7 +184,9 @@ class Dispatch:
             self._house.broken(live, error)
         worker.turns.withdraw(number)
 
-    def _left(self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int) -> None:
+    def _left(
+        self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int
+    ) -> None:
         """A command is on its way: those that it is about know."""
         if isinstance(message, Open) and message.base is not None:
             worker.shelf.taken(message.base)
@@ -161,13 +212,22 @@ class Dispatch:
                 self._house.broken(live, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
-        """Whether a target waits with a pass of these sessions for proposals that are nearly there, since those would have to wait for the next one."""
+        """Whether a target waits with a pass of these sessions for proposals that are nearly there,
+        since those would have to wait for the next one."""
         now_ns = self._post.now_ns()
         if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
             return False
-        waits = [wait for draft in self._drafts_of(worker) for wait in self._coming_s(draft, worker, now_ns)]
+        waits = [
+            wait
+            for draft in self._drafts_of(worker)
+            for wait in self._coming_s(draft, worker, now_ns)
+        ]
         rows = len(sessions) + len(waits)
-        wait_s = worth_waiting(waits, ready=len(sessions), pass_s=worker.verifying.at(rows) if waits and worker.verifying.known else 0.0)
+        wait_s = worth_waiting(
+            waits,
+            ready=len(sessions),
+            pass_s=worker.verifying.at(rows) if waits and worker.verifying.known else 0.0,
+        )
         if wait_s is None:
             return False
         patience_s = HOLD_SLACK * wait_s + LEAST_HOLD_S
@@ -183,11 +243,16 @@ class Dispatch:
 
     def _drafts_of(self, target: Worker) -> Sequence[Worker]:
         """Where trees for a target's sessions grow at present."""
-        drafts = {live.draft.peer: live.draft for live in self._live.values() if live.target is target and live.session.state is State.DRAFTING and live.draft}
+        drafts = {
+            live.draft.peer: live.draft
+            for live in self._live.values()
+            if live.target is target and live.session.state is State.DRAFTING and live.draft
+        }
         return [draft for draft in drafts.values() if draft is not target]
 
     def _coming_s(self, draft: Worker, target: Worker, now_ns: int) -> Iterator[float]:
-        """In how many seconds each proposal for sessions of a target is expected, in their order, as far as nothing else has to be read before."""
+        """In how many seconds each proposal for sessions of a target is expected, in their order,
+        as far as nothing else has to be read before."""
         at_s = 0.0
         for number, order in draft.turns.orders():
             live = self._live.get(number)
@@ -199,7 +264,8 @@ class Dispatch:
                 yield at_s
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
-        """How many nodes of each item of a pass are verified: whatever was offered, but where a session's policy leaves that to be decided."""
+        """How many nodes of each item of a pass are verified: whatever was offered, but where a
+        session's policy leaves that to be decided."""
         counts = [len(item.tokens) for item in items]
         lives = [self._live[item.session] for item in items if item.session in self._live]
         if len(lives) < len(items):
@@ -209,19 +275,27 @@ class Dispatch:
             return counts
         context = sum(item.prefix for item in items) / len(items)
         running = sum(live.running and live.target is worker for live in self._live.values())
-        rate = sum(live.pilot.rate(live.session.length) for live in lives) * max(1.0, running / len(items))
+        rate = sum(live.pilot.rate(live.session.length) for live in lives) * max(
+            1.0, running / len(items)
+        )
         if rate <= 0.0:
             return counts
         offers = [lives[place].session.scores for place in choosing]
         seconds = worker.verifying.table(len(items) + sum(counts), context).__getitem__
-        fixed, most = sum(1 + count for place, count in enumerate(counts) if place not in choosing), worker.verifying.most_rows
-        for place, kept in zip(choosing, cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=most), strict=True):
+        fixed, most = (
+            sum(1 + count for place, count in enumerate(counts) if place not in choosing),
+            worker.verifying.most_rows,
+        )
+        for place, kept in zip(
+            choosing, cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=most), strict=True
+        ):
             counts[place] = kept
         return counts
 
 
 def _passing(live: Live, item: VerifyItem, rows: int) -> None:
-    """A pass of so many rows begins: a session knows what of its own is in it, and what it is expected to take."""
+    """A pass of so many rows begins: a session knows what of its own is in it, and what it is
+    expected to take."""
     live.session.sent(len(item.tokens))
     live.other_rows = rows - len(item.tokens)
     live.pilot.sends(item.prefix, live.session.scores, rows)

@@ -1,7 +1,8 @@
-"""Drafts that fail: what is said of one that could not do what was asked of it, though its sessions go on without it.
+"""Drafts that fail: what is said of one that could not do what was asked of it, though its sessions
+go on without it.
 
-A draft counts as failing until a request that began after its last failure has been drafted for to its end. Knows workers by their addresses; no messages
-but what is reported of them, and no clock.
+A draft counts as failing until a request that began after its last failure has been drafted for to
+its end. Knows workers by their addresses; no messages but what is reported of them, and no clock.
 """
 
 from dataclasses import dataclass
@@ -43,8 +44,13 @@ class FailingDrafts:
         self._failing: dict[bytes, _Failing] = {}
 
     def failed(self, draft: Worker, live: Live | None, why: str, now_ns: int) -> None:
-        """Note that a draft failed, in a session or in what it does ahead of its orders, and when it was the session's first failure note it there."""
-        where = "in what it does ahead of its orders" if live is None else f"in round {live.session.round} of session {live.session.number}"
+        """Note that a draft failed, in a session or in what it does ahead of its orders, and when
+        it was the session's first failure note it there."""
+        where = (
+            "in what it does ahead of its orders"
+            if live is None
+            else f"in round {live.session.round} of session {live.session.number}"
+        )
         self.count += 1
         if (known := self._failing.get(draft.peer)) is not None:
             known.count, known.last_ns = known.count + 1, now_ns
@@ -54,7 +60,8 @@ class FailingDrafts:
             note_failure(live, draft, why, now_ns)
 
     def drafted(self, live: Live, rounds: int) -> None:
-        """Note that a session has ended with its draft, after so many rounds with a proposal of it."""
+        """Note that a session has ended with its draft, after so many rounds with a proposal of
+        it."""
         if live.draft is None or not rounds or live.draft_failure is not None:
             return
         known = self._failing.get(live.draft.peer)

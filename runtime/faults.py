@@ -4,7 +4,8 @@ EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def reraise_exits(error: BaseException) -> None:
-    """Let what ends the process pass; everything else, a library's panic too, which is no `Exception`, is the caller's to contain."""
+    """Let what ends the process pass; everything else, a library's panic too, which is no
+    `Exception`, is the caller's to contain."""
     if isinstance(error, EXITS):
         raise error
 

@@ -1,7 +1,8 @@
-"""What clients ask: requests that become sessions, questions about what is here, changes of workers.
+"""What clients ask: requests that become sessions, questions about what is here, changes of
+workers.
 
-A prompt is read elsewhere, since a long one takes its time; its session begins when it has been. Knows who may ask what; what becomes of a session is the
-coordinator's business.
+A prompt is read elsewhere, since a long one takes its time; its session begins when it has been.
+Knows who may ask what; what becomes of a session is the coordinator's business.
 """
 
 import logging
@@ -11,7 +12,22 @@ from typing import Protocol
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.keys import OPERATOR, PeerKey
-from dovetail.protocol.messages import Cancel, Describe, Described, Dismiss, Failed, Hello, Look, Message, Reported, Seen, Status, Stop, Submit, Swap
+from dovetail.protocol.messages import (
+    Cancel,
+    Describe,
+    Described,
+    Dismiss,
+    Failed,
+    Hello,
+    Look,
+    Message,
+    Reported,
+    Seen,
+    Status,
+    Stop,
+    Submit,
+    Swap,
+)
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.changes import Changes
 from dovetail.runtime.faults import reraise_exits
@@ -46,7 +62,11 @@ class House(Protocol):
     def user(self, client: ClientPeer) -> PeerKey | None:
         """The key that a client has shown; None over ipc."""
 
-    def defer(self, work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
+    def defer(
+        self,
+        work: Callable[[], Request | RequestError],
+        done: Callable[[Request | RequestError], None],
+    ) -> None:
         """Do what takes long elsewhere, and what follows here."""
 
     def start(self, live: Live) -> None:
@@ -90,7 +110,12 @@ class Intake:
     ) -> None:
         """`live`: the sessions by their numbers."""
         self._house, self._live, self._registry, self._placement = house, live, registry, placement
-        self._moving, self._changes, self._observing, self._tally = moving, changes, observing, tally
+        self._moving, self._changes, self._observing, self._tally = (
+            moving,
+            changes,
+            observing,
+            tally,
+        )
 
     def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> None:
         """Handle a request; `StaleError` where it is another incarnation's."""
@@ -115,25 +140,39 @@ class Intake:
             case Stop() if self._house.user(client) is None:
                 self._house.ending = True
             case Stop():
-                text = "only a client on the coordinator's own machine may stop it: connect to its ipc address"
+                text = (
+                    "only a client on the coordinator's own machine may stop it: connect to "
+                    "its ipc address"
+                )
                 self._house.tell(client, refusal(self._house.epoch, RequestError("role", text)))
             case Hello():
                 raise StaleError("a client said Hello again")
 
     def _look(self, client: ClientPeer, request: Look) -> Seen:
-        """The answer to Look: over ipc, and to an operator, the tokens of all requests, else those of the client's own."""
+        """The answer to Look: over ipc, and to an operator, the tokens of all requests, else those
+        of the client's own."""
         key = self._house.user(client)
         own = None if key is None or OPERATOR in key.roles else set(client.sessions.values())
-        seen = self._observing.look(request, self._house.epoch, self._registry.workers.values(), lambda worker: waits(worker, self._house.lives), own=own)
+        seen = self._observing.look(
+            request,
+            self._house.epoch,
+            self._registry.workers.values(),
+            lambda worker: waits(worker, self._house.lives),
+            own=own,
+        )
         self._house.observe()
         return seen
 
     def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
-        """Have a worker come or go, if that is possible. Over ipc whoever is let in is the owner; over tcp the key says who may."""
+        """Have a worker come or go, if that is possible. Over ipc whoever is let in is the owner;
+        over tcp the key says who may."""
         key = self._house.user(client)
         try:
             if key is not None and OPERATOR not in key.roles:
-                text = f"the key {key.name!r} is none of an operator's: only theirs change workers (`dovetail keygen --name NAME --role operator`)"
+                text = (
+                    f"the key {key.name!r} is none of an operator's: only theirs change "
+                    "workers (`dovetail keygen --name NAME --role operator`)"
+                )
                 raise RequestError("role", text)
             if self._house.ending:
                 raise self._ending()
@@ -154,7 +193,9 @@ class Intake:
     def _ending(self) -> RequestError:
         """Nothing begins any more."""
         why = self._house.given_up
-        return RequestError("ending", f"the service is ending: {why}" if why else "the coordinator is ending")
+        return RequestError(
+            "ending", f"the service is ending: {why}" if why else "the coordinator is ending"
+        )
 
     def _describe(self) -> Described | Failed:
         """The answer to Describe."""
@@ -177,31 +218,60 @@ class Intake:
         if isinstance(target, RequestError):
             self._turn_down(client, submit, target)
         elif len(client.reading) >= MAX_READING:
-            text = f"the prompts of {MAX_READING} requests of this client are being read, as many as may be: try again when some have been"
+            text = (
+                f"the prompts of {MAX_READING} requests of this client are being read, as "
+                "many as may be: try again when some have been"
+            )
             self._turn_down(client, submit, RequestError("capacity", text))
         elif submit.request in client.sessions or submit.request in client.reading:
-            self._turn_down(client, submit, RequestError("protocol", f"request {submit.request} runs already"))
+            self._turn_down(
+                client, submit, RequestError("protocol", f"request {submit.request} runs already")
+            )
         else:
             client.reading[submit.request] = True
             key = self._house.user(client)
             owner = "" if key is None else key.public
-            self._house.defer(lambda: attempt(submit, target, owner), lambda outcome: self._begin(client, submit, target, outcome, now_ns))
+            self._house.defer(
+                lambda: attempt(submit, target, owner),
+                lambda outcome: self._begin(client, submit, target, outcome, now_ns),
+            )
 
-    def _begin(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
-        """Start the session of a request that has been read, unless client or target have gone meanwhile."""
+    def _begin(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        request: Request | RequestError,
+        now_ns: int,
+    ) -> None:
+        """Start the session of a request that has been read, unless client or target have gone
+        meanwhile."""
         if self._registry.clients.get(client.peer) is not client:
             return
         try:
             self._start(client, submit, target, request, now_ns)
         except BaseException as error:
             reraise_exits(error)
-            log.exception("request %d of client %s could not begin", submit.request, client.hello.name)
+            log.exception(
+                "request %d of client %s could not begin", submit.request, client.hello.name
+            )
             self._house.unanswered(client, submit.request, error)
         self._house.part()
 
-    def _start(self, client: ClientPeer, submit: Submit, target: Worker, request: Request | RequestError, now_ns: int) -> None:
+    def _start(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        request: Request | RequestError,
+        now_ns: int,
+    ) -> None:
         wanted = client.reading.pop(submit.request)
-        settled = request if isinstance(request, RequestError) else self._placement.settle(target, request)
+        settled = (
+            request
+            if isinstance(request, RequestError)
+            else self._placement.settle(target, request)
+        )
         if isinstance(request, RequestError) or isinstance(settled, RequestError):
             assert isinstance(settled, RequestError)
             self._turn_down(client, submit, settled)
@@ -222,4 +292,6 @@ class Intake:
 
 def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
     """What a client is told of a request, or a peer of itself, that is turned down."""
-    return Failed.model_validate({"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]})
+    return Failed.model_validate(
+        {"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]}
+    )

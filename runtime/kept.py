@@ -1,7 +1,9 @@
 """What a worker still holds of sessions that have ended, and which of them a prompt goes on from.
 
-A `Shelf` stands for one worker: it knows the logs of the sessions whose caches that worker keeps, and lets the oldest go when there is no more room. Logs are
-compared as bytes, so that a prompt of a hundred thousand tokens takes microseconds. Pure: which messages follow is the coordinator's business.
+A `Shelf` stands for one worker: it knows the logs of the sessions whose caches that worker keeps,
+and lets the oldest go when there is no more room. Logs are compared as bytes, so that a prompt of a
+hundred thousand tokens takes microseconds. Pure: which messages follow is the coordinator's
+business.
 """
 
 import struct
@@ -12,7 +14,8 @@ TOKEN_BYTES = 4
 MAX_KEPT = 64
 """Sessions on a shelf: every request looks through all of them."""
 WORTH = 16
-"""Tokens. Reading so few takes no longer than the pass over a tree, and what begins alike for so long has at least a template in common."""
+"""Tokens. Reading so few takes no longer than the pass over a tree, and what begins alike for so
+long has at least a template in common."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,11 @@ class Kept:
     log: bytes
     rows: int
     tokens: int
-    """That the worker may have in its log: in a verdict there may have been some behind the end of the reply."""
+    """That the worker may have in its log: in a verdict there may have been some behind the end of
+    the reply."""
     owner: str = ""
-    """Whose request it was: nobody else goes on from it, or learns how much of a prompt was sent before."""
+    """Whose request it was: nobody else goes on from it, or learns how much of a prompt was sent
+    before."""
 
 
 @dataclass
@@ -64,7 +69,8 @@ class Shelf:
         return gone
 
     def lend(self, session: int) -> None:
-        """Another session is to have this one's cache, as soon as the worker is free: then it is `taken`. Until then it may be given back."""
+        """Another session is to have this one's cache, as soon as the worker is free: then it is
+        `taken`. Until then it may be given back."""
         self._lent[session] = self._kept.pop(session)
 
     def taken(self, session: int) -> None:
@@ -77,34 +83,42 @@ class Shelf:
             self._kept[session] = kept
 
     def find(self, prompt: bytes, *, owner: str = "", known: int = 0) -> Base | None:
-        """The owner's session with most to go on from, of those with as much the youngest. `known`: how many tokens behind a row must be the prompt's for it
-        to hold.
+        """The owner's session with most to go on from, of those with as much the youngest. `known`:
+        how many tokens behind a row must be the prompt's for it to hold.
 
-        The last token of the prompt is always read: what follows it has to be known. A session of which more would be lost than is won is left alone, since
-        its own next turn may come: what many prompts begin with would else cost one conversation after the other its cache.
+        The last token of the prompt is always read: what follows it has to be known. A session of
+        which more would be lost than is won is left alone, since its own next turn may come: what
+        many prompts begin with would else cost one conversation after the other its cache.
         """
         found, least = None, WORTH
         for kept in reversed(self._kept.values()):
             needed = TOKEN_BYTES * (least + known)
             if kept.owner != owner or kept.rows < least or kept.log[:needed] != prompt[:needed]:
                 continue
-            tokens = min(kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known)
+            tokens = min(
+                kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known
+            )
             if tokens >= max(least, kept.rows - tokens):
                 found, least = Base(kept.session, tokens), tokens + 1
         return found
 
 
-def bases(prompt: bytes, target: Shelf, draft: Shelf | None, *, owner: str = "", reads: bool) -> tuple[Base | None, Base | None]:
+def bases(
+    prompt: bytes, target: Shelf, draft: Shelf | None, *, owner: str = "", reads: bool
+) -> tuple[Base | None, Base | None]:
     """What a session's target and draft go on from; their shelves lend it.
 
-    A draft that `reads` its target gets features of what the target reads now: both go on from the same position. And its row of a position was made with the
-    token behind it as well.
+    A draft that `reads` its target gets features of what the target reads now: both go on from the
+    same position. And its row of a position was made with the token behind it as well.
     """
     of_target = target.find(prompt, owner=owner)
     of_draft = draft.find(prompt, owner=owner, known=int(reads)) if draft is not None else None
     if reads and draft is not None:
         tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
-        of_target, of_draft = (Base(base.session, tokens) if base and tokens else None for base in (of_target, of_draft))
+        of_target, of_draft = (
+            Base(base.session, tokens) if base and tokens else None
+            for base in (of_target, of_draft)
+        )
     if of_target is not None:
         target.lend(of_target.session)
     if of_draft is not None and draft is not None:
@@ -126,7 +140,10 @@ def common_tokens(one: bytes, other: bytes) -> int:
     alike, most = 0, min(len(one), len(other)) // TOKEN_BYTES
     while alike < most:
         middle = (alike + most + 1) // 2
-        if one[TOKEN_BYTES * alike : TOKEN_BYTES * middle] == other[TOKEN_BYTES * alike : TOKEN_BYTES * middle]:
+        if (
+            one[TOKEN_BYTES * alike : TOKEN_BYTES * middle]
+            == other[TOKEN_BYTES * alike : TOKEN_BYTES * middle]
+        ):
             alike = middle
         else:
             most = middle - 1

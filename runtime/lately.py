@@ -1,8 +1,10 @@
 """What has happened lately, as the dashboard and `dovetail top` show it.
 
-`Lately` is told a coordinator's states and what it has seen since the last time, and keeps of that what is shown: for each of the last seconds how much was
-decoded, for each worker how busy it was, for each session its last round. All of it is bounded, however much happens. `view` is the picture of it as plain
-values: the same object goes to the page, to `dovetail top` and to scripts. Pure: the time is the coordinator's, as it says it. Knows no HTTP and no terminal.
+`Lately` is told a coordinator's states and what it has seen since the last time, and keeps of that
+what is shown: for each of the last seconds how much was decoded, for each worker how busy it was,
+for each session its last round. All of it is bounded, however much happens. `view` is the picture
+of it as plain values: the same object goes to the page, to `dovetail top` and to scripts. Pure: the
+time is the coordinator's, as it says it. Knows no HTTP and no terminal.
 """
 
 from collections import Counter, deque
@@ -84,7 +86,11 @@ class Talk:
 
     def add(self, seen: SeenRound) -> None:
         before, record = self.last.record, seen.record
-        self.root = before.bonus if self.rounds and before.round == record.round - 1 and self.last.readable else None
+        self.root = (
+            before.bonus
+            if self.rounds and before.round == record.round - 1 and self.last.readable
+            else None
+        )
         self.rounds += 1
         self.tokens += record.brought
         self.drafted += record.verified
@@ -107,7 +113,8 @@ class Load:
 
 
 class Lately:
-    """Hears states and sees what has happened, as both come; `view` shows it. What was seen of a coordinator is forgotten when another one speaks."""
+    """Hears states and sees what has happened, as both come; `view` shows it. What was seen of a
+    coordinator is forgotten when another one speaks."""
 
     def __init__(self) -> None:
         self._state: Reported | None = None
@@ -129,7 +136,8 @@ class Lately:
         self._state = state
 
     def see(self, seen: Seen) -> bool:
-        """What a coordinator has seen since `next`; whether there is more to be asked for at once."""
+        """What a coordinator has seen since `next`; whether there is more to be asked for at
+        once."""
         if seen.epoch != self._epoch:
             asked = self.next
             self._begin()
@@ -142,7 +150,10 @@ class Lately:
             self._since_ns = min(self._since_ns or round_.at_ns, round_.at_ns)
             self._seconds.setdefault(round_.at_ns // 10**9, Second()).add(round_)
             self._talks.setdefault(round_.session, Talk(round_, round_.at_ns)).add(round_)
-        self._loads = {worker.worker_epoch: self._loads.get(worker.worker_epoch) or Load(worker) for worker in seen.workers}
+        self._loads = {
+            worker.worker_epoch: self._loads.get(worker.worker_epoch) or Load(worker)
+            for worker in seen.workers
+        }
         for worker in seen.workers:
             self._loads[worker.worker_epoch].add(worker)
         self._forget()
@@ -151,17 +162,20 @@ class Lately:
     def _forget(self) -> None:
         oldest = self._now_ns // 10**9 - HISTORY_S
         self._seconds = {second: done for second, done in self._seconds.items() if second >= oldest}
-        quiet = [number for number, talk in self._talks.items() if self._age_s(talk.last.at_ns) > QUIET_S]
+        quiet = [
+            number for number, talk in self._talks.items() if self._age_s(talk.last.at_ns) > QUIET_S
+        ]
         for number in [*quiet, *sorted(self._talks.keys() - set(quiet))[:-MAX_SESSIONS]]:
             del self._talks[number]
 
     def _age_s(self, at_ns: int) -> float:
         return (self._now_ns - at_ns) / 1e9
 
-    # -- the picture ----------------------------------------------------------------------------------------------------------------------------
+    # -- the picture -------------------------------------------------------------------------------
 
     def view(self, *, spell: Spell | None = None, session: int | None = None) -> dict[str, Any]:
-        """All that is shown, and the last tree of a session: of this one, or of the newest. `spell`: without it neither tokens nor texts are told."""
+        """All that is shown, and the last tree of a session: of this one, or of the newest.
+        `spell`: without it neither tokens nor texts are told."""
         state = self._state
         assert state is not None, "nothing has been heard yet"
         talk = self._talks.get(session) if session is not None else None
@@ -169,7 +183,11 @@ class Lately:
             talk = self._talks[max(self._talks)]
         return {
             "format": FORMAT,
-            "coordinator": {"epoch": f"{state.epoch:x}", "pid": state.pid, "uptime_s": round(state.uptime_s, 1)},
+            "coordinator": {
+                "epoch": f"{state.epoch:x}",
+                "pid": state.pid,
+                "uptime_s": round(state.uptime_s, 1),
+            },
             "speculation": _speculation(state),
             "degraded": state.degraded,
             "reasons": list(state.reasons),
@@ -178,8 +196,15 @@ class Lately:
             "counts": _counts(state, self._missed),
             "figures": self._figures(),
             "history": self._history(),
-            "workers": [self._worker(worker) for worker in sorted(state.workers, key=lambda worker: ("target" not in worker.roles, worker.name))],
-            "sessions": [self._session(number, talk) for number, talk in sorted(self._talks.items())],
+            "workers": [
+                self._worker(worker)
+                for worker in sorted(
+                    state.workers, key=lambda worker: ("target" not in worker.roles, worker.name)
+                )
+            ],
+            "sessions": [
+                self._session(number, talk) for number, talk in sorted(self._talks.items())
+            ],
             "tree": None if talk is None else _tree(talk, spell),
             "pairs": [_pair(pair) for pair in state.pairs],
             "decisions": list(state.decisions),
@@ -187,10 +212,16 @@ class Lately:
 
     def _figures(self) -> dict[str, Any]:
         done = [*self._seconds.values()]
-        rounds, tokens, drafted = (sum(getattr(second, name) for second in done) for name in ("rounds", "tokens", "drafted"))
+        rounds, tokens, drafted = (
+            sum(getattr(second, name) for second in done)
+            for name in ("rounds", "tokens", "drafted")
+        )
         with_tree = rounds - sum(second.plain for second in done)
         depths = max((len(second.at_depth) for second in done), default=0)
-        at_depth = [sum(second.at_depth[depth] for second in done if depth < len(second.at_depth)) for depth in range(min(depths, MAX_DEPTHS))]
+        at_depth = [
+            sum(second.at_depth[depth] for second in done if depth < len(second.at_depth))
+            for depth in range(min(depths, MAX_DEPTHS))
+        ]
         parts = [sum(second.parts_ns[place] for second in done) for place in range(len(PARTS))]
         return {
             "window_s": HISTORY_S,
@@ -202,13 +233,17 @@ class Lately:
             "plain_share": _share(rounds - with_tree, rounds, 4),
             "nodes_a_round": _share(drafted, rounds, 2),
             "accepted_per_position": [_share(count, with_tree, 4) for count in at_depth],
-            "round_ms": {name: _share(ns / 1e6, rounds, 4) for name, ns in zip(PARTS, parts, strict=True)},
+            "round_ms": {
+                name: _share(ns / 1e6, rounds, 4) for name, ns in zip(PARTS, parts, strict=True)
+            },
         }
 
     def _rate(self) -> float:
         """Tokens a second of the last whole seconds."""
         last = self._now_ns // 10**9
-        tokens = sum(done.tokens for second, done in self._seconds.items() if last - RATE_S <= second < last)
+        tokens = sum(
+            done.tokens for second, done in self._seconds.items() if last - RATE_S <= second < last
+        )
         return round(tokens / max(1, min(RATE_S, last - (self._since_ns or 0) // 10**9)), 2)
 
     def _history(self) -> dict[str, Any]:
@@ -218,16 +253,32 @@ class Lately:
         ages = [round(self._age_s(second * 10**9), 1) for second in seconds]
         done = [self._seconds.get(second) for second in seconds]
         return {
-            "tokens_per_s": [(age, d.tokens if d else 0) for age, d in zip(ages, done, strict=True)],
-            "tau": [(age, round(d.tokens / d.rounds, 2) if d else None) for age, d in zip(ages, done, strict=True)],
+            "tokens_per_s": [
+                (age, d.tokens if d else 0) for age, d in zip(ages, done, strict=True)
+            ],
+            "tau": [
+                (age, round(d.tokens / d.rounds, 2) if d else None)
+                for age, d in zip(ages, done, strict=True)
+            ],
         }
 
     def _worker(self, worker: WorkerState) -> dict[str, Any]:
         load = self._loads.get(worker.worker_epoch)
-        shares = [] if load is None else [(round(self._age_s(at_ns), 1), round(share, 3)) for at_ns, share in load.shares if self._age_s(at_ns) <= HISTORY_S]
+        shares = (
+            []
+            if load is None
+            else [
+                (round(self._age_s(at_ns), 1), round(share, 3))
+                for at_ns, share in load.shares
+                if self._age_s(at_ns) <= HISTORY_S
+            ]
+        )
         told = worker.model_dump(exclude={"worker_epoch", "model"})
         return {
-            **{name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()},
+            **{
+                name: round(value, 3) if isinstance(value, float) else value
+                for name, value in told.items()
+            },
             "model": worker.model.rstrip("/").rpartition("/")[2],
             "epoch": f"{worker.worker_epoch:x}",
             "waiting": "" if load is None else load.seen.waiting,
@@ -239,12 +290,17 @@ class Lately:
         }
 
     def _waited_for(self, worker: WorkerState) -> float | None:
-        """Share of the last whole seconds in which rounds waited for what a draft worker did: what it was busy for beside that it did ahead."""
+        """Share of the last whole seconds in which rounds waited for what a draft worker did: what
+        it was busy for beside that it did ahead."""
         last = self._now_ns // 10**9
         seconds = min(RATE_S, last - (self._since_ns or self._now_ns) // 10**9)
         if "draft" not in worker.roles or seconds < 1:
             return None
-        waited_ns = sum(done.drafting_ns[worker.name] for second, done in self._seconds.items() if last - RATE_S <= second < last)
+        waited_ns = sum(
+            done.drafting_ns[worker.name]
+            for second, done in self._seconds.items()
+            if last - RATE_S <= second < last
+        )
         return round(waited_ns / 1e9 / seconds, 3)
 
     def _session(self, number: int, talk: Talk) -> dict[str, Any]:
@@ -264,15 +320,20 @@ class Lately:
 
 
 def label(content: bytes) -> str:
-    """A token's bytes as they may stand in a drawing: one line without commands, spaces and line ends to be seen, cut where it is long."""
+    """A token's bytes as they may stand in a drawing: one line without commands, spaces and line
+    ends to be seen, cut where it is long."""
     text = content.decode(errors="replace").translate(SIGNS)
-    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    text = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 1] + "…"
 
 
 def cores_in_words(cores: Sequence[int]) -> str:
     """Numbers of cores as ranges: "0-3,8"."""
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in _runs(sorted(cores)))
+    return ",".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in _runs(sorted(cores))
+    )
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -291,9 +352,22 @@ def _share(part: float, whole: float, digits: int) -> float | None:
 def _counts(state: Reported, missed: int) -> dict[str, int]:
     totals = state.totals
     return {
-        **{name: getattr(state, name) for name in ("sessions", "finished", "failed", "cancelled", "stale", "refused")},
+        **{
+            name: getattr(state, name)
+            for name in ("sessions", "finished", "failed", "cancelled", "stale", "refused")
+        },
         "rounds_of_finished": state.rounds,
-        **{name: getattr(totals, name) for name in ("opening", "waiting", "kept", "prompt_tokens", "reused_tokens", "completion_tokens")},
+        **{
+            name: getattr(totals, name)
+            for name in (
+                "opening",
+                "waiting",
+                "kept",
+                "prompt_tokens",
+                "reused_tokens",
+                "completion_tokens",
+            )
+        },
         "missed": missed,
     }
 
@@ -304,23 +378,31 @@ def _speculation(state: Reported) -> dict[str, Any]:
     if not any("target" in worker.roles for worker in serving):
         return {"state": "none", "why": "no target worker is registered"}
     if not any("draft" in worker.roles for worker in serving):
-        return {"state": "off" if state.degraded else "alone", "why": "no draft worker is registered: the target decodes alone"}
+        return {
+            "state": "off" if state.degraded else "alone",
+            "why": "no draft worker is registered: the target decodes alone",
+        }
     speculating = {pair.speculating for pair in state.pairs}
     if not speculating:
         return {"state": "idle", "why": "nothing has been decoded yet"}
     if speculating == {True}:
         return {"state": "on", "why": ""}
-    reason = next(iter(state.decisions[::-1]), "nothing has been drafted yet, or no request asks for it")
+    reason = next(
+        iter(state.decisions[::-1]), "nothing has been drafted yet, or no request asks for it"
+    )
     return {"state": "off" if speculating == {False} else "partly", "why": reason}
 
 
 def _pair(pair: PairState) -> dict[str, Any]:
     told = pair.model_dump(exclude={"t_v", "t_d"})
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
+    return {
+        name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()
+    }
 
 
 def _tree(talk: Talk, spell: Spell | None) -> dict[str, Any]:
-    """The last tree of a session, best node first; of each node its parent, what became of it and how likely the draft thought it."""
+    """The last tree of a session, best node first; of each node its parent, what became of it and
+    how likely the draft thought it."""
     record = talk.last.record
     if not talk.last.readable:
         spell = None
@@ -332,9 +414,14 @@ def _tree(talk: Talk, spell: Spell | None) -> dict[str, Any]:
         "draft": talk.last.draft,
         "target": talk.last.target,
         "parents": list(record.parents[:shown]),
-        "fates": "".join("a" if node in accepted else "r" if node < record.verified else "n" for node in range(shown)),
+        "fates": "".join(
+            "a" if node in accepted else "r" if node < record.verified else "n"
+            for node in range(shown)
+        ),
         "likely": [round(exp(min(0.0, score)), 4) for score in record.scores[:shown]],
-        "bonus_parent": record.accepted[-1] if record.accepted and record.accepted[-1] < shown else ROOT,
+        "bonus_parent": record.accepted[-1]
+        if record.accepted and record.accepted[-1] < shown
+        else ROOT,
         "offered": len(record.parents),
         "verified": record.verified,
         "accepted": len(record.accepted),

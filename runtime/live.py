@@ -1,6 +1,7 @@
 """A session on its workers: who serves it, for whom, and where its time goes.
 
-Every nanosecond from the request's arrival on is put down to one account; `mark_ns` is the time up to which that has been done. Times are handed in.
+Every nanosecond from the request's arrival on is put down to one account; `mark_ns` is the time up
+to which that has been done. Times are handed in.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,15 +22,27 @@ ACCOUNT_OF: dict[State, Account] = {
     State.DRAFTING: "draft_exposed",
     State.VERIFYING: "verify",
 }
-SPAN_OF: dict[Account, str] = {"coordinator": "handle", "queue": "queue", "prefill": "queue", "draft_exposed": "lost", "verify": "lost"}
+SPAN_OF: dict[Account, str] = {
+    "coordinator": "handle",
+    "queue": "queue",
+    "prefill": "queue",
+    "draft_exposed": "lost",
+    "verify": "lost",
+}
 """What stands in a trace for the time between two answers."""
 
 MOST_LOSSES = 3
-"""Targets whose processes may end under one session, while they work on it, without a token in between."""
+"""Targets whose processes may end under one session, while they work on it, without a token in
+between."""
 MOST_BREAKS = 12
-"""Targets that may be lost so in any way: what only a connection did not survive was more likely the connection's fault."""
+"""Targets that may be lost so in any way: what only a connection did not survive was more likely
+the connection's fault."""
 RUNNING = State.DRAFTING, State.VERIFYING
-AWAITED: dict[State, type[Message]] = {State.OPENING: Open, State.DRAFTING: Draft, State.VERIFYING: Verify}
+AWAITED: dict[State, type[Message]] = {
+    State.OPENING: Open,
+    State.DRAFTING: Draft,
+    State.VERIFYING: Verify,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,8 @@ class Loss:
 
 @dataclass
 class Live:
-    """A session with its client, its workers, and the time up to which its life has been accounted for."""
+    """A session with its client, its workers, and the time up to which its life has been accounted
+    for."""
 
     session: Session
     client: ClientPeer
@@ -62,7 +76,8 @@ class Live:
     opened_ns: int | None = None
     """When the target had read the prompt, as long as the draft has not."""
     other_rows: int = 1
-    """Rows of the pass that the session waits for, without its own nodes: what it would have without a draft."""
+    """Rows of the pass that the session waits for, without its own nodes: what it would have
+    without a draft."""
     drafts: bool = False
     """Whether the request is to be drafted for."""
     joining: bool = False
@@ -74,7 +89,8 @@ class Live:
     loss: Loss | None = None
     """Of its target, while it waits for another."""
     losses: list[tuple[str, int] | None] = field(default_factory=list)
-    """Of targets, since the last token: host and number of each one's process, None if that was heard of again."""
+    """Of targets, since the last token: host and number of each one's process, None if that was
+    heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
     _prompts: int = 0
@@ -93,17 +109,20 @@ class Live:
 
     @property
     def trial(self) -> bool:
-        """Whether it is run for the sake of its workers: nobody else hears of it, and it goes on on no others."""
+        """Whether it is run for the sake of its workers: nobody else hears of it, and it goes on on
+        no others."""
         return self.client.hear is not None
 
     @property
     def doomed(self) -> bool:
-        """Whether one target after the other was lost while it worked on the session, so that the next one is not given to it; nor is it to a trial."""
+        """Whether one target after the other was lost while it worked on the session, so that the
+        next one is not given to it; nor is it to a trial."""
         ended = sum(loss is not None for loss in self.losses)
         return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
 
     def heard_of(self, worker: Worker) -> None:
-        """A worker has registered: if it is one that was lost, what did not survive was its connection."""
+        """A worker has registered: if it is one that was lost, what did not survive was its
+        connection."""
         self.losses = [None if loss == worker.process else loss for loss in self.losses]
 
     def awaited(self) -> Worker | None:
@@ -113,7 +132,8 @@ class Live:
         return self.draft if self.session.state is State.DRAFTING else self.target
 
     def awaits(self, worker: Worker, command: Message) -> bool:
-        """Whether this is the command that the session waits for, and not something beside it such as the draft worker's Open."""
+        """Whether this is the command that the session waits for, and not something beside it such
+        as the draft worker's Open."""
         return self.awaited() is worker and isinstance(command, AWAITED.get(self.session.state, ()))
 
     def left(self, now_ns: int, size: int) -> None:
@@ -156,10 +176,15 @@ class Live:
         self.draft_read(now_ns)
 
     def draft_read(self, now_ns: int) -> None:
-        """The draft has read a part of the prompt. What a session waits until it has read all of it belongs to the prefill."""
+        """The draft has read a part of the prompt. What a session waits until it has read all of it
+        belongs to the prefill."""
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)
-        if self.draft is None or self.opened_ns is None or self.draft.turns.reads(self.session.number):
+        if (
+            self.draft is None
+            or self.opened_ns is None
+            or self.draft.turns.reads(self.session.number)
+        ):
             return
         self.pilot.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
         self.opened_ns = None
@@ -178,30 +203,43 @@ class Live:
         """Have whoever looks hear of the round that has ended, if one has."""
         ended, self.session.ended = self.session.ended, None
         if ended is not None and self.observing is not None and not self.trial:
-            self.observing.round_ended(self.session.number, self.draft, self.target, self.mark_ns, ended.light().record)
+            self.observing.round_ended(
+                self.session.number, self.draft, self.target, self.mark_ns, ended.light().record
+            )
 
     def over(self, now_ns: int) -> None:
         """The session has ended; what was handled since its last round belongs to none."""
         self.session.accounts.add("coordinator", now_ns - self.mark_ns)
         if self.observing is not None:
-            self.observing.add_ours((("handle", self.mark_ns, now_ns - self.mark_ns),), self.session.number)
+            self.observing.add_ours(
+                (("handle", self.mark_ns, now_ns - self.mark_ns),), self.session.number
+            )
 
-    def _travelled(self, worker: Worker, now_ns: int, travel_ns: int, spans: Sequence[Span]) -> None:
-        """Command and answer have been on their way for so long; when the worker began says which of them was for how long, as far as its clock is known."""
+    def _travelled(
+        self, worker: Worker, now_ns: int, travel_ns: int, spans: Sequence[Span]
+    ) -> None:
+        """Command and answer have been on their way for so long; when the worker began says which
+        of them was for how long, as far as its clock is known."""
         if self.observing is None:
             return
         began_ns = min((start for _, start, _ in spans), default=0) - offset(worker.clock)
         there_ns = min(max(0, began_ns - self.mark_ns), travel_ns)
         number, round = self.session.number, self.session.round
         back_ns = travel_ns - there_ns
-        self.observing.add_ours((("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)), number, round)
+        self.observing.add_ours(
+            (("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)), number, round
+        )
 
     def _spend(self, account: Account, now_ns: int) -> None:
         """Put down the time since the mark to an account, and have whoever looks hear of it."""
         self.session.accounts.add(account, now_ns - self.mark_ns)
         self._time(account, now_ns - self.mark_ns)
         if self.observing is not None:
-            self.observing.add_ours(((SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns),), self.session.number, self.session.round)
+            self.observing.add_ours(
+                ((SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns),),
+                self.session.number,
+                self.session.round,
+            )
         self.mark_ns = now_ns
 
     def _time(self, account: Account, duration_ns: int) -> None:
@@ -220,7 +258,8 @@ class Live:
 
 
 def load_of(live: Live, lives: Iterable[Live], *, opening: bool = False) -> Load:
-    """How much runs on a session's workers. `opening`: count those whose prompts are being read, too."""
+    """How much runs on a session's workers. `opening`: count those whose prompts are being read,
+    too."""
     on_target = on_draft = 0
     counted = (*RUNNING, State.OPENING) if opening else RUNNING
     for other in lives:
@@ -231,7 +270,8 @@ def load_of(live: Live, lives: Iterable[Live], *, opening: bool = False) -> Load
 
 
 def waits(worker: Worker, lives: Iterable[Live]) -> Waits:
-    """What a worker waits for: nothing while it owes an answer; else what the sessions wait for that it holds."""
+    """What a worker waits for: nothing while it owes an answer; else what the sessions wait for
+    that it holds."""
     if worker.turns.owed:
         return ""
     states = {live.session.state for live in lives if worker in live.workers}

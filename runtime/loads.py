@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 
 class Load(NamedTuple):
-    """How many sessions run on a session's workers, itself counted: beyond their prompts, and not waiting for a target."""
+    """How many sessions run on a session's workers, itself counted: beyond their prompts, and not
+    waiting for a target."""
 
     target: int = 1
     """On its target: each has a row in a pass at least."""

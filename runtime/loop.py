@@ -1,6 +1,7 @@
 """The coordinator's life: one asyncio loop around its hub, from the first message to the last.
 
-Sends nothing itself; after everything that may have sent, `arrived` reads the hub until it is empty, since its descriptor fires on edges only.
+Sends nothing itself; after everything that may have sent, `arrived` reads the hub until it is
+empty, since its descriptor fires on edges only.
 """
 
 import asyncio
@@ -31,11 +32,14 @@ async def coordinate(
     ready: Callable[[], None] | None = None,
     supervised: int | None = None,
 ) -> None:
-    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but what it opened. `recorder`: notes its sessions; `supervised`:
-    the pipe from which a supervisor's words are read."""
+    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
+    what it opened. `recorder`: notes its sessions; `supervised`: the pipe from which a supervisor's
+    words are read."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
-    def elsewhere(work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]) -> None:
+    def elsewhere(
+        work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]
+    ) -> None:
         def hand_back(reading: asyncio.Future[Request | RequestError]) -> None:
             done(reading.result())
             arrived()
@@ -49,7 +53,9 @@ async def coordinate(
 
         loop.call_later(seconds, act)
 
-    coordinator = Coordinator(hub, defer=elsewhere, later=later, settings=settings, recorder=recorder)
+    coordinator = Coordinator(
+        hub, defer=elsewhere, later=later, settings=settings, recorder=recorder
+    )
 
     def arrived() -> None:
         coordinator.pump()
@@ -96,7 +102,9 @@ async def coordinate(
         coordinator.end()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, pipe: int, heard: Callable[[Supervised], None]) -> None:
+def _listen(
+    loop: asyncio.AbstractEventLoop, pipe: int, heard: Callable[[Supervised], None]
+) -> None:
     """Hand on what a supervisor says on a pipe, a line each; until it closes it."""
     begun = b""
 
@@ -124,7 +132,8 @@ async def _finish_what_runs(coordinator: Coordinator, hurried: asyncio.Event) ->
 
 
 async def _see_off(coordinator: Coordinator) -> None:
-    """Wait for the workers, which were told to leave: what one of them has not read when its connection ends never reaches it."""
+    """Wait for the workers, which were told to leave: what one of them has not read when its
+    connection ends never reaches it."""
     left_s = FAREWELL_S
     while coordinator.registry.workers and left_s > 0:
         coordinator.look_around()

@@ -1,4 +1,5 @@
-"""What one request cost - every nanosecond of its life is put down to one account, and the sum is its wall time - and what all of them came to.
+"""What one request cost - every nanosecond of its life is put down to one account, and the sum is
+its wall time - and what all of them came to.
 
 Knows no clock: all times are handed in, in nanoseconds on the coordinator's monotonic clock.
 """
@@ -21,17 +22,21 @@ def extent_ns(spans: Sequence[Span]) -> int:
     """From the first start to the last end: how long the worker had the command."""
     if not spans:
         return 0
-    return max(start + duration for _, start, duration in spans) - min(start for _, start, _ in spans)
+    return max(start + duration for _, start, duration in spans) - min(
+        start for _, start, _ in spans
+    )
 
 
 @dataclass
 class RoundTimes:
-    """Where the time of a round went, from the verdict (or the first token) before it to its own."""
+    """Where the time of a round went, from the verdict (or the first token) before it to its
+    own."""
 
     draft_ns: int = 0
     """Drafting that was waited for."""
     draft_hop_ns: int = 0
-    """Between the order's departure and the proposal's arrival, beside drafting; `target_hop_ns` likewise."""
+    """Between the order's departure and the proposal's arrival, beside drafting; `target_hop_ns`
+    likewise."""
     draft_queue_ns: int = 0
     """Until the draft worker was free, or had read the prompt."""
     verify_ns: int = 0
@@ -42,11 +47,19 @@ class RoundTimes:
     @property
     def own_ns(self) -> int:
         """Without the wait for the target."""
-        return self.draft_ns + self.draft_hop_ns + self.draft_queue_ns + self.verify_ns + self.target_hop_ns + self.coordinator_ns
+        return (
+            self.draft_ns
+            + self.draft_hop_ns
+            + self.draft_queue_ns
+            + self.verify_ns
+            + self.target_hop_ns
+            + self.coordinator_ns
+        )
 
     @property
     def missed_ns(self) -> int:
-        """Of that wait, what drafting is to blame for: without it a session asks as soon as it has its verdict, and shares the next pass with whoever waits.
+        """Of that wait, what drafting is to blame for: without it a session asks as soon as it has
+        its verdict, and shares the next pass with whoever waits.
 
         A wait that is longer than a pass is for a prompt that is being read.
         """
@@ -76,7 +89,11 @@ class RoundFacts:
     """As the record has it."""
 
     def record(self) -> RoundRecord:
-        offered = {name: getattr(self.proposal, name) for name in OFFERED} if self.proposal is not None else dict.fromkeys(OFFERED[:3], ())
+        offered = (
+            {name: getattr(self.proposal, name) for name in OFFERED}
+            if self.proposal is not None
+            else dict.fromkeys(OFFERED[:3], ())
+        )
         times = self.times
         return RoundRecord(
             round=self.round,
@@ -94,10 +111,14 @@ class RoundFacts:
         )
 
     def light(self) -> "RoundFacts":
-        """The same without what the proposal's nodes were drawn from, which can be large and is in no record."""
+        """The same without what the proposal's nodes were drawn from, which can be large and is in
+        no record."""
         if self.proposal is None or self.proposal.candidates is None:
             return self
-        return replace(self, proposal=self.proposal.model_copy(update={"candidates": None, "probabilities": None}))
+        return replace(
+            self,
+            proposal=self.proposal.model_copy(update={"candidates": None, "probabilities": None}),
+        )
 
 
 @dataclass
@@ -122,7 +143,9 @@ class Tally:
         self.accepted_tokens += accepted
         count_depths(self.accepted_at_depth, accepted)
 
-    def totals(self, *, draft_failures: int, opening: int, waiting: int, kept: int, occupied: float) -> Totals:
+    def totals(
+        self, *, draft_failures: int, opening: int, waiting: int, kept: int, occupied: float
+    ) -> Totals:
         """With these gauges."""
         return Totals(
             prompt_tokens=self.prompt_tokens,
@@ -167,7 +190,11 @@ class Accounts:
     began_ns: int
     tally: Tally = field(default_factory=Tally)
     """Of all requests, this one too."""
-    ns: dict[Account, int] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0))
+    ns: dict[Account, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0
+        )
+    )
     first_token_ns: int | None = None
     rounds: int = 0
     drafted_rounds: int = 0
@@ -186,7 +213,8 @@ class Accounts:
         self.ns[account] += duration_ns
 
     def reply(self, account: Account, waited_ns: int, spans: Sequence[Span]) -> int:
-        """Split the time between a command and its answer into work and transport; returns the work."""
+        """Split the time between a command and its answer into work and transport; returns the
+        work."""
         worked = min(extent_ns(spans), waited_ns)
         self.ns[account] += worked
         self.ns["transport"] += waited_ns - worked

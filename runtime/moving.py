@@ -1,7 +1,9 @@
-"""Running sessions part with their workers and get others: a draft between two rounds, a target wherever they are.
+"""Running sessions part with their workers and get others: a draft between two rounds, a target
+wherever they are.
 
-What is lost, late or to leave is parted with here; on whom a session goes on `placement.py` says, and how long it waits for a target `recovery.py`. Messages
-and the session's own logic are the coordinator's business.
+What is lost, late or to leave is parted with here; on whom a session goes on `placement.py` says,
+and how long it waits for a target `recovery.py`. Messages and the session's own logic are the
+coordinator's business.
 """
 
 import logging
@@ -64,14 +66,20 @@ class Moving:
         failing: FailingDrafts,
         settings: CoordinatorSettings,
     ) -> None:
-        self._house, self._registry, self._placement, self._failing = house, registry, placement, failing
+        self._house, self._registry, self._placement, self._failing = (
+            house,
+            registry,
+            placement,
+            failing,
+        )
         self._recovery = Recovery(settings.recovery_s, settings.move)
         self._stuck_ns = int(settings.stuck_s * 1e9)
 
-    # -- drafts ---------------------------------------------------------------------------------------------------------------------------------
+    # -- drafts ------------------------------------------------------------------------------------
 
     def seek(self, live: Live) -> Joining | None:
-        """A draft for a session whose own was lost or is not available any more, or which never had one, where that is worth it."""
+        """A draft for a session whose own was lost or is not available any more, or which never had
+        one, where that is worth it."""
         if not live.drafts or (live.draft is not None and live.draft.available):
             return None
         draft = self._placement.joining(live)
@@ -85,7 +93,10 @@ class Moving:
         live.draft, live.joining = draft, True
         draft.sessions += draft is not live.target
         live.pilot.work_with(*self._placement.pair(draft, live.target))
-        self._house.decide(f"session {live.session.number} is drafted for by {draft.name} from token {len(live.session.tokens)} on")
+        self._house.decide(
+            f"session {live.session.number} is drafted for by {draft.name} from token "
+            f"{len(live.session.tokens)} on"
+        )
         return Joining(draft.hello.reads, self._placement.draft_base(live, draft))
 
     def drop_draft(self, live: Live, *, shun: bool = False) -> None:
@@ -99,18 +110,21 @@ class Moving:
         self._house.perform(live, live.session.draft_lost())
 
     def draft_failed(self, live: Live, why: str) -> None:
-        """Go on with the target alone, since a session's draft cannot do what is asked of it: that is said, and it is not asked again."""
+        """Go on with the target alone, since a session's draft cannot do what is asked of it: that
+        is said, and it is not asked again."""
         if live.draft is not None and not live.trial:
             self._failing.failed(live.draft, live, why, self._house.now_ns())
         self.drop_draft(live, shun=True)
 
     def change_draft(self, live: Live) -> None:
-        """Have a session part with its draft, which gets no more sessions: at the end of its round, and at once before its first."""
+        """Have a session part with its draft, which gets no more sessions: at the end of its round,
+        and at once before its first."""
         if live.session.state in (State.OPENING, State.WAITING):
             self._house.attempt(live, partial(self.drop_draft, live))
 
     def _forget_draft(self, live: Live) -> None:
-        """A session's draft forgets it, if it has one, and the target need not compute anything for it."""
+        """A session's draft forgets it, if it has one, and the target need not compute anything for
+        it."""
         draft, live.draft, live.joining = live.draft, None, False
         live.target.turns.withdraw(live.session.number, Refeed)
         if draft is not None and draft is not live.target:
@@ -122,15 +136,23 @@ class Moving:
         if live.draft is not None and live.sent:
             live.draft.stuck = True
             seconds, name = self._stuck_ns / 1e9, live.draft.name
-            log.warning("draft worker %s has not answered for %.0f s: session %d goes on without it", name, seconds, live.session.number)
+            log.warning(
+                "draft worker %s has not answered for %.0f s: session %d goes on without it",
+                name,
+                seconds,
+                live.session.number,
+            )
             self.draft_failed(live, f"it has not answered for {seconds:g} s")
         else:
-            self.draft_failed(live, f"it has been busy with other sessions for {self._stuck_ns / 1e9:g} s")
+            self.draft_failed(
+                live, f"it has been busy with other sessions for {self._stuck_ns / 1e9:g} s"
+            )
 
-    # -- targets --------------------------------------------------------------------------------------------------------------------------------
+    # -- targets -----------------------------------------------------------------------------------
 
     def lose_target(self, live: Live, why: str) -> None:
-        """Have a session wait for another target than its own, which forgets it if it is still there."""
+        """Have a session wait for another target than its own, which forgets it if it is still
+        there."""
         now_ns = self._house.now_ns()
         self._recovery.lost(live, why, now_ns)
         live.interrupted(now_ns)
@@ -139,12 +161,15 @@ class Moving:
         self._house.perform(live, live.session.target_lost())
 
     def resettle(self) -> None:
-        """Have every session that waits for a target go on where it can, and end those that have waited long enough."""
+        """Have every session that waits for a target go on where it can, and end those that have
+        waited long enough."""
         for live in [live for live in self._house.lives if live.loss is not None]:
             self._house.attempt(live, partial(self._resettle, live))
 
     def _resettle(self, live: Live) -> None:
-        target = self._placement.target(partial(self._recovery.suits, live), context=live.session.length)
+        target = self._placement.target(
+            partial(self._recovery.suits, live), context=live.session.length
+        )
         if target is not None and not live.doomed:
             self._recover(live, target)
         elif (error := self._end_of(live)) is not None:
@@ -155,12 +180,17 @@ class Moving:
         """Why a session that waits for a target is not to wait any longer, if that is so."""
         assert live.loss is not None
         if self._house.given_up:
-            return RequestError("ending", f"{live.loss.words}, and the service is ending: {self._house.given_up}")
+            return RequestError(
+                "ending", f"{live.loss.words}, and the service is ending: {self._house.given_up}"
+            )
         return self._recovery.end_of(live, self._registry.workers.values(), self._house.now_ns())
 
     def refuge(self, live: Live) -> Worker | None:
         """Another target on which a session may go on."""
-        return self._placement.target(lambda other: other is not live.target and self._recovery.suits(live, other), context=live.session.length)
+        return self._placement.target(
+            lambda other: other is not live.target and self._recovery.suits(live, other),
+            context=live.session.length,
+        )
 
     def move(self, live: Live, target: Worker) -> None:
         """Have a session go on on another target, though its own is there."""
@@ -178,10 +208,18 @@ class Moving:
         live.target, live.loss = target, None
         target.sessions += target is not live.draft
         live.pilot.work_with(*self._placement.pair(live.draft, target))
-        self._house.decide(f"session {live.session.number} goes on on {target.name} from token {len(live.session.tokens)} on")
-        self._house.perform(live, live.session.recovered(str(target.hello.fingerprint), self._placement.target_base(live, target)))
+        self._house.decide(
+            f"session {live.session.number} goes on on {target.name} from token "
+            f"{len(live.session.tokens)} on"
+        )
+        self._house.perform(
+            live,
+            live.session.recovered(
+                str(target.hello.fingerprint), self._placement.target_base(live, target)
+            ),
+        )
 
-    # -- both -----------------------------------------------------------------------------------------------------------------------------------
+    # -- both --------------------------------------------------------------------------------------
 
     def part_with(self, worker: Worker, why: str) -> None:
         """A worker is not here any more: its sessions do without it."""
@@ -202,4 +240,8 @@ class Moving:
     def words(self) -> Sequence[str]:
         """Who waits for a target, and why, for `status`."""
         now_ns = self._house.now_ns()
-        return [self._recovery.words(live, now_ns) for live in self._house.lives if live.loss is not None]
+        return [
+            self._recovery.words(live, now_ns)
+            for live in self._house.lives
+            if live.loss is not None
+        ]

@@ -1,11 +1,14 @@
-"""What has happened lately: a ring of rounds and spans, out of which Look is answered, and the spans of requests that are traced.
+"""What has happened lately: a ring of rounds and spans, out of which Look is answered, and the
+spans of requests that are traced.
 
-What happens is only remembered, which takes a microsecond; what is shown is made when somebody asks. Rounds and spans share one numbering, so that whoever
-asks again with the last number gets what is new, and hears how much is gone. Fine spans are asked of the workers while somebody looks for spans, or a
-request is traced. Pure: the clock and the workers are handed in. Knows no sockets, and no session but by its number.
+What happens is only remembered, which takes a microsecond; what is shown is made when somebody
+asks. Rounds and spans share one numbering, so that whoever asks again with the last number gets
+what is new, and hears how much is gone. Fine spans are asked of the workers while somebody looks
+for spans, or a request is traced. Pure: the clock and the workers are handed in. Knows no sockets,
+and no session but by its number.
 
-A worker's spans are on its own clock. They are moved by what is known of its offset; one of which it is possible that it has our clock has it, as processes
-of one machine do.
+A worker's spans are on its own clock. They are moved by what is known of its offset; one of which
+it is possible that it has our clock has it, as processes of one machine do.
 """
 
 import itertools
@@ -101,9 +104,11 @@ class Observing:
         self._traces: dict[int, list[SeenSpan]] = {}
         """By session."""
 
-    # -- what happens --------------------------------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
-    def add_ours(self, spans: Sequence[Span], session: int | None = None, round: int | None = None) -> None:
+    def add_ours(
+        self, spans: Sequence[Span], session: int | None = None, round: int | None = None
+    ) -> None:
         """Spans of our own."""
         self._add(OURS, "", session, round, 0, spans)
 
@@ -113,7 +118,8 @@ class Observing:
         return self.now_ns() if self.fine else 0
 
     def finely(self, name: str, start_ns: int, about: Any) -> int:
-        """A fine span of our own about a message or a session, which ends now: when that is. Nothing happens where none are recorded."""
+        """A fine span of our own about a message or a session, which ends now: when that is.
+        Nothing happens where none are recorded."""
         if not self.fine:
             return start_ns
         now_ns = self.now_ns()
@@ -133,16 +139,34 @@ class Observing:
         if spans and isinstance(event, Verified):
             about = [(item.session, item.round) for item in event.items]
             session, round = about[0] if len(about) == 1 else (None, None)
-            self._add(name, device, session, round, offset_ns, spans, about if len(about) > 1 else ())
+            self._add(
+                name, device, session, round, offset_ns, spans, about if len(about) > 1 else ()
+            )
         elif spans:
             self._add(name, device, event.session, event.round, offset_ns, spans)  # type: ignore[union-attr]
         for session, round, span in beside:
             self._add(name, device, session, round, offset_ns, (span,))
 
-    def round_ended(self, session: int, draft: Worker | None, target: Worker, at_ns: int, record: Callable[[], RoundRecord]) -> None:
+    def round_ended(
+        self,
+        session: int,
+        draft: Worker | None,
+        target: Worker,
+        at_ns: int,
+        record: Callable[[], RoundRecord],
+    ) -> None:
         """A round has ended; what is to be said of it is asked for when somebody looks."""
         self._number += 1
-        self._ring.append(_Round(self._number, session, draft.name if draft is not None else "", target.name, at_ns, record))
+        self._ring.append(
+            _Round(
+                self._number,
+                session,
+                draft.name if draft is not None else "",
+                target.name,
+                at_ns,
+                record,
+            )
+        )
         self._trim()
 
     def _add(
@@ -169,7 +193,7 @@ class Observing:
         while self._number - self._gone > MAX_HELD and self._ring:
             self._gone = self._ring.popleft().number
 
-    # -- requests that are traced ------------------------------------------------------------------------------------------------------------------
+    # -- requests that are traced ------------------------------------------------------------------
 
     def begin(self, session: Session, *, trace: bool) -> None:
         """A session begins; `trace`: what is about it is kept until it is taken."""
@@ -181,7 +205,7 @@ class Observing:
         """What was kept of it; nothing is kept any more."""
         return tuple(self._traces.pop(session, ())[:MAX_TRACED])
 
-    # -- who looks -----------------------------------------------------------------------------------------------------------------------------
+    # -- who looks ---------------------------------------------------------------------------------
 
     def orders(self, workers: Iterable[Worker]) -> list[tuple[Worker, bool]]:
         """Which workers are to be told whether they record fine spans."""
@@ -195,12 +219,25 @@ class Observing:
             self._told.clear()
         return [(worker, self.fine) for worker in said]
 
-    def look(self, request: Look, epoch: int, workers: Collection[Worker], waiting: Waiting, *, own: Collection[int] | None = None) -> Seen:
-        """The answer to Look. `own`: the sessions that the client may read the tokens of; None: all."""
+    def look(
+        self,
+        request: Look,
+        epoch: int,
+        workers: Collection[Worker],
+        waiting: Waiting,
+        *,
+        own: Collection[int] | None = None,
+    ) -> Seen:
+        """The answer to Look. `own`: the sessions that the client may read the tokens of; None:
+        all."""
         now_ns = self.now_ns()
         if request.spans:
             self._until_ns = now_ns + LOOKED_NS
-        last, rounds, spans = min(max(request.after, self._gone), self._number), list[SeenRound](), list[SeenSpan]()
+        last, rounds, spans = (
+            min(max(request.after, self._gone), self._number),
+            list[SeenRound](),
+            list[SeenSpan](),
+        )
         more = False
         for entry in self._behind(last):
             if isinstance(entry, _Round):
@@ -256,12 +293,14 @@ class Timed:
 
 
 def offset(clock: ClockOffset) -> int:
-    """How far a worker's clock is ahead of ours: as was measured, or not at all where that may be."""
+    """How far a worker's clock is ahead of ours: as was measured, or not at all where that may
+    be."""
     return 0 if abs(clock.offset_ns) <= clock.bound_ns else clock.offset_ns
 
 
 def _on_ours(peer_ns: int, offset_ns: int) -> int:
-    """A worker's time on our clock, as far as a message may tell it: a clock that jumps must not keep others from being seen."""
+    """A worker's time on our clock, as far as a message may tell it: a clock that jumps must not
+    keep others from being seen."""
     return min(max(0, peer_ns - offset_ns), LATEST_NS)
 
 
@@ -269,7 +308,15 @@ def _seen_round(entry: _Round, *, readable: bool) -> SeenRound:
     record = entry.record()
     if not readable:
         record = record.model_copy(update={"tokens": (0,) * len(record.tokens), "bonus": 0})
-    return SeenRound(number=entry.number, session=entry.session, draft=entry.draft, target=entry.target, at_ns=entry.at_ns, readable=readable, record=record)
+    return SeenRound(
+        number=entry.number,
+        session=entry.session,
+        draft=entry.draft,
+        target=entry.target,
+        at_ns=entry.at_ns,
+        readable=readable,
+        record=record,
+    )
 
 
 def _seen_worker(worker: Worker, waiting: Waits) -> SeenWorker:

@@ -1,6 +1,8 @@
-"""What one client is told, in order: text that comes quickly waits a little, and what a full queue does not take waits longer.
+"""What one client is told, in order: text that comes quickly waits a little, and what a full queue
+does not take waits longer.
 
-Text of a request that waits is told in one piece. Knows neither sockets nor a clock: times and the way out are handed in.
+Text of a request that waits is told in one piece. Knows neither sockets nor a clock: times and the
+way out are handed in.
 """
 
 from collections import deque
@@ -10,8 +12,8 @@ from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.messages import Emitted, Failed, Finished, Message, Recorded
 
 EMIT_EVERY_NS = 20_000_000
-"""A client is not woken more often for text: nobody reads faster, and where cores are few it would take one from a worker. To be woken and to say something
-over HTTP takes some 300 us of a core."""
+"""A client is not woken more often for text: nobody reads faster, and where cores are few it would
+take one from a worker. To be woken and to say something over HTTP takes some 300 us of a core."""
 MAX_JOINED = 8192
 """Tokens that are told in one piece, so that every message can be sent."""
 RECORD_EVERY_NS = 2_000_000
@@ -40,14 +42,23 @@ class Outbox:
             self._waiting.append(message)
             if isinstance(message, Finished | Failed):
                 self._begun.discard(_subject(message))
-            self._patience_ns = min(self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0)
+            self._patience_ns = min(
+                self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0
+            )
             return
         self.tokens += len(message.tokens)
         if message.request not in self._begun:
             self._begun.add(message.request)
             self._patience_ns = 0
         # what waits for a client that reads is short: a message or two of each of its requests
-        place = next((place for place in reversed(range(len(self._waiting))) if _subject(self._waiting[place]) == message.request), None)
+        place = next(
+            (
+                place
+                for place in reversed(range(len(self._waiting)))
+                if _subject(self._waiting[place]) == message.request
+            ),
+            None,
+        )
         before = self._waiting[place] if place is not None else None
         if place is not None and isinstance(before, Emitted) and len(before.tokens) < MAX_JOINED:
             self._waiting[place] = _joined(before, message)
@@ -64,7 +75,8 @@ class Outbox:
         return self._patience_ns
 
     def remind(self) -> bool:
-        """Whether somebody has to come back for what waits, in `patience_ns`; once until it is sent, or sooner than was said."""
+        """Whether somebody has to come back for what waits, in `patience_ns`; once until it is
+        sent, or sooner than was said."""
         sooner = self._reminded_ns is None or self._patience_ns < self._reminded_ns
         if sooner:
             self._reminded_ns = self._patience_ns
@@ -81,7 +93,8 @@ class Outbox:
             self._count_out(self._waiting.popleft())
 
     def drop(self) -> int | None:
-        """Forget what would be sent next, and all else that is about its request: which that is, None if it is about none."""
+        """Forget what would be sent next, and all else that is about its request: which that is,
+        None if it is about none."""
         request = _subject(first := self._waiting.popleft())
         self._begun.discard(request)
         self._count_out(first)
@@ -110,6 +123,17 @@ def _subject(message: Message) -> int:
 
 def _joined(first: Emitted, second: Emitted) -> Emitted:
     """One message that says what both say."""
-    tokens, drafted, text = first.tokens + second.tokens, first.drafted + second.drafted, first.text + second.text
+    tokens, drafted, text = (
+        first.tokens + second.tokens,
+        first.drafted + second.drafted,
+        first.text + second.text,
+    )
     logprobs = first.logprobs + second.logprobs
-    return Emitted(epoch=first.epoch, request=first.request, tokens=tokens, drafted=drafted, text=text, logprobs=logprobs)
+    return Emitted(
+        epoch=first.epoch,
+        request=first.request,
+        tokens=tokens,
+        drafted=drafted,
+        text=text,
+        logprobs=logprobs,
+    )

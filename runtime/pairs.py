@@ -1,4 +1,5 @@
-"""What a draft and a target that work together have learned of each other: costs, what rounds bring, and whether drafting pays, at each load apart.
+"""What a draft and a target that work together have learned of each other: costs, what rounds
+bring, and whether drafting pays, at each load apart.
 
 Pure: rounds are handed in by the pilots of sessions.
 """
@@ -14,16 +15,19 @@ CALIBRATED = 8
 """Rounds after which what nodes promise is compared with what they bring."""
 MOST_HONESTY = 2.0
 PLAIN_ROUNDS = 64.0
-"""Rounds without drafting over which their time is compared with what a pass over their rows should take."""
+"""Rounds without drafting over which their time is compared with what a pass over their rows should
+take."""
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
 """A round: it is kept where about a twelfth of the sessions are behind."""
 
 
 class Crowd:
-    """What sessions that run at once have learned at one load: one verdict holds for all of them, since each slows the others' passes and drafts down.
+    """What sessions that run at once have learned at one load: one verdict holds for all of them,
+    since each slows the others' passes and drafts down.
 
-    It is judged by what all of their rounds bring in their whole time, waits for each other included, against rounds of as many sessions without drafting.
+    It is judged by what all of their rounds bring in their whole time, waits for each other
+    included, against rounds of as many sessions without drafting.
     """
 
     def __init__(self) -> None:
@@ -31,12 +35,14 @@ class Crowd:
         self.tokens, self.seconds = Average(), Average()
         """Of a round while drafting is on."""
         self.care = 1.0
-        """By how much more than its tokens a second is taken to be worth, so that no session pays for what others gain."""
+        """By how much more than its tokens a second is taken to be worth, so that no session pays
+        for what others gain."""
         self._plain = Average(PLAIN_ROUNDS)
         """Rounds without drafting, in parts of what was expected of them."""
 
     def plain(self, seconds: float, expected_s: float) -> None:
-        """A round without drafting took so long; `expected_s`: a pass over one row of every session, and what goes with it."""
+        """A round without drafting took so long; `expected_s`: a pass over one row of every
+        session, and what goes with it."""
         self._plain.add(min(MOST_SLOWDOWN, seconds / expected_s))
 
     def alone_s(self, expected_s: float) -> float:
@@ -44,8 +50,11 @@ class Crowd:
         return expected_s * max(1.0, self._plain.value)
 
     def mind(self, *, behind: bool, among: int) -> None:
-        """A session is behind what it would have without any drafting, or is not; `among`: sessions that say so, each once a round."""
-        self.care = min(MOST_CARE, max(1.0, self.care * (MORE_CARE if behind else LESS_CARE) ** (1.0 / among)))
+        """A session is behind what it would have without any drafting, or is not; `among`: sessions
+        that say so, each once a round."""
+        self.care = min(
+            MOST_CARE, max(1.0, self.care * (MORE_CARE if behind else LESS_CARE) ** (1.0 / among))
+        )
 
     def drafted(self, tokens: float, seconds: float) -> None:
         """A round while drafting is on has brought so much."""
@@ -64,7 +73,9 @@ class Pair:
     """Whether both compute on one device."""
     reads: bool = False
     """Whether the draft reads its target's states."""
-    experiences: dict[bool, Experience] = field(default_factory=lambda: {True: Experience(), False: Experience()})
+    experiences: dict[bool, Experience] = field(
+        default_factory=lambda: {True: Experience(), False: Experience()}
+    )
     """Of sessions that run alone, by whether they are greedy."""
     crowds: dict[tuple[bool, tuple[int, int]], "Crowd"] = field(default_factory=dict)
     """Of sessions that run beside others, by that and the level of their load."""
@@ -89,7 +100,8 @@ class Pair:
 
     @property
     def ahead_in_doubt(self) -> bool:
-        """Whether it has to be found out if drafting ahead pays: where it takes from the other, or where it guesses from guesses."""
+        """Whether it has to be found out if drafting ahead pays: where it takes from the other, or
+        where it guesses from guesses."""
         return self.shared or self.reads
 
     @property
@@ -100,7 +112,8 @@ class Pair:
         return min(MOST_HONESTY, self.accepted.value / self.promised.value)
 
     def crowd(self, *, greedy: bool, load: Load) -> "Crowd":
-        """What was learned at a load beyond a single session; nothing of it holds at another one."""
+        """What was learned at a load beyond a single session; nothing of it holds at another
+        one."""
         key = greedy, load.level
         if key not in self.crowds:
             self.crowds[key] = Crowd()
@@ -118,7 +131,9 @@ class Pair:
             tokens_per_s=ratio(self.tokens, self.seconds),
             alone_tokens_per_s=1.0 / alone_s if alone_s > 0.0 else None,
             predicted_tokens_per_s=ratio(self.expected, self.predicted),
-            hops_us=1e6 * (costs.draft_hop_s.value + costs.target_hop_s.value) if costs.target_hop_s.known else None,
+            hops_us=1e6 * (costs.draft_hop_s.value + costs.target_hop_s.value)
+            if costs.target_hop_s.known
+            else None,
             t_v=costs.target.curve(self.context),
             t_d=costs.draft.curve(),
         )
@@ -134,8 +149,15 @@ def ratio(above: Average, below: Average) -> float | None:
 
 
 def share_device(one: Hello, other: Hello) -> bool:
-    """Whether two workers compute on the same device, or may: on one host the same GPU, or cores in common or unknown."""
-    gpus = [hello.device.split()[0] if hello.device.startswith("cuda") else "" for hello in (one, other)]
+    """Whether two workers compute on the same device, or may: on one host the same GPU, or cores in
+    common or unknown."""
+    gpus = [
+        hello.device.split()[0] if hello.device.startswith("cuda") else "" for hello in (one, other)
+    ]
     if one.host != other.host or gpus[0] != gpus[1]:
         return False
-    return bool(gpus[0]) or not (one.cores and other.cores) or not set(one.cores).isdisjoint(other.cores)
+    return (
+        bool(gpus[0])
+        or not (one.cores and other.cores)
+        or not set(one.cores).isdisjoint(other.cores)
+    )

@@ -1,8 +1,9 @@
 """How a session's next round is drafted, from what its rounds have cost and brought.
 
-A `Pilot` steers one session: it prices drafting by what else is in the pass, stops and resumes it, has it go on ahead where that pays, and predicts each
-round before it is made. Whatever shapes the tree, its size is a bound, unless the request insists. Pure: rounds are handed in as values; what is decided
-comes back as values and sentences.
+A `Pilot` steers one session: it prices drafting by what else is in the pass, stops and resumes it,
+has it go on ahead where that pays, and predicts each round before it is made. Whatever shapes the
+tree, its size is a bound, unless the request insists. Pure: rounds are handed in as values; what is
+decided comes back as values and sentences.
 """
 
 from collections import deque
@@ -22,31 +23,40 @@ from dovetail.runtime.switches import Switch
 WINDOW = 16
 """Rounds over which a session's tokens a second are taken."""
 FEW = 4
-"""Rounds of a session that count for its rate at least; those that it has not had yet are taken to be as usual."""
+"""Rounds of a session that count for its rate at least; those that it has not had yet are taken to
+be as usual."""
 CONTROLS = (0, 8, 32)
-"""Rounds of a pair before which the target's pass over a single row is measured, as often as they are many, where no profile tells it."""
+"""Rounds of a pair before which the target's pass over a single row is measured, as often as they
+are many, where no profile tells it."""
 SURE = 0.8
-"""How likely a guess is where text is predictable: to that depth a try goes, whatever was learned before."""
+"""How likely a guess is where text is predictable: to that depth a try goes, whatever was learned
+before."""
 EMPTY = 4
-"""Proposals of nothing, one after the other, after which what was learned of the draft is doubted."""
+"""Proposals of nothing, one after the other, after which what was learned of the draft is
+doubted."""
 PRIOR_NODES = 2.0
 """Nodes for which the scores of a new session are trusted, before what they bring counts."""
 BEHIND = 0.97
-"""Of the rate without drafting, below which a session beside others suffers from what these draft."""
+"""Of the rate without drafting, below which a session beside others suffers from what these
+draft."""
 LEAST_HOPE = 0.1
-"""Tokens a round that drafting beside other sessions has to bring where text is predictable, at known costs, to be tried."""
+"""Tokens a round that drafting beside other sessions has to bring where text is predictable, at
+known costs, to be tried."""
 RESTING = 16
 """Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
 MOST_DEADLINE_MS = 3.6e6
 STALE = 0.95
-"""tau of a head that grows ahead over that of one that does not: what is below the new root was guessed from guesses. With the embedded Dovetail head at T = 0:
-0.92 to 0.95 on shipped prompts and MT-bench, 0.94 to 1.00 on HumanEval and GSM8K. Not seen in scores, which are fitted to both; too little to be counted
+"""tau of a head that grows ahead over that of one that does not: what is below the new root was
+guessed from guesses. With the embedded Dovetail head at T = 0:
+0.92 to 0.95 on shipped prompts and MT-bench, 0.94 to 1.00 on HumanEval and GSM8K. Not seen in
+scores, which are fitted to both; too little to be counted
 soon."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a round is drafted: fields of `Draft`; depth and nodes are bounds below the request's own."""
+    """How a round is drafted: fields of `Draft`; depth and nodes are bounds below the request's
+    own."""
 
     rate: float | None = None
     floor: float = 0.0
@@ -76,7 +86,8 @@ class Round:
 
 
 class Pilot:
-    """Steers one session. Without a pair - the target alone - it plans nothing, and only keeps count of what rounds bring."""
+    """Steers one session. Without a pair - the target alone - it plans nothing, and only keeps
+    count of what rounds bring."""
 
     def __init__(
         self,
@@ -90,8 +101,15 @@ class Pilot:
         say: Callable[[str], None],
         drawn: bool = False,
     ) -> None:
-        """`ahead`: None where it is to be found out; `say` hears of every decision; `drawn`: the reply hangs on what is drafted, and so on no clock."""
-        self._number, self._tree, self._greedy, self._ahead, self._say = number, tree, greedy, ahead, say
+        """`ahead`: None where it is to be found out; `say` hears of every decision; `drawn`: the
+        reply hangs on what is drafted, and so on no clock."""
+        self._number, self._tree, self._greedy, self._ahead, self._say = (
+            number,
+            tree,
+            greedy,
+            ahead,
+            say,
+        )
         self._fixed = tree.insist or drawn
         self._load = ALONE
         self._era = 0
@@ -110,9 +128,12 @@ class Pilot:
         self.work_with(pair, costs)
 
     def work_with(self, pair: Pair | None, costs: PairCosts) -> None:
-        """Go on with these workers; what the session's rounds brought with others says nothing of them."""
+        """Go on with these workers; what the session's rounds brought with others says nothing of
+        them."""
         self._pair, self._costs = pair, costs
-        self._own = Switch(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
+        self._own = (
+            Switch(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
+        )
         """For when it runs alone."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._promises = PRIOR_NODES
@@ -120,7 +141,10 @@ class Pilot:
         self._empty = self._resting = 0
         self._crowd_here: Crowd | None = None
         if self._own is not None and not self._own.drafting:
-            self._say(f"session {self._number} begins without a draft: with {self._names} {self._lost_of_late(self._own)}")
+            self._say(
+                f"session {self._number} begins without a draft: with {self._names} "
+                f"{self._lost_of_late(self._own)}"
+            )
 
     @property
     def _crowd(self) -> Crowd:
@@ -154,14 +178,19 @@ class Pilot:
         """Whether a session is drafted for at this load, or that is tried."""
         if self._pair is None or self._own is None:
             return self._pair is not None
-        return (self._own if load.alone else self._pair.crowd(greedy=self._greedy, load=load).switch).drafting
+        return (
+            self._own if load.alone else self._pair.crowd(greedy=self._greedy, load=load).switch
+        ).drafting
 
     @property
     def off(self) -> str | None:
         """Why nothing is drafted, where that is so."""
         if self._switch is None or self._switch.drafting:
             return None
-        return f"session {self._number} is decoded without a draft: {self._names} are slower with drafting at present"
+        return (
+            f"session {self._number} is decoded without a draft: {self._names} are slower "
+            "with drafting at present"
+        )
 
     @property
     def _names(self) -> str:
@@ -171,7 +200,11 @@ class Pilot:
     def _lost_of_late(self, switch: Switch) -> str:
         assert self._pair is not None
         alone_s = self._costs.alone_s(context=self._pair.context)
-        return f"drafting was slower: {switch.last_rates(alone_s)}" if alone_s > 0.0 else "drafting was slower"
+        return (
+            f"drafting was slower: {switch.last_rates(alone_s)}"
+            if alone_s > 0.0
+            else "drafting was slower"
+        )
 
     def leave(self) -> None:
         """The draft is lost."""
@@ -179,14 +212,17 @@ class Pilot:
 
     @property
     def order_s(self) -> float:
-        """Seconds from an order to its proposal, where the draft is free; 0 where nothing is known."""
+        """Seconds from an order to its proposal, where the draft is free; 0 where nothing is
+        known."""
         costs = self._costs
         return costs.exposed_s.value + costs.draft_hop_s.value
 
     def rate(self, context: int) -> float:
-        """Tokens a second of late; at first those of the pair's last rounds, else of the target alone; 0 where nothing is known.
+        """Tokens a second of late; at first those of the pair's last rounds, else of the target
+        alone; 0 where nothing is known.
 
-        Beside others not less than without any drafting: a second that is wasted is wasted for all of them.
+        Beside others not less than without any drafting: a second that is wasted is wasted for all
+        of them.
         """
         rate = self._rate_of_late(context)
         if self._load.alone or (alone_s := self._alone_s(context)) <= 0.0:
@@ -196,12 +232,21 @@ class Pilot:
     def _alone_s(self, context: float) -> float:
         """Seconds of a round without any drafting at this load; 0 where nothing is known."""
         expected_s = self._costs.alone_s(context=context, rows=self._load.target)
-        return expected_s if self._own is None or self._load.alone else self._crowd.alone_s(expected_s)
+        return (
+            expected_s if self._own is None or self._load.alone else self._crowd.alone_s(expected_s)
+        )
 
     def _rate_of_late(self, context: int) -> float:
-        tokens, seconds = (sum(values) for values in zip(*self._recent, strict=True)) if self._recent else (0.0, 0.0)
+        tokens, seconds = (
+            (sum(values) for values in zip(*self._recent, strict=True))
+            if self._recent
+            else (0.0, 0.0)
+        )
         if (missing := FEW - len(self._recent)) > 0:
-            tokens, seconds = tokens + missing * self._usual(context)[0], seconds + missing * self._usual(context)[1]
+            tokens, seconds = (
+                tokens + missing * self._usual(context)[0],
+                seconds + missing * self._usual(context)[1],
+            )
         return tokens / seconds if seconds > 0.0 else 0.0
 
     def _usual(self, context: int) -> tuple[float, float]:
@@ -213,27 +258,37 @@ class Pilot:
                 return known.tokens.value, known.seconds.value
         return 1.0, self._alone_s(context)
 
-    # -- before the first round: the prompt ---------------------------------------------------------------------------------------------------
+    # -- before the first round: the prompt --------------------------------------------------------
 
     def awaits_draft(self, context: int, tokens: int) -> bool:
-        """Whether a session waits until the draft has read a prompt of which the target read so many tokens: the first round without it would cost more."""
+        """Whether a session waits until the draft has read a prompt of which the target read so
+        many tokens: the first round without it would cost more."""
         if self._own is None:
             return False
         assert self._pair is not None
         lag_s, pair = self._pair.costs.reading.expect(tokens), self._pair
         alone_s, rate = self._costs.alone_s(context=context), ratio(pair.tokens, pair.seconds)
-        return lag_s is not None and rate is not None and alone_s > 0.0 and lag_s * rate < alone_s * rate - 1.0
+        return (
+            lag_s is not None
+            and rate is not None
+            and alone_s > 0.0
+            and lag_s * rate < alone_s * rate - 1.0
+        )
 
     def draft_read(self, tokens: int, seconds: float) -> None:
-        """The draft has read the prompt, so much later than its target read so many tokens of it."""
+        """The draft has read the prompt, so much later than its target read so many tokens of
+        it."""
         if self._pair is not None:
             self._pair.costs.reading.add(tokens, seconds)
 
-    # -- before a round -------------------------------------------------------------------------------------------------------------------------
+    # -- before a round ----------------------------------------------------------------------------
 
-    def plan(self, context: int, *, load: Load = ALONE, ready: bool = True, patient: bool = True) -> Plan | None:
-        """How to draft for the next round; None: not at all. `ready`: whether the draft is there for it, and has read the prompt; `patient`: whether it is
-        waited for until it has, which only a request that insists does, unless it `awaits_draft`."""
+    def plan(
+        self, context: int, *, load: Load = ALONE, ready: bool = True, patient: bool = True
+    ) -> Plan | None:
+        """How to draft for the next round; None: not at all. `ready`: whether the draft is there
+        for it, and has read the prompt; `patient`: whether it is waited for until it has, which
+        only a request that insists does, unless it `awaits_draft`."""
         self._meet(load)
         self._exposed_s = 0.0
         pair, switch = self._pair, self._switch
@@ -249,7 +304,11 @@ class Pilot:
             self.controls += 1
             return None
         self._exposed_s = self.order_s if pair.costs.exposed_s.known else None
-        ahead = pair.trial.ahead if self._ahead is None and pair.ahead_in_doubt else self._ahead is not False
+        ahead = (
+            pair.trial.ahead
+            if self._ahead is None and pair.ahead_in_doubt
+            else self._ahead is not False
+        )
         return Plan(ahead=ahead) if switch is None else self._priced(context, switch, ahead)
 
     def _meet(self, load: Load) -> None:
@@ -265,7 +324,8 @@ class Pilot:
         self._era = switch.era if switch is not None else 0
 
     def _rests(self) -> bool:
-        """Whether the draft, which had nothing to propose for long, is left to other sessions in this round."""
+        """Whether the draft, which had nothing to propose for long, is left to other sessions in
+        this round."""
         if self._load.alone or not self._resting:
             return False
         self._resting -= 1
@@ -273,30 +333,43 @@ class Pilot:
 
     @property
     def _control_due(self) -> bool:
-        """Whether the target's pass over a single row has to be measured. One try for each time: other sessions may be in the pass, and have rows there."""
+        """Whether the target's pass over a single row has to be measured. One try for each time:
+        other sessions may be in the pass, and have rows there."""
         assert self._pair is not None
         target, pair = self._costs.target, self._pair
         due = sum(pair.rounds >= after for after in CONTROLS)
-        return not (target.profiled or target.seen(1) >= due or (target.known and pair.controls >= due))
+        return not (
+            target.profiled or target.seen(1) >= due or (target.known and pair.controls >= due)
+        )
 
     def _priced(self, context: int, switch: Switch, ahead: bool) -> Plan:
-        """By what a second is worth to everybody who waits meanwhile: for the draft, those that have it; for the target, all that run there."""
+        """By what a second is worth to everybody who waits meanwhile: for the draft, those that
+        have it; for the target, all that run there."""
         assert self._pair is not None
         load, trying = self._load, switch.state == "try"
         depth = self._hopeful_depth(context) if trying else None
         if load.alone and (trying or self._empty >= EMPTY):
             return Plan(ahead=ahead, most_depth=self._hopeful_depth(context))
         rate, alone_s = self.rate(context), self._alone_s(context)
-        nodes = ceil(load.draft * self._pair.gamma.value) if self._pair.gamma.known and not trying else 0
+        nodes = (
+            ceil(load.draft * self._pair.gamma.value)
+            if self._pair.gamma.known and not trying
+            else 0
+        )
         rows = load.target + nodes
         most = max(rows, load.target + self._tree.most_nodes)
-        floor = floor_of(rate * load.target, self._costs.target.table(most + 1, context).__getitem__, rows, most)
+        floor = floor_of(
+            rate * load.target, self._costs.target.table(most + 1, context).__getitem__, rows, most
+        )
         deadline_ms = 1e3 * alone_s * (self._tree.depth if self._pair.rounds else 2)
         deadline = deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None
-        return Plan(rate=rate * load.draft, floor=floor, ahead=ahead, deadline_ms=deadline, most_depth=depth)
+        return Plan(
+            rate=rate * load.draft, floor=floor, ahead=ahead, deadline_ms=deadline, most_depth=depth
+        )
 
     def _hopeful_depth(self, context: int) -> int:
-        """Levels that pay where text is predictable, at least one; one where nothing is known of their cost."""
+        """Levels that pay where text is predictable, at least one; one where nothing is known of
+        their cost."""
         if not self._load.alone:
             return max(1, self._hope(context)[0])
         level_s, alone_s = self._costs.draft.at(1), self._alone_s(context)
@@ -305,14 +378,25 @@ class Pilot:
         return max(1, min(self._tree.depth, ceil(log(level_s / alone_s) / log(SURE))))
 
     def _hope(self, context: int) -> tuple[int, float]:
-        """Levels of one node that bring most where text is predictable, and what they bring above their cost, in tokens: that of the order and of drafting
-        all who share the draft pay, that of rows all who share the pass."""
+        """Levels of one node that bring most where text is predictable, and what they bring above
+        their cost, in tokens: that of the order and of drafting all who share the draft pay, that
+        of rows all who share the pass."""
         (target, draft), costs, alone_s = self._load, self._costs, self._alone_s(context)
         if alone_s <= 0.0:
             return 1, 0.0
         rows_s = costs.target.at(2 * target, context) - costs.target.at(target, context)
         price = (draft * costs.draft.at(1) + rows_s) / alone_s
-        levels = max(0, min(self._tree.depth, int(log(price) / log(SURE)) if 0.0 < price < 1.0 else self._tree.depth if price <= 0.0 else 0))
+        levels = max(
+            0,
+            min(
+                self._tree.depth,
+                int(log(price) / log(SURE))
+                if 0.0 < price < 1.0
+                else self._tree.depth
+                if price <= 0.0
+                else 0,
+            ),
+        )
         gain = sum(SURE**level for level in range(1, levels + 1))
         return levels, gain - levels * price - draft * costs.draft_hop_s.value / alone_s
 
@@ -324,9 +408,12 @@ class Pilot:
         if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
             self._promise = None
             return
-        self._promise = 1.0 + self._honesty * promised, costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s)
+        self._promise = (
+            1.0 + self._honesty * promised,
+            costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s),
+        )
 
-    # -- after it -------------------------------------------------------------------------------------------------------------------------------
+    # -- after it ----------------------------------------------------------------------------------
 
     def learn(self, done: Round) -> None:
         """A round has ended."""
@@ -350,10 +437,15 @@ class Pilot:
         """Whether drafting for this session pays, which runs alone."""
         alone_s = self._costs.alone_s(context=done.context, rows=done.other_rows)
         if alone_s > 0.0:
-            self._tell(switch.plain(seconds, alone_s) if done.drafted is None else switch.drafted(self._recent[-1][0], seconds, alone_s))
+            self._tell(
+                switch.plain(seconds, alone_s)
+                if done.drafted is None
+                else switch.drafted(self._recent[-1][0], seconds, alone_s)
+            )
 
     def _judge_crowd(self, crowd: Crowd, done: Round, seconds: float) -> None:
-        """Whether drafting for all who run at once pays: a round of this session, drafted or not, with everything that it waited for."""
+        """Whether drafting for all who run at once pays: a round of this session, drafted or not,
+        with everything that it waited for."""
         switch, among = crowd.switch, self._load.draft
         expected_s = self._costs.alone_s(context=done.context, rows=self._load.target)
         if expected_s <= 0.0:
@@ -361,11 +453,19 @@ class Pilot:
         if switch.drafting:
             tokens = self._recent[-1][0]
             crowd.drafted(tokens, seconds)
-            crowd.mind(behind=self._rate_of_late(done.context) * crowd.alone_s(expected_s) < BEHIND, among=among)
+            crowd.mind(
+                behind=self._rate_of_late(done.context) * crowd.alone_s(expected_s) < BEHIND,
+                among=among,
+            )
             words = switch.drafted(tokens, seconds, crowd.alone_s(expected_s), among=among)
         else:
             crowd.plain(seconds, expected_s)
-            words = switch.plain(seconds, crowd.alone_s(expected_s), among=among, worth_trying=lambda: self._hope(done.context)[1] >= LEAST_HOPE)
+            words = switch.plain(
+                seconds,
+                crowd.alone_s(expected_s),
+                among=among,
+                worth_trying=lambda: self._hope(done.context)[1] >= LEAST_HOPE,
+            )
         self._tell_all(words if words is None else f"{self._load}: {words} each")
 
     def _tell(self, words: str | None) -> None:
@@ -384,11 +484,14 @@ class Pilot:
             self.expected_tokens += self._promise[0]
             self.predicted_s += self._promise[1]
         costs.target_hop_s.add(times.target_hop_ns / 1e9)
-        (costs.plain_host_s if done.drafted is None else costs.host_s).add(times.coordinator_ns / 1e9)
+        (costs.plain_host_s if done.drafted is None else costs.host_s).add(
+            times.coordinator_ns / 1e9
+        )
         self._recent.append((self._brought(done.tokens), seconds + times.missed_ns / 1e9))
 
     def _brought(self, tokens: int) -> float:
-        """What a round has brought, with half of the chance taken out: between its tokens and what its nodes were worth, by what such promises brought."""
+        """What a round has brought, with half of the chance taken out: between its tokens and what
+        its nodes were worth, by what such promises brought."""
         kept = 1.0 - 1.0 / WINDOW
         self._promises = kept * self._promises + self._promised
         self._kept_promises = kept * self._kept_promises + tokens - 1.0
@@ -428,4 +531,8 @@ class Pilot:
         pair.speculating = switch is None or switch.state == "on"
         if self._ahead is None and pair.ahead_in_doubt and self._load.alone:
             tokens = 1.0 + self._honesty * self._promised
-            self._tell_all(pair.trial.drafted(STALE * tokens if pair.reads and pair.trial.ahead else tokens, seconds))
+            self._tell_all(
+                pair.trial.drafted(
+                    STALE * tokens if pair.reads and pair.trial.ahead else tokens, seconds
+                )
+            )

@@ -1,11 +1,15 @@
-"""The planner: where the layers of a target, its head and a draft should be, and which tree goes with that, from what each of them costs in each place.
+"""The planner: where the layers of a target, its head and a draft should be, and which tree goes
+with that, from what each of them costs in each place.
 
-The draft is placed first, then the keys and values, then layers of the target: on the device, which keeps their weights or has them stream through two
-buffers, or on the CPU. How many of them, the tree and, where there are several drafts, which of them are decided together, since each changes what the others
-are worth: a layer on the CPU costs more with every row of the tree, a streamed one next to nothing. The spaces are small, and all of them is looked at.
+The draft is placed first, then the keys and values, then layers of the target: on the device, which
+keeps their weights or has them stream through two buffers, or on the CPU. How many of them, the
+tree and, where there are several drafts, which of them are decided together, since each changes
+what the others are worth: a layer on the CPU costs more with every row of the tree, a streamed one
+next to nothing. The spaces are small, and all of them is looked at.
 
-A round takes T_D, the draft's levels; T_V(gamma + 1), the target's pass; and messages. It brings as many tokens as the tree lets expect, which whoever asks
-knows. Pure: numbers in, numbers out; knows neither files nor models, nor where a number is from.
+A round takes T_D, the draft's levels; T_V(gamma + 1), the target's pass; and messages. It brings as
+many tokens as the tree lets expect, which whoever asks knows. Pure: numbers in, numbers out; knows
+neither files nor models, nor where a number is from.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +21,11 @@ Seconds = Callable[[int], float]
 BUFFERS = 2
 """That streamed layers pass through (`workers/models/placement.py`)."""
 DRAFTED_HOPS, PLAIN_HOPS = 4, 2
-"""Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the coordinator handles every second of them."""
+"""Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
+coordinator handles every second of them."""
 LEAST_BUDGET = 128
-"""Nodes of the trees that offloading with a draft is usually given (SpecExec, and the Dovetail paper's Table 4)."""
+"""Nodes of the trees that offloading with a draft is usually given (SpecExec, and the Dovetail
+paper's Table 4)."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,14 @@ class Tree:
     width: int
 
     def passes(self) -> Iterator[int]:
-        """Rows of the draft's passes for it: the root, then level after level, or as many nodes at a time as `budget` expands."""
+        """Rows of the draft's passes for it: the root, then level after level, or as many nodes at
+        a time as `budget` expands."""
         yield 1
-        more = self.depth - 1 if self.policy != "budget" else max(self.depth, ceil(self.gamma / self.width)) - 1
+        more = (
+            self.depth - 1
+            if self.policy != "budget"
+            else max(self.depth, ceil(self.gamma / self.width)) - 1
+        )
         for _ in range(more):
             yield min(self.width, self.gamma)
 
@@ -70,7 +81,8 @@ class Link:
     layer_s: Seconds
     """Of copying one, beside a pass over so many rows."""
     overlaps: bool
-    """Whether copies cost the computing nothing; where the CPU stands for a GPU they take turns with it."""
+    """Whether copies cost the computing nothing; where the CPU stands for a GPU they take turns
+    with it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,8 @@ class Draft:
     level_s: Callable[[int, int], float]
     """Of a pass over so many rows, beside a target of which so many layers are resident."""
     device_bytes: Callable[[int], int]
-    """What it needs of the device beside a target of which so many layers are resident; `host_bytes` of the host."""
+    """What it needs of the device beside a target of which so many layers are resident;
+    `host_bytes` of the host."""
     host_bytes: int
     tokens: Callable[[Tree], float]
     """What a round with a tree brings on average, its own token counted."""
@@ -107,7 +120,8 @@ class Draft:
     proposal_s: float = 0.0
     """What a proposal takes beside its passes."""
     shares: bool = False
-    """Whether it computes with the target's own resident layers, so that more of these may cost it more."""
+    """Whether it computes with the target's own resident layers, so that more of these may cost it
+    more."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +188,15 @@ class Planner:
 
     def split(self) -> Places:
         """The last layers and the head on the device, which keeps them."""
-        return [(n, n) for n in range(1, self.target.layers)] if self.machine.host is not None and self.machine.device is not None else []
+        return (
+            [(n, n) for n in range(1, self.target.layers)]
+            if self.machine.host is not None and self.machine.device is not None
+            else []
+        )
 
     def streamed(self) -> Places:
-        """All layers on the device, some of them through the link. One or two that are not resident would need as much room as if they were."""
+        """All layers on the device, some of them through the link. One or two that are not resident
+        would need as much room as if they were."""
         if self.machine.device is None or self.machine.link is None:
             return []
         return [(self.target.layers, n) for n in range(max(0, self.target.layers - BUFFERS))]
@@ -193,19 +212,29 @@ class Planner:
         return [(self.target.layers, self.target.layers)] if self.machine.device is not None else []
 
     def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
-        """The fastest of all of these within the limits; None: there is none. Among equals the one that takes less of the device."""
+        """The fastest of all of these within the limits; None: there is none. Among equals the one
+        that takes less of the device."""
         found = [option for draft in drafts for option in self._options(places, draft)]
-        return max(found, key=lambda option: (option.tokens_per_s, -option.device_bytes), default=None)
+        return max(
+            found, key=lambda option: (option.tokens_per_s, -option.device_bytes), default=None
+        )
 
     def _options(self, places: Places, draft: Draft | None) -> Iterator[Option]:
-        trees: Sequence[tuple[Tree | None, float]] = [(None, 1.0)] if draft is None else [(tree, draft.tokens(tree)) for tree in draft.trees]
+        trees: Sequence[tuple[Tree | None, float]] = (
+            [(None, 1.0)] if draft is None else [(tree, draft.tokens(tree)) for tree in draft.trees]
+        )
         for computed, resident in self._worthwhile(places, draft):
             for tree, tokens in trees:
                 yield self.option(computed, resident, draft, tree, tokens)
 
     def _worthwhile(self, places: Places, draft: Draft | None) -> Iterator[tuple[int, int]]:
-        """Those within the limits; of each number of layers on the device only that with the most resident ones, if no draft is the worse for it."""
-        fitting = [(computed, resident) for computed, resident in places if self._fits(computed, resident, draft)]
+        """Those within the limits; of each number of layers on the device only that with the most
+        resident ones, if no draft is the worse for it."""
+        fitting = [
+            (computed, resident)
+            for computed, resident in places
+            if self._fits(computed, resident, draft)
+        ]
         yield from fitting if draft is not None and draft.shares else dict(sorted(fitting)).items()
 
     def _fits(self, computed: int, resident: int, draft: Draft | None) -> bool:
@@ -219,11 +248,19 @@ class Planner:
         return own + (draft.device_bytes(resident) if draft is not None else 0)
 
     def _host_bytes(self, computed: int, resident: int, draft: Draft | None) -> int:
-        return (draft.host_bytes if draft is not None else 0) + self.target.host_bytes(computed, resident)
+        return (draft.host_bytes if draft is not None else 0) + self.target.host_bytes(
+            computed, resident
+        )
 
-    def option(self, computed: int, resident: int, draft: Draft | None, tree: Tree | None, tokens: float) -> Option:
+    def option(
+        self, computed: int, resident: int, draft: Draft | None, tree: Tree | None, tokens: float
+    ) -> Option:
         """What a round takes and brings."""
-        draft_s = 0.0 if draft is None or tree is None else draft.proposal_s + sum(draft.level_s(rows, resident) for rows in tree.passes())
+        draft_s = (
+            0.0
+            if draft is None or tree is None
+            else draft.proposal_s + sum(draft.level_s(rows, resident) for rows in tree.passes())
+        )
         rows = 1 + (tree.gamma if tree is not None else 0)
         copy_s = self._copy_s(rows, computed - resident)
         return Option(
@@ -242,12 +279,21 @@ class Planner:
         )
 
     def pass_s(self, rows: int, computed: int, resident: int, gap_s: float = 0.0) -> float:
-        """T_V over so many rows. `gap_s`: what lies between two passes, in which the buffers are filled again."""
+        """T_V over so many rows. `gap_s`: what lies between two passes, in which the buffers are
+        filled again."""
         machine = self.machine
         head = machine.device if computed else machine.host
         assert head is not None
-        cpu_s = 0.0 if computed == self.target.layers or machine.host is None else (self.target.layers - computed) * machine.host.layer_s(rows)
-        computing_s = 0.0 if not computed or machine.device is None else computed * machine.device.layer_s(rows)
+        cpu_s = (
+            0.0
+            if computed == self.target.layers or machine.host is None
+            else (self.target.layers - computed) * machine.host.layer_s(rows)
+        )
+        computing_s = (
+            0.0
+            if not computed or machine.device is None
+            else computed * machine.device.layer_s(rows)
+        )
         head_s, copy_s = head.head_s(rows), self._copy_s(rows, computed - resident)
         if not copy_s or machine.link is None:
             return cpu_s + computing_s + head_s
@@ -257,8 +303,13 @@ class Planner:
         return cpu_s + max(computing_s, copy_s - filled_s) + head_s
 
     def _copy_s(self, rows: int, streamed: int) -> float:
-        """What the link is busy for a pass; layers for each of which there is a buffer stay in it."""
-        return streamed * self.machine.link.layer_s(rows) if self.machine.link is not None and streamed > BUFFERS else 0.0
+        """What the link is busy for a pass; layers for each of which there is a buffer stay in
+        it."""
+        return (
+            streamed * self.machine.link.layer_s(rows)
+            if self.machine.link is not None and streamed > BUFFERS
+            else 0.0
+        )
 
 
 def by_budget(draft: Draft) -> Draft:

@@ -1,4 +1,5 @@
-"""What the coordinator sends, and to whom: commands to workers at once, to clients in order, as soon as they take it.
+"""What the coordinator sends, and to whom: commands to workers at once, to clients in order, as
+soon as they take it.
 
 Whoever cannot be reached is lost; what that means the coordinator knows.
 """
@@ -46,9 +47,15 @@ class Post:
         client_deaf: Callable[[ClientPeer], None],
         unsaid: Callable[[ClientPeer, int | None, BaseException], None],
     ) -> None:
-        """`client_deaf` hears of one that reads nothing. `unsaid` hears of a request of which something could not be said; None: it was about none."""
+        """`client_deaf` hears of one that reads nothing. `unsaid` hears of a request of which
+        something could not be said; None: it was about none."""
         self._hub, self._observing, self._later = hub, observing, later
-        self._sent, self._worker_lost, self._client_lost, self._unsaid = sent, worker_lost, client_lost, unsaid
+        self._sent, self._worker_lost, self._client_lost, self._unsaid = (
+            sent,
+            worker_lost,
+            client_lost,
+            unsaid,
+        )
         self._client_deaf = client_deaf
         self._farewells: dict[bytes, deque[Message]] = {}
         """Last words to clients that read nothing, by address."""
@@ -62,7 +69,8 @@ class Post:
         self._later(seconds, action)
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
-        """Bytes sent, and since when they are on their way: the worker may begin before we are back from sending. One that cannot be reached is lost."""
+        """Bytes sent, and since when they are on their way: the worker may begin before we are back
+        from sending. One that cannot be reached is lost."""
         began_ns = self._observing.began_ns
         frames = encode(message)
         began_ns = self._observing.finely("encode", began_ns, message)
@@ -80,7 +88,8 @@ class Post:
         return size, left_ns
 
     def to_client(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client, in order, now or soon; what we have asked for ourselves is heard at once."""
+        """Send to a client, in order, now or soon; what we have asked for ourselves is heard at
+        once."""
         if client.hear is not None:
             client.hear(message)
             return
@@ -93,12 +102,20 @@ class Post:
             self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
 
     def flush(self, client: ClientPeer) -> None:
-        """Send what waits for a client. What cannot be put into a message concerns the request that it is about, and nobody else."""
+        """Send what waits for a client. What cannot be put into a message concerns the request that
+        it is about, and nobody else."""
         while True:
             try:
-                client.outbox.send(lambda message: self._deliver(client, message), self._observing.now_ns())
+                client.outbox.send(
+                    lambda message: self._deliver(client, message), self._observing.now_ns()
+                )
             except LinkError as error:
-                log.info("client %s (pid %d) cannot be told any more: %s", client.hello.name, client.hello.pid, error)
+                log.info(
+                    "client %s (pid %d) cannot be told any more: %s",
+                    client.hello.name,
+                    client.hello.pid,
+                    error,
+                )
                 self._client_lost(client)
             except BaseException as error:
                 reraise_exits(error)

@@ -1,9 +1,12 @@
-"""Records sessions: each into a file of its own, with all that was said about it and every step that its logic took.
+"""Records sessions: each into a file of its own, with all that was said about it and every step
+that its logic took.
 
-Nothing waits for it. What happens is remembered, packed when the workers have been told what they wait for, and every quarter of a second handed to a thread,
-which writes it (`scribe.py`). What a recording may take is bounded: in its file, in the folder, where the oldest go, and in memory, should the disk not keep
-up. A recording that goes beyond, or cannot be written, ends there and says so; its session does not notice. What has not been written when the process is
-killed is lost. How entries look is `tape.py`'s business, what a step means `session.py`'s.
+Nothing waits for it. What happens is remembered, packed when the workers have been told what they
+wait for, and every quarter of a second handed to a thread, which writes it (`scribe.py`). What a
+recording may take is bounded: in its file, in the folder, where the oldest go, and in memory,
+should the disk not keep up. A recording that goes beyond, or cannot be written, ends there and says
+so; its session does not notice. What has not been written when the process is killed is lost. How
+entries look is `tape.py`'s business, what a step means `session.py`'s.
 """
 
 import logging
@@ -14,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.messages import VERSION, Failed, Finished, Hello, Message, Submit, Verified, VerifiedItem, Verify
+from dovetail.protocol.messages import (
+    VERSION,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Submit,
+    Verified,
+    VerifiedItem,
+    Verify,
+)
 from dovetail.runtime import tape
 from dovetail.runtime.briefing import Briefing, Joining
 from dovetail.runtime.kept import Base
@@ -58,7 +71,8 @@ MAX_WORDS = 4096
 class Recorder:
     """Notes what happens in a coordinator's sessions.
 
-    What happens is only remembered at first, which takes a microsecond, and packed when `settle` is called: when the workers have been told what they wait for.
+    What happens is only remembered at first, which takes a microsecond, and packed when `settle` is
+    called: when the workers have been told what they wait for.
     """
 
     def __init__(self, folder: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -76,17 +90,30 @@ class Recorder:
         self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
         """Requests whose sessions have not begun: when each came, and its frames."""
 
-    # -- what happens --------------------------------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def begin(self, live: Live) -> None:
-        """A session is about to begin: from now on its steps are noted, and the messages about it."""
+        """A session is about to begin: from now on its steps are noted, and the messages about
+        it."""
         session, began = live.session, datetime.now(UTC)
-        name = f"{began:%Y%m%dT%H%M%S}-{session.epoch & 0xFFFFFFFF:08x}-{session.number}{tape.SUFFIX}"
+        name = (
+            f"{began:%Y%m%dT%H%M%S}-{session.epoch & 0xFFFFFFFF:08x}-{session.number}{tape.SUFFIX}"
+        )
         new = _Tape(self._folder / name, self._scribe, self._now(), timed=session.request.record)
         self._watch(session, new)
-        self._note(self._begin, new, live.client, live.request, session.number, _begun(session, began), live.target.hello)
+        self._note(
+            self._begin,
+            new,
+            live.client,
+            live.request,
+            session.number,
+            _begun(session, began),
+            live.target.hello,
+        )
 
-    def received(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
+    def received(
+        self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]
+    ) -> None:
         """A message has come, and is handled now."""
         self._note(self._say, "in", self._now(), peer, message, frames)
 
@@ -111,7 +138,9 @@ class Recorder:
                 joins.append(found)
             return found
 
-        def noted(name: str, method: Callable[..., Sequence[Action] | None]) -> Callable[..., Sequence[Action] | None]:
+        def noted(
+            name: str, method: Callable[..., Sequence[Action] | None]
+        ) -> Callable[..., Sequence[Action] | None]:
             def step(*arguments: Any) -> Sequence[Action] | None:
                 if under_way:
                     within.append(name)
@@ -124,7 +153,15 @@ class Recorder:
                     error = raised
                     raise
                 finally:
-                    self._note(about.add_step, self._now(), name, arguments, ((*plans,), (*joins,), (*within,)), actions or (), error)
+                    self._note(
+                        about.add_step,
+                        self._now(),
+                        name,
+                        arguments,
+                        ((*plans,), (*joins,), (*within,)),
+                        actions or (),
+                        error,
+                    )
                     for decided in (plans, joins, within, under_way):
                         decided.clear()
                 return actions
@@ -140,10 +177,11 @@ class Recorder:
         if len(self._notes) > MAX_NOTES:
             self.settle()
 
-    # -- what becomes of it --------------------------------------------------------------------------------------------------------------------
+    # -- what becomes of it ------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Pack what has happened. What cannot be packed is our mistake: it is told, and disturbs nobody."""
+        """Pack what has happened. What cannot be packed is our mistake: it is told, and disturbs
+        nobody."""
         notes, self._notes = self._notes, []
         for write, what in notes:
             try:
@@ -152,13 +190,16 @@ class Recorder:
                 log.exception("something could not be recorded")
 
     def tick(self, running: Container[int]) -> None:
-        """Have everything written; what is still said of a session that has ended is noted until the next time. `running`: the sessions that have not."""
+        """Have everything written; what is still said of a session that has ended is noted until
+        the next time. `running`: the sessions that have not."""
         self.settle()
         over = {number for number in self._tapes if number not in running}
         ended = [self._tapes.pop(number) for number in over & self._over]
         self._over = over - self._over
         if ended:
-            self._requests = {key: about for key, about in self._requests.items() if about not in ended}
+            self._requests = {
+                key: about for key, about in self._requests.items() if about not in ended
+            }
         for about in ended:
             about.end("the session has ended", whole=True)
         for kept in self._tapes.values():
@@ -171,7 +212,15 @@ class Recorder:
             kept.end("the session has ended", whole=True)
         self._scribe.close()
 
-    def _begin(self, new: "_Tape", client: ClientPeer, request: int, session: int, begun: dict[str, Any], target: Hello) -> None:
+    def _begin(
+        self,
+        new: "_Tape",
+        client: ClientPeer,
+        request: int,
+        session: int,
+        begun: dict[str, Any],
+        target: Hello,
+    ) -> None:
         self._tapes[session] = self._requests[client.peer, request] = new
         new.add(begun)
         if target.tokenizer is not None:
@@ -179,7 +228,14 @@ class Recorder:
         if (submitted := self._submitted.pop((client.peer, request), None)) is not None:
             new.add_message("in", submitted[0], client, submitted[1])
 
-    def _say(self, direction: str, at_ns: int, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
+    def _say(
+        self,
+        direction: str,
+        at_ns: int,
+        peer: Worker | ClientPeer,
+        message: Message,
+        frames: Sequence[bytes],
+    ) -> None:
         """A message, to all the recordings that it belongs into."""
         tapes: Sequence[_Tape]
         if isinstance(message, Verified | Verify):
@@ -188,12 +244,25 @@ class Recorder:
         elif isinstance(peer, ClientPeer):
             tapes = self._of_request(direction, at_ns, peer, message, frames)
         else:
-            tapes = [self._tapes[number]] if (number := getattr(message, "session", None)) in self._tapes else []
+            tapes = (
+                [self._tapes[number]]
+                if (number := getattr(message, "session", None)) in self._tapes
+                else []
+            )
         for about in tapes:
             about.add_message(direction, at_ns, peer, frames)
 
-    def _of_request(self, direction: str, at_ns: int, client: ClientPeer, message: Message, frames: Sequence[bytes]) -> Sequence["_Tape"]:
-        request = message.session if isinstance(message, Failed) else getattr(message, "request", None)
+    def _of_request(
+        self,
+        direction: str,
+        at_ns: int,
+        client: ClientPeer,
+        message: Message,
+        frames: Sequence[bytes],
+    ) -> Sequence["_Tape"]:
+        request = (
+            message.session if isinstance(message, Failed) else getattr(message, "request", None)
+        )
         if request is None:
             return []
         found = self._requests.get((client.peer, request))
@@ -236,11 +305,19 @@ class _Tape:
         self.hand_over()
         self._scribe.add_tokenizer(self._path, content)
 
-    def add_message(self, direction: str, at_ns: int, peer: Worker | ClientPeer, frames: Sequence[bytes]) -> None:
+    def add_message(
+        self, direction: str, at_ns: int, peer: Worker | ClientPeer, frames: Sequence[bytes]
+    ) -> None:
         number = self._peers.get(peer.peer)
         if number is None:
             number = self._peers[peer.peer] = len(self._peers)
-            self.add({"type": "peer", "number": number, "hello": peer.hello.model_dump(exclude={"tokenizer"})})
+            self.add(
+                {
+                    "type": "peer",
+                    "number": number,
+                    "hello": peer.hello.model_dump(exclude={"tokenizer"}),
+                }
+            )
         self.add({"type": direction, "at": self._since(at_ns), "peer": number, "frames": frames})
 
     def add_step(
@@ -254,11 +331,19 @@ class _Tape:
     ) -> None:
         """A step, what was decided in it, and what followed."""
         plans, joins, within = decided
-        entry: dict[str, Any] = {"type": "step", "at": self._since(at_ns), "name": name, "arguments": [self._plain(value) for value in arguments]}
+        entry: dict[str, Any] = {
+            "type": "step",
+            "at": self._since(at_ns),
+            "name": name,
+            "arguments": [self._plain(value) for value in arguments],
+        }
         if plans:
             entry["plans"] = [None if plan is None else vars(plan) for plan in plans]
         if joins:
-            entry["joins"] = [{"reads": join.reads and join.reads.model_dump(), "base": _base(join.base)} for join in joins]
+            entry["joins"] = [
+                {"reads": join.reads and join.reads.model_dump(), "base": _base(join.base)}
+                for join in joins
+            ]
         if within:
             entry["within"] = within
         if actions:
@@ -292,7 +377,11 @@ class _Tape:
         pieces, self._pieces, self._waiting = self._pieces, [], 0
         if not self._scribe.add(self._path, pieces):
             self._ended = True
-            log.warning("the recording %s ends early: %d MiB wait for the disk", self._path, MAX_WAITING_BYTES >> 20)
+            log.warning(
+                "the recording %s ends early: %d MiB wait for the disk",
+                self._path,
+                MAX_WAITING_BYTES >> 20,
+            )
 
     def end(self, why: str, *, whole: bool) -> None:
         """Nothing more is noted."""
@@ -336,7 +425,11 @@ def _begun(session: Session, began: datetime) -> dict[str, Any]:
 
 
 def _drafting(brief: Briefing) -> dict[str, Any]:
-    return {"tokens": brief.tokens, "reads": brief.reads and brief.reads.model_dump(), "base": _base(brief.base)}
+    return {
+        "tokens": brief.tokens,
+        "reads": brief.reads and brief.reads.model_dump(),
+        "base": _base(brief.base),
+    }
 
 
 def _base(base: Base | None) -> dict[str, int] | None:
@@ -344,7 +437,8 @@ def _base(base: Base | None) -> dict[str, int] | None:
 
 
 def outline(action: Action) -> tuple[Any, ...]:
-    """What a recording says of an action. What exactly a worker is asked stands in the message that it is sent, if it still is."""
+    """What a recording says of an action. What exactly a worker is asked stands in the message that
+    it is sent, if it still is."""
     match action:
         case Ask():
             return ("ask", action.role, action.command.type)

@@ -1,4 +1,5 @@
-"""A client's request in tokens, checked against what its target can hold. Knows no sessions and no sockets."""
+"""A client's request in tokens, checked against what its target can hold. Knows no sessions and no
+sockets."""
 
 import secrets
 
@@ -13,20 +14,30 @@ from dovetail.runtime.text import TextCodec
 
 
 def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
-    """A client's request in tokens, within the limits of the target; `RequestError` names what does not fit. `client`: its key, empty over ipc."""
+    """A client's request in tokens, within the limits of the target; `RequestError` names what does
+    not fit. `client`: its key, empty over ipc."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
-        text = f"the token ids are of the vocabulary {asked}, the target {target.model} has {has}: ask what the target is and read the prompt again"
+        text = (
+            f"the token ids are of the vocabulary {asked}, the target {target.model} has "
+            f"{has}: ask what the target is and read the prompt again"
+        )
         raise RequestError("vocabulary", text)
     context = target.limits.context
     least = sum(map(target.text.least_tokens, (submit.text or "", *(submit.turns or ()))))
     prompt = _prompt(submit, target.text) if least < context else ()
     if max(least, len(prompt)) >= context:
         count = f"at least {least}" if least >= context else f"{len(prompt)}"
-        text = f"the prompt has {count} tokens, the target {target.hello.model} holds {context}: shorten it to at most {context - 1}"
+        text = (
+            f"the prompt has {count} tokens, the target {target.hello.model} holds "
+            f"{context}: shorten it to at most {context - 1}"
+        )
         raise RequestError("prompt_too_long", text)
     if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
-        raise RequestError("settings", f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}")
+        raise RequestError(
+            "settings",
+            f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}",
+        )
     _check_sampling(submit, target)
     seed = secrets.randbits(63) if submit.seed is None else submit.seed
     return Request(
@@ -48,19 +59,41 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
 
 def _check_sampling(submit: Submit, target: Worker) -> None:
     sampling = submit.sampling
-    if (bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)) is not None:
-        raise RequestError("settings", f"token id {bad} of logit_bias is beyond the target's vocabulary of {target.facts.size}")
-    if (bad := next((token for token in submit.end or () if token >= target.facts.size), None)) is not None:
-        raise RequestError("settings", f"token id {bad} of end is beyond the target's vocabulary of {target.facts.size}")
+    if (
+        bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)
+    ) is not None:
+        raise RequestError(
+            "settings",
+            f"token id {bad} of logit_bias is beyond the target's vocabulary of "
+            f"{target.facts.size}",
+        )
+    if (
+        bad := next((token for token in submit.end or () if token >= target.facts.size), None)
+    ) is not None:
+        raise RequestError(
+            "settings",
+            f"token id {bad} of end is beyond the target's vocabulary of {target.facts.size}",
+        )
     if submit.scored and submit.logprobs is None:
-        raise RequestError("settings", "the log-probabilities of the prompt are asked for, those of tokens are not: say how many alternatives, 0 for none")
+        raise RequestError(
+            "settings",
+            "the log-probabilities of the prompt are asked for, those of tokens are not: say "
+            "how many alternatives, 0 for none",
+        )
     if (why := misfit(sampling, submit.tree)) is not None:
         raise RequestError("settings", why)
     if isinstance(submit.tree.thresholds, str) and submit.tree.thresholds:
-        text = f"tree.thresholds is the name of a file, {submit.tree.thresholds[:200]!r}, which is not read here: send the numbers that it holds"
+        text = (
+            f"tree.thresholds is the name of a file, {submit.tree.thresholds[:200]!r}, "
+            "which is not read here: send the numbers that it holds"
+        )
         raise RequestError("settings", text)
     if sampling.min_tokens > submit.max_tokens:
-        raise RequestError("settings", f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the reply can never reach it")
+        raise RequestError(
+            "settings",
+            f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the "
+            "reply can never reach it",
+        )
 
 
 def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
@@ -69,7 +102,9 @@ def attempt(submit: Submit, target: Worker, client: str = "") -> Request | Reque
         return read_request(submit, target, client)
     except RequestError as error:
         return error
-    except BaseException as error:  # a tokenizer is a program of the checkpoint's, in a sense: its panics too concern this request alone
+    except BaseException as error:
+        # a tokenizer is a program of the checkpoint's, in a sense: its panics too concern this
+        # request alone
         reraise_exits(error)
         return RequestError("internal", f"the prompt could not be read: {told(error)}")
 
@@ -77,7 +112,9 @@ def attempt(submit: Submit, target: Worker, client: str = "") -> Request | Reque
 def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
     given = [f for f in (submit.tokens, submit.text, submit.turns) if f is not None]
     if len(given) != 1:
-        raise RequestError("settings", "a request has a prompt in exactly one form: token ids, text or turns")
+        raise RequestError(
+            "settings", "a request has a prompt in exactly one form: token ids, text or turns"
+        )
     if submit.tokens is not None:
         prompt = submit.tokens
     elif submit.text is not None:
@@ -87,5 +124,9 @@ def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
     if not prompt and text.facts.begin is not None:
         prompt = (text.facts.begin,)
     if not prompt:
-        raise RequestError("settings", "the prompt is empty, and the target has no token that begins a text: give it at least one token")
+        raise RequestError(
+            "settings",
+            "the prompt is empty, and the target has no token that begins a text: give it at "
+            "least one token",
+        )
     return prompt

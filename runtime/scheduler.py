@@ -1,8 +1,10 @@
 """Whose turn it is on which worker.
 
-A worker does one command at a time; what else is asked of it waits here, in the order in which it came. Verdicts are the exception: everything that waits
-for a target worker when it falls idle goes out as one `Verify`, so that one pass over the weights serves several sessions. Knows no sockets and no
-clock, and nothing of what a session is but its number; how many of the nodes that are offered go into a pass, it asks.
+A worker does one command at a time; what else is asked of it waits here, in the order in which it
+came. Verdicts are the exception: everything that waits for a target worker when it falls idle goes
+out as one `Verify`, so that one pass over the weights serves several sessions. Knows no sockets and
+no clock, and nothing of what a session is but its number; how many of the nodes that are offered go
+into a pass, it asks.
 """
 
 from collections import deque
@@ -10,7 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.arrays import stack
-from dovetail.protocol.messages import MAX_SESSIONS, Draft, Drafted, Fed, Feed, Open, Opened, Refed, Refeed, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    MAX_SESSIONS,
+    Draft,
+    Drafted,
+    Fed,
+    Feed,
+    Open,
+    Opened,
+    Refed,
+    Refeed,
+    Verified,
+    Verify,
+    VerifyItem,
+)
 
 Command = Open | Feed | Refeed | Draft | Verify
 """A Verify of one item each: they are put together here."""
@@ -31,7 +46,8 @@ Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
 
 
 Hold = Callable[[Sequence[int]], bool]
-"""Whether a pass of these sessions waits for those whose proposals are nearly there; who says so has them looked at again."""
+"""Whether a pass of these sessions waits for those whose proposals are nearly there; who says so
+has them looked at again."""
 
 
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
@@ -53,7 +69,8 @@ class Turns:
     postponed: dict[int, Open] = field(default_factory=dict)
     """Prompts by session that are read once somebody wants what follows from them."""
     void: set[int] = field(default_factory=set)
-    """Sessions that had ended here when it was under way: nobody waits for it, though another of the same number may have begun."""
+    """Sessions that had ended here when it was under way: nobody waits for it, though another of
+    the same number may have begun."""
     _sent: list[tuple[int, Command]] = field(default_factory=list)
     """What `next` returned last, by session."""
 
@@ -65,7 +82,8 @@ class Turns:
         self.postponed[session] = command
 
     def resume(self, session: int) -> bool:
-        """Have the postponed command of a session wait for its turn; return whether there was one."""
+        """Have the postponed command of a session wait for its turn; return whether there was
+        one."""
         command = self.postponed.pop(session, None)
         if command is not None:
             self.ask(session, command)
@@ -73,22 +91,31 @@ class Turns:
 
     def busy_with(self, session: int) -> bool:
         """Whether the session has asked for something that has not been answered."""
-        return session in self.owed or session in self.postponed or any(number == session for number, _ in self.waiting)
+        return (
+            session in self.owed
+            or session in self.postponed
+            or any(number == session for number, _ in self.waiting)
+        )
 
     def reads(self, session: int) -> bool:
         """Whether a prompt of the session, or what the target says of it, is still to be read."""
         owed = self.owed.get(session)
         if session in self.postponed:
             return True
-        return (owed is not None and owed.type in (Opened, Fed)) or any(n == session and isinstance(command, Open | Feed) for n, command in self.waiting)
+        return (owed is not None and owed.type in (Opened, Fed)) or any(
+            n == session and isinstance(command, Open | Feed) for n, command in self.waiting
+        )
 
     @property
     def reading(self) -> bool:
         """Whether a prompt of any session is still to be read."""
-        return any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(isinstance(c, Open | Feed) for _, c in self.waiting)
+        return any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(
+            isinstance(c, Open | Feed) for _, c in self.waiting
+        )
 
     def orders(self) -> Iterator[tuple[int, bool]]:
-        """The sessions that are served next, in their order, and whether it is a proposal that each wants."""
+        """The sessions that are served next, in their order, and whether it is a proposal that each
+        wants."""
         yield from ((session, owed.type is Drafted) for session, owed in self.owed.items())
         yield from ((session, isinstance(command, Draft)) for session, command in self.waiting)
 
@@ -102,27 +129,38 @@ class Turns:
         return wanted
 
     def settle(self, session: int, answer: Owed) -> None:
-        """The answer has come, and could not be handled: whoever waits for the worker need not wait for it."""
+        """The answer has come, and could not be handled: whoever waits for the worker need not wait
+        for it."""
         if self.owed.get(session) == answer:
             self.answered(session, answer)
 
     def forget(self, session: int) -> Sequence[Command]:
-        """The session ended: drop what waits for it, which is returned. What is under way comes back and is dropped as stale."""
+        """The session ended: drop what waits for it, which is returned. What is under way comes
+        back and is dropped as stale."""
         if session in self.owed:
             self.void.add(session)
         return self.withdraw(session)
 
     def withdraw(self, session: int, *types: type[Command]) -> Sequence[Command]:
         """Drop what waits for a session, or that of some types; it is returned."""
-        dropped = [command for number, command in self.waiting if number == session and isinstance(command, types or Command)]
+        dropped = [
+            command
+            for number, command in self.waiting
+            if number == session and isinstance(command, types or Command)
+        ]
         if dropped:
-            self.waiting = deque(entry for entry in self.waiting if not any(entry[1] is command for command in dropped))
+            self.waiting = deque(
+                entry
+                for entry in self.waiting
+                if not any(entry[1] is command for command in dropped)
+            )
         if session in self.postponed and Open in (types or (Open,)):
             dropped.append(self.postponed.pop(session))
         return dropped
 
     def next(self, most: int = MAX_SESSIONS) -> tuple[Command, Sequence[int]] | None:
-        """The message to send now and the sessions it is about, `most` of them; nothing while the worker owes an answer."""
+        """The message to send now and the sessions it is about, `most` of them; nothing while the
+        worker owes an answer."""
         if self.owed or not self.waiting:
             return None
         session, command = self.waiting[0]
@@ -134,12 +172,22 @@ class Turns:
         first: dict[int, Command] = {}
         for s, c in self.waiting:
             first.setdefault(s, c)  # what a session asked for before is done before
-        ready = {s: c for s, c in first.items() if isinstance(c, Verify) and _candidates(c) == _candidates(command)}
+        ready = {
+            s: c
+            for s, c in first.items()
+            if isinstance(c, Verify) and _candidates(c) == _candidates(command)
+        }
         ready = dict([*ready.items()][:most])
         if most == MAX_SESSIONS and len(first) == len(ready) and self.hold((*ready,)):
             return None
-        together = self._together([*ready.values()])  # nothing is owed and nothing is dropped for a message that cannot be built
-        self.waiting = deque(entry for entry in self.waiting if not (isinstance(entry[1], Verify) and entry[0] in ready))
+        together = self._together(
+            [*ready.values()]
+        )  # nothing is owed and nothing is dropped for a message that cannot be built
+        self.waiting = deque(
+            entry
+            for entry in self.waiting
+            if not (isinstance(entry[1], Verify) and entry[0] in ready)
+        )
         self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
         self._sent = [*ready.items()]
         return together, tuple(ready)
@@ -156,7 +204,12 @@ class Turns:
             counts = self.cut(items)
             if len(commands) == 1 and counts[0] == len(items[0].tokens):
                 return commands[0]
-            return Verify(epoch=self.epoch, items=tuple(_beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)))
+            return Verify(
+                epoch=self.epoch,
+                items=tuple(
+                    _beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)
+                ),
+            )
         if len(commands) == 1:
             return commands[0]
         return Verify(
@@ -183,9 +236,16 @@ def _beginning(item: VerifyItem, nodes: int) -> VerifyItem:
     """The item with the first so many of its nodes."""
     if nodes == len(item.tokens):
         return item
-    return VerifyItem(session=item.session, round=item.round, prefix=item.prefix, tokens=item.tokens[:nodes], parents=item.parents[:nodes])
+    return VerifyItem(
+        session=item.session,
+        round=item.round,
+        prefix=item.prefix,
+        tokens=item.tokens[:nodes],
+        parents=item.parents[:nodes],
+    )
 
 
 def _candidates(command: Verify) -> int:
-    """How many tokens each child was drawn from, 0 where none was drawn: the arrays of a message have one width."""
+    """How many tokens each child was drawn from, 0 where none was drawn: the arrays of a message
+    have one width."""
     return command.candidates.shape[1] if command.candidates else 0

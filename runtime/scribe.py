@@ -1,7 +1,8 @@
 """The thread that writes recordings, so that nobody waits for a disk.
 
-It makes their files, which only their owner can read, and sees to it that all recordings of a folder together stay within a bound: the oldest go. A file that
-cannot be written is given up, and that is said once. Knows no entries: pieces of files are handed in.
+It makes their files, which only their owner can read, and sees to it that all recordings of a
+folder together stay within a bound: the oldest go. A file that cannot be written is given up, and
+that is said once. Knows no entries: pieces of files are handed in.
 """
 
 import logging
@@ -77,7 +78,7 @@ class Scribe:
         self._queue.put(None)
         self._thread.join()
 
-    # -- in the thread -------------------------------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (piece := self._queue.get()) is not None:
@@ -122,7 +123,11 @@ class Scribe:
             try:
                 oldest.unlink(missing_ok=True)
             except OSError as error:
-                log.warning("the recording %s should make room for others and stays: %s", oldest, error.strerror or error)
+                log.warning(
+                    "the recording %s should make room for others and stays: %s",
+                    oldest,
+                    error.strerror or error,
+                )
 
 
 def _for_its_owner(path: str, flags: int) -> int:
@@ -138,5 +143,10 @@ def _recordings(folder: Path) -> deque[tuple[Path, int]]:
         probe.unlink()
         found = [(path, path.stat()) for path in folder.glob(f"*{tape.SUFFIX}")]
     except OSError as error:
-        raise UserError(f"cannot record into {folder} (coordinator.record): {error.strerror}; name a folder that you can write to") from None
-    return deque((path, state.st_size) for path, state in sorted(found, key=lambda one: one[1].st_mtime_ns))
+        raise UserError(
+            f"cannot record into {folder} (coordinator.record): {error.strerror}; name a "
+            "folder that you can write to"
+        ) from None
+    return deque(
+        (path, state.st_size) for path, state in sorted(found, key=lambda one: one[1].st_mtime_ns)
+    )

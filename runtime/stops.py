@@ -1,11 +1,13 @@
-"""Finding strings in a text that comes in pieces, each letter of which is looked at once or twice: Knuth, Morris and Pratt. Pure."""
+"""Finding strings in a text that comes in pieces, each letter of which is looked at once or twice:
+Knuth, Morris and Pratt. Pure."""
 
 from functools import lru_cache
 
 
 @lru_cache(maxsize=256)
 def borders(pattern: str) -> tuple[int, ...]:
-    """For every beginning of a pattern, the length of the longest end of it that the pattern begins with, other than itself."""
+    """For every beginning of a pattern, the length of the longest end of it that the pattern begins
+    with, other than itself."""
     found, length = [0], 0
     for letter in pattern[1:]:
         while length and pattern[length] != letter:
@@ -16,7 +18,8 @@ def borders(pattern: str) -> tuple[int, ...]:
 
 
 def advance(pattern: str, matched: int, text: str) -> tuple[int, int]:
-    """How much of the pattern the text so far ends with, `matched` before `text`; and where in `text` the first whole one ends, 0: there is none.
+    """How much of the pattern the text so far ends with, `matched` before `text`; and where in
+    `text` the first whole one ends, 0: there is none.
 
     What lies behind a whole one is not looked at.
     """

@@ -1,8 +1,10 @@
-"""Whether drafting pays: what a session and its pair of workers have learned of it, from rounds as they were.
+"""Whether drafting pays: what a session and its pair of workers have learned of it, from rounds as
+they were.
 
-`Switch` turns a session's drafting off when it loses against the target alone, and tries it again now and then; `AheadTrial` finds out whether growth while
-the target verifies pays where both share a device. Both are told rounds - tokens and seconds - and say what the next one shall be. Pure: no clock, no
-messages; what they decide they say in a sentence.
+`Switch` turns a session's drafting off when it loses against the target alone, and tries it again
+now and then; `AheadTrial` finds out whether growth while the target verifies pays where both share
+a device. Both are told rounds - tokens and seconds - and say what the next one shall be. Pure: no
+clock, no messages; what they decide they say in a sentence.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 LOSS = 3.0
-"""Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make up for losses, but are not saved up."""
+"""Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make
+up for losses, but are not saved up."""
 LOSS_OF_A_WINNER = 6.0
 """The same where drafting has paid for long: there a run of misses is likely to be chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
@@ -26,7 +29,8 @@ MOST_ALLOWANCE = 30.0
 TRY_GAIN, TRY_LOSS = 1.5, 1.0
 """Rounds of the target alone by which a try is won or lost before it is over."""
 LEAST_TRY, MOST_TRY = 3, 8
-"""Rounds of a try, beside the first, which catches up with what was said meanwhile and does not count."""
+"""Rounds of a try, beside the first, which catches up with what was said meanwhile and does not
+count."""
 TRY_ROUNDS = 2
 """Of which a try that fails is thought to have need."""
 TRY_MARGIN = 1.03
@@ -34,7 +38,8 @@ LASTING = 32
 """Rounds of drafting after which it is taken to pay."""
 HOPELESS = 256
 FIRST_OF_MANY = 2
-"""Rounds without drafting before it is first tried where several sessions run: so many tell what a pass over their roots takes."""
+"""Rounds without drafting before it is first tried where several sessions run: so many tell what a
+pass over their roots takes."""
 
 
 @dataclass
@@ -55,7 +60,9 @@ class Experience:
         """A round has taken so long."""
         if not self.granted:
             self.granted, self.credit_s = True, ALLOWANCE * alone_s
-        self.credit_s = min(self.credit_s + TRY_SHARE * seconds, max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s))
+        self.credit_s = min(
+            self.credit_s + TRY_SHARE * seconds, max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s)
+        )
 
     @property
     def affordable(self) -> bool:
@@ -66,11 +73,13 @@ class Switch:
     """On, off or trying, for one session, or for all sessions that run at once."""
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
-        """`many`: it is told the rounds of several sessions that run at once, and begins without drafting, which has yet to show that it pays."""
+        """`many`: it is told the rounds of several sessions that run at once, and begins without
+        drafting, which has yet to show that it pays."""
         self._experience, self._many = experience, many
         self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
         self.era = 0
-        """Counts the changes of state: a round that began before one says nothing of what is now."""
+        """Counts the changes of state: a round that began before one says nothing of what is
+        now."""
         self._rounds = 0.0
         """Of drafting since it began, or without since it ended."""
         self._failed = 0
@@ -88,20 +97,33 @@ class Switch:
         return self.state != "off"
 
     def begin(self) -> None:
-        """A session comes to run at this load: how often trying has failed before it came is forgotten, what it may cost is not."""
+        """A session comes to run at this load: how often trying has failed before it came is
+        forgotten, what it may cost is not."""
         self._failed = 0
 
-    def plain(self, seconds: float, alone_s: float, *, among: int = 1, worth_trying: Callable[[], bool] = lambda: True) -> str | None:
+    def plain(
+        self,
+        seconds: float,
+        alone_s: float,
+        *,
+        among: int = 1,
+        worth_trying: Callable[[], bool] = lambda: True,
+    ) -> str | None:
         """A round without drafting has passed; what follows from it, in words, if anything does.
 
-        `among`: sessions that run at once, each of which has such a round in the time of one. `worth_trying`: whether known costs let a try pay; what they
-        were taken from may have changed since, so that where they do not, it is made all the same after `HOPELESS` rounds.
+        `among`: sessions that run at once, each of which has such a round in the time of one.
+        `worth_trying`: whether known costs let a try pay; what they were taken from may have
+        changed since, so that where they do not, it is made all the same after `HOPELESS` rounds.
         """
         self._experience.earn(seconds / among, alone_s)
         if self.state != "off":
             return None
         self._rounds += 1 / among
-        if self._rounds < self._patience or not self._experience.affordable or (self._rounds < HOPELESS and not worth_trying()):
+        if (
+            self._rounds < self._patience
+            or not self._experience.affordable
+            or (self._rounds < HOPELESS and not worth_trying())
+        ):
             return None
         without = f"{self._rounds:.0f} rounds without a draft"
         if self._experience.rate:
@@ -114,10 +136,17 @@ class Switch:
     @property
     def _patience(self) -> int:
         """Rounds without drafting before it is tried."""
-        return FIRST_OF_MANY if self._many and not self.era else FIRST_TRY << min(self._failed, MOST_DOUBLINGS)
+        return (
+            FIRST_OF_MANY
+            if self._many and not self.era
+            else FIRST_TRY << min(self._failed, MOST_DOUBLINGS)
+        )
 
-    def drafted(self, tokens: float, seconds: float, alone_s: float, *, among: int = 1) -> str | None:
-        """A round with drafting has brought so many tokens; what follows from it, in words, if anything does. `alone_s`: a round of the target alone."""
+    def drafted(
+        self, tokens: float, seconds: float, alone_s: float, *, among: int = 1
+    ) -> str | None:
+        """A round with drafting has brought so many tokens; what follows from it, in words, if
+        anything does. `alone_s`: a round of the target alone."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         won = (tokens - (WORTH if self._many else 1.0) * seconds / alone_s) / among
@@ -130,7 +159,9 @@ class Switch:
         self._worst_s = max(self._worst_s, -won * alone_s)
         if self._rounds >= LASTING and self._balance == 0.0:
             self._failed, self._tried, self._experience.losing = 0, False, False
-        if self._balance <= (LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS) / among**0.5:  # the more rounds, the less is chance
+        if (
+            self._balance <= (LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS) / among**0.5
+        ):  # the more rounds, the less is chance
             return None
         if self._tried:  # the try had promised too much
             self._experience.credit_s -= self._balance * alone_s
@@ -139,31 +170,43 @@ class Switch:
         self._experience.try_s = TRY_ROUNDS * self._worst_s
         return self._judged("off", "drafting stopped because", alone_s)
 
-    def _tested(self, tokens: float, seconds: float, alone_s: float, won: float, among: int) -> str | None:
+    def _tested(
+        self, tokens: float, seconds: float, alone_s: float, won: float, among: int
+    ) -> str | None:
         self._cost_s += max(0.0, -won * alone_s)
         if self._rounds < 1.0 + 0.5 / among:
             return None
         self._count(tokens, seconds)
         self._balance += won
         judged = self._rounds - 1.0 + 0.5 / among  # a half for what sums of fractions lack
-        if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds):
+        if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (
+            judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds
+        ):
             self._pay()
             self._tried, self._experience.losing = True, False
             return self._judged("on", "drafting resumed because", alone_s)
         if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
-            return self._judged("off", f"drafting was tried for {self._rounds:.0f} rounds and stopped because", alone_s)
+            return self._judged(
+                "off",
+                f"drafting was tried for {self._rounds:.0f} rounds and stopped because",
+                alone_s,
+            )
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """A round in which drafts read prompts says nothing of drafting; what it cost, a try has cost."""
+        """A round in which drafts read prompts says nothing of drafting; what it cost, a try has
+        cost."""
         if self.state == "try":
             self._cost_s += max(0.0, seconds - tokens * alone_s) / among
 
     def last_rates(self, alone_s: float) -> str:
         """Both rates, in words: that of drafting when it was last judged."""
-        return f"it last brought {self._experience.rate:.1f} tokens/s, and {1 / alone_s:.1f} come without it"
+        return (
+            f"it last brought {self._experience.rate:.1f} tokens/s, and {1 / alone_s:.1f} "
+            "come without it"
+        )
 
     def _judged(self, state: Literal["on", "off"], verdict: str, alone_s: float) -> str:
         """Enter a state, and return a sentence that begins with `verdict` and names both rates."""
@@ -194,7 +237,8 @@ class Switch:
 
 
 BLOCK = 12
-"""Rounds of a block of a trial, the first ones of which do not count: what was grown before is still there."""
+"""Rounds of a block of a trial, the first ones of which do not count: what was grown before is
+still there."""
 SETTLING = 2
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
 WORTH = 1.02
@@ -203,7 +247,8 @@ FIRST_PAUSE, MOST_PAUSE = 512, 8192
 
 
 class AheadTrial:
-    """Grows ahead by turns in blocks of rounds, keeps what was better, and looks again after a while, ever more rarely."""
+    """Grows ahead by turns in blocks of rounds, keeps what was better, and looks again after a
+    while, ever more rarely."""
 
     def __init__(self) -> None:
         self.ahead = TURNS[0]
@@ -233,10 +278,16 @@ class AheadTrial:
         return self._judge()
 
     def _judge(self) -> str | None:
-        without, with_ = (sums[0] / max(1e-9, sums[1]) for sums in (self._sums[False], self._sums[True]))
+        without, with_ = (
+            sums[0] / max(1e-9, sums[1]) for sums in (self._sums[False], self._sums[True])
+        )
         self.ahead = with_ > WORTH * without
         self._block, self._pause = 0, self._next_pause
-        self._next_pause = min(2 * self._next_pause, MOST_PAUSE) if self.ahead == self._told or self._told is None else FIRST_PAUSE
+        self._next_pause = (
+            min(2 * self._next_pause, MOST_PAUSE)
+            if self.ahead == self._told or self._told is None
+            else FIRST_PAUSE
+        )
         self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
         changed, self._told = self.ahead != self._told, self.ahead
         if self.ahead:

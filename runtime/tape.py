@@ -1,10 +1,13 @@
 """What a recording of a session is made of, and reading it back.
 
-A recording is a file of MessagePack maps, one behind the other: the session as it began, the tokenizer of its target, the peers as they are first heard of or
-spoken to, then in order every message (its frames as they were), every step of the session logic with what was handed to it beside the message, and at last
-why it ends. A coordinator that was killed leaves a file that ends anywhere. Written by `recording.py`, one entry at a time; knows no sessions that run.
+A recording is a file of MessagePack maps, one behind the other: the session as it began, the
+tokenizer of its target, the peers as they are first heard of or spoken to, then in order every
+message (its frames as they were), every step of the session logic with what was handed to it beside
+the message, and at last why it ends. A coordinator that was killed leaves a file that ends
+anywhere. Written by `recording.py`, one entry at a time; knows no sessions that run.
 
-A recording holds what the user and the models said. The keys of links are in no message, and the `key` of a session is the one its noise is derived from.
+A recording holds what the user and the models said. The keys of links are in no message, and the
+`key` of a session is the one its noise is derived from.
 """
 
 import zlib
@@ -55,7 +58,8 @@ class From(Frozen):
 
 
 class Drafting(Frozen):
-    """What a draft is told of the log when a session begins: the beginning of a `briefing.Briefing`."""
+    """What a draft is told of the log when a session begins: the beginning of a
+    `briefing.Briefing`."""
 
     tokens: Count
     reads: Reads | None
@@ -119,14 +123,16 @@ class Said(Frozen):
 
 
 class Step(Frozen):
-    """A call of a method of `session.Session`. What it was handed of a message, it was handed of the last one that came in."""
+    """A call of a method of `session.Session`. What it was handed of a message, it was handed of
+    the last one that came in."""
 
     type: Literal["step"] = "step"
     at: Count
     name: Name
     arguments: tuple[Any, ...] = ()
     plans: tuple[dict[str, Any] | None, ...] = ()
-    """How the rounds were drafted that began in it: fields of `pilot.Plan`, or None for not at all."""
+    """How the rounds were drafted that began in it: fields of `pilot.Plan`, or None for not at
+    all."""
     joins: tuple[Joined, ...] = ()
     """Drafts that it was given."""
     within: tuple[Name, ...] = ()
@@ -151,7 +157,8 @@ _PACKER = msgpack.Packer()
 
 
 def pack_entry(entry: Mapping[str, Any]) -> bytes:
-    """An entry as it stands in the file; its fields are those of one of the classes above. For one thread."""
+    """An entry as it stands in the file; its fields are those of one of the classes above. For one
+    thread."""
     packed: bytes = _PACKER.pack(entry)
     return packed
 
@@ -180,7 +187,9 @@ class Recording:
     def words(self) -> str:
         """Why it ends where it does."""
         last = self.entries[-1] if self.entries else None
-        return last.why if isinstance(last, End) else "its coordinator was killed, or still writes it"
+        return (
+            last.why if isinstance(last, End) else "its coordinator was killed, or still writes it"
+        )
 
     @cached_property
     def peers(self) -> Mapping[int, Peer]:
@@ -191,14 +200,19 @@ class Recording:
         """The bytes of tokenizer.json; `UserError` if they are not there."""
         found = next((entry for entry in self.entries if isinstance(entry, Deflated)), None)
         if found is None:
-            raise UserError(f"the recording {self.path} ends before the tokenizer of its target: there is nothing to play")
+            raise UserError(
+                f"the recording {self.path} ends before the tokenizer of its target: there is "
+                "nothing to play"
+            )
         inflater = zlib.decompressobj()
         try:
             content = inflater.decompress(found.deflated, MAX_ARRAY_BYTES)
         except zlib.error as error:
             raise UserError(f"the tokenizer in {self.path} cannot be read: {error}") from None
         if not inflater.eof:
-            raise UserError(f"the tokenizer in {self.path} is cut short, or beyond {MAX_ARRAY_BYTES >> 20} MiB")
+            raise UserError(
+                f"the tokenizer in {self.path} is cut short, or beyond {MAX_ARRAY_BYTES >> 20} MiB"
+            )
         return content
 
 
@@ -209,34 +223,57 @@ def read_recording(path: Path) -> Recording:
     except OSError as error:
         raise UserError(f"the recording {path} cannot be read: {error.strerror}") from None
     if not entries or not isinstance(begin := entries[0], Begin):
-        raise UserError(f"{path} is no recording of a session: they are made by a coordinator with --record-messages FOLDER")
+        raise UserError(
+            f"{path} is no recording of a session: they are made by a coordinator with "
+            "--record-messages FOLDER"
+        )
     return Recording(path, begin, tuple(entries[1:]))
 
 
 def _entries(path: Path) -> Iterator[Entry]:
     """Every entry that is there as a whole."""
     with path.open("rb") as file:
-        unpacker = msgpack.Unpacker(file, use_list=False, strict_map_key=True, max_buffer_size=MAX_ENTRY_BYTES)
+        unpacker = msgpack.Unpacker(
+            file, use_list=False, strict_map_key=True, max_buffer_size=MAX_ENTRY_BYTES
+        )
         number = 0
         while True:
             try:
                 content = unpacker.unpack()
             except msgpack.exceptions.OutOfData:
                 return
-            except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-                raise UserError(f"{path} is no recording of a session: entry {number}: {printable(f'{type(error).__name__}: {error}'[:200])}") from None
+            except (
+                ValueError,
+                TypeError,
+                RecursionError,
+                msgpack.exceptions.UnpackException,
+            ) as error:
+                raise UserError(
+                    f"{path} is no recording of a session: entry {number}: "
+                    f"{printable(f'{type(error).__name__}: {error}'[:200])}"
+                ) from None
             yield _entry(path, number, content)
             number += 1
 
 
 def _entry(path: Path, number: int, content: Any) -> Entry:
-    if number == 0 and isinstance(content, dict) and content.get("type") == "recording" and content.get("format") != FORMAT:
+    if (
+        number == 0
+        and isinstance(content, dict)
+        and content.get("type") == "recording"
+        and content.get("format") != FORMAT
+    ):
         written = printable(str(content.get("format"))[:20])
-        raise UserError(f"the recording {path} is of format {written}, this release reads {FORMAT}: use the one that wrote it")
+        raise UserError(
+            f"the recording {path} is of format {written}, this release reads {FORMAT}: use "
+            "the one that wrote it"
+        )
     try:
         entry: Entry = _ENTRY.validate_python(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         complaint = f"{'.'.join(str(part)[:64] for part in first['loc'][:8])}: {first['msg'][:200]}"
-        raise UserError(f"{path} is no recording of a session: entry {number}, {printable(complaint)}") from None
+        raise UserError(
+            f"{path} is no recording of a session: entry {number}, {printable(complaint)}"
+        ) from None
     return entry

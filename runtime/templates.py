@@ -1,9 +1,11 @@
-"""Chat templates: programs in Jinja that a checkpoint brings, run where they reach nothing outside, for a while, and with bounded memory.
+"""Chat templates: programs in Jinja that a checkpoint brings, run where they reach nothing outside,
+for a while, and with bounded memory.
 
-jinja2's sandbox keeps a template from what lies behind attributes, and from changing what it is given. It bounds neither time nor memory - a few nested loops
-run for years, thirty doublings fill every machine -, so that is done here: between any two statements the time of the thread is looked at, and whatever is
-made counts towards a limit, before it is made where it can be many times what it is made of. Filters that no chat template needs are not there. The only door
-to `jinja2`.
+jinja2's sandbox keeps a template from what lies behind attributes, and from changing what it is
+given. It bounds neither time nor memory - a few nested loops run for years, thirty doublings fill
+every machine -, so that is done here: between any two statements the time of the thread is looked
+at, and whatever is made counts towards a limit, before it is made where it can be many times what
+it is made of. Filters that no chat template needs are not there. The only door to `jinja2`.
 """
 
 import functools
@@ -27,16 +29,62 @@ MAX_CPU_S = 2.0
 TICKS = 16
 """Statements, or KiB that are made, between two looks at the clock."""
 MAX_MADE = 1 << 26
-"""Characters, and items eight times, of all that a rendering makes: a dozen copies of the longest prompt that fits any context."""
+"""Characters, and items eight times, of all that a rendering makes: a dozen copies of the longest
+prompt that fits any context."""
 MAX_WIDTH = 1024
 """Of what is filled up or set off to a width."""
 _ITEM = 8
 
 FILTERS = frozenset(
     (
-        *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "forceescape", "groupby", "indent", "int"),
-        *("items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select"),
-        *("selectattr", "sort", "string", "sum", "title", "tojson", "trim", "truncate", "unique", "upper", "urlencode", "wordcount"),
+        *(
+            "abs",
+            "capitalize",
+            "count",
+            "d",
+            "default",
+            "dictsort",
+            "e",
+            "escape",
+            "first",
+            "float",
+            "forceescape",
+            "groupby",
+            "indent",
+            "int",
+        ),
+        *(
+            "items",
+            "join",
+            "last",
+            "length",
+            "list",
+            "lower",
+            "map",
+            "max",
+            "min",
+            "reject",
+            "rejectattr",
+            "replace",
+            "reverse",
+            "round",
+            "safe",
+            "select",
+        ),
+        *(
+            "selectattr",
+            "sort",
+            "string",
+            "sum",
+            "title",
+            "tojson",
+            "trim",
+            "truncate",
+            "unique",
+            "upper",
+            "urlencode",
+            "wordcount",
+        ),
     )
 )
 WIDENING = frozenset(("center", "expandtabs", "format_map", "ljust", "rjust", "translate", "zfill"))
@@ -52,11 +100,16 @@ class ChatTemplate:
         self._environment = _Sandbox()
         try:
             self._template = self._environment.from_string(text)
-        except Exception as error:  # beside jinja2's own errors those of the Python that it is made into: nested too deep, too many blocks
-            raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+        except Exception as error:
+            # beside jinja2's own errors those of the Python that it is made into: nested too deep,
+            # too many blocks
+            raise ValueError(
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from None
 
     def render(self, **values: Any) -> str:
-        """The text for these values; raises whatever the template raises, and `SecurityError` where it is stopped."""
+        """The text for these values; raises whatever the template raises, and `SecurityError` where
+        it is stopped."""
         with self._environment.metered():
             return self._template.render(**values)
 
@@ -74,20 +127,35 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=["jinja2.ext.loopcontrols", _Generation])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+        )
         self._meter, self.tick = _Meter(), self._tick
-        self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace", "joiner", "cycler")}
-        self.globals |= {"raise_exception": _raise, "strftime_now": lambda pattern: datetime.now().astimezone().strftime(pattern)}
-        self.filters = {name: self._metered(name, made) for name, made in self.filters.items() if name in FILTERS}
+        self.globals = {
+            name: self.globals[name] for name in ("range", "dict", "namespace", "joiner", "cycler")
+        }
+        self.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda pattern: datetime.now().astimezone().strftime(pattern),
+        }
+        self.filters = {
+            name: self._metered(name, made)
+            for name, made in self.filters.items()
+            if name in FILTERS
+        }
 
-    # -- time ----------------------------------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def metered(self) -> "_Rendering":
         """For the length of a block, this thread renders."""
         return _Rendering(self._meter)
 
     def _tick(self, work: int = 1) -> None:
-        """Stands before every statement of a template; now and then, by how much work there was, the clock is looked at."""
+        """Stands before every statement of a template; now and then, by how much work there was,
+        the clock is looked at."""
         meter = self._meter
         meter.ticks += work
         if meter.ticks >= TICKS:
@@ -101,15 +169,25 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             for field in ("body", "else_"):
                 statements = getattr(node, field, None)
                 if isinstance(statements, list):
-                    setattr(node, field, [each for statement in statements for each in (self._ticking(statement), statement)])
+                    setattr(
+                        node,
+                        field,
+                        [
+                            each
+                            for statement in statements
+                            for each in (self._ticking(statement), statement)
+                        ],
+                    )
         return template
 
     @staticmethod
     def _ticking(statement: nodes.Node) -> nodes.Node:
         call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-        return nodes.ExprStmt(call).set_lineno(statement.lineno).set_environment(statement.environment)  # type: ignore[arg-type]
+        return (
+            nodes.ExprStmt(call).set_lineno(statement.lineno).set_environment(statement.environment)  # type: ignore[arg-type]
+        )
 
-    # -- memory --------------------------------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _spend(self, size: int) -> None:
         self._tick(size >> 10)
@@ -140,13 +218,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             _check_format(left, [right])
         if operator == "*" and isinstance(left, int | float) and isinstance(right, int | float):
             if _size(left) + _size(right) > MAX_WIDTH:
-                raise SecurityError(f"a chat template may not compute numbers of more than {MAX_WIDTH} bytes")
+                raise SecurityError(
+                    f"a chat template may not compute numbers of more than {MAX_WIDTH} bytes"
+                )
         elif operator == "*":
             self._foresee(_times(left) * _times(right))
         return self._made(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return super().is_safe_attribute(obj, attr, value) and not (isinstance(obj, str) and attr in WIDENING)
+        return super().is_safe_attribute(obj, attr, value) and not (
+            isinstance(obj, str) and attr in WIDENING
+        )
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         format_ = super().wrap_str_format(value)
@@ -172,7 +254,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _metered(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that looks ahead and counts."""
-        first = int(hasattr(make, "jinja_pass_arg"))  # what jinja2 itself passes to it stands before the value
+        first = int(
+            hasattr(make, "jinja_pass_arg")
+        )  # what jinja2 itself passes to it stands before the value
 
         @functools.wraps(make)
         def metered(*args: Any, **kwargs: Any) -> Any:
@@ -181,12 +265,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         return metered
 
-    def _looked_ahead(self, name: str, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The value of a filter whose result is foreseeably small enough; one that had to be run through for that, as a list."""
+    def _looked_ahead(
+        self, name: str, value: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The value of a filter whose result is foreseeably small enough; one that had to be run
+        through for that, as a list."""
         given = [*args, *kwargs.values()]
         match name:
             case "indent" | "round" | "tojson" | "truncate":
-                if any(isinstance(number, int | float) and abs(number) > MAX_WIDTH for number in given):
+                if any(
+                    isinstance(number, int | float) and abs(number) > MAX_WIDTH for number in given
+                ):
                     raise SecurityError(f"a chat template may not {name} by more than {MAX_WIDTH}")
                 if name == "indent":
                     self._foresee((str(value).count("\n") + 1) * sum(map(_times, given)))
@@ -194,7 +283,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 self._foresee_replace(str(value), *given)
             case "join":
                 return self._foresee_join(value, kwargs.get("d", args[0] if args else ""))
-            case "sum" if any(not isinstance(start, int | float) for start in (*args[1:], kwargs.get("start", 0))):
+            case "sum" if any(
+                not isinstance(start, int | float) for start in (*args[1:], kwargs.get("start", 0))
+            ):
                 raise SecurityError("a chat template may sum numbers only")
         return value
 
@@ -203,7 +294,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _foresee_join(self, items: Any, separator: Any) -> list[Any]:
         kept = list(items)
-        self._foresee(sum(len(item) if isinstance(item, str) else 1 for item in kept) + len(kept) * len(str(separator)))
+        self._foresee(
+            sum(len(item) if isinstance(item, str) else 1 for item in kept)
+            + len(kept) * len(str(separator))
+        )
         return kept
 
     def _foresee(self, size: int) -> None:
@@ -260,10 +354,20 @@ def _size(value: Any) -> int:
 
 def _times(value: Any) -> int:
     """What a product with this is as long as."""
-    return len(value) if isinstance(value, str | bytes | list | tuple) else abs(int(value)) if isinstance(value, int | float) else 1
+    return (
+        len(value)
+        if isinstance(value, str | bytes | list | tuple)
+        else abs(int(value))
+        if isinstance(value, int | float)
+        else 1
+    )
 
 
 def _check_format(text: Any, values: Sequence[Any]) -> None:
     """Passes a format that makes nothing wide and repeats nothing long."""
-    if not isinstance(text, str) or _WIDE_FORMAT.search(text) or len(text) * sum(len(str(value)) for value in values) > MAX_MADE:
+    if (
+        not isinstance(text, str)
+        or _WIDE_FORMAT.search(text)
+        or len(text) * sum(len(str(value)) for value in values) > MAX_MADE
+    ):
         raise SecurityError("a chat template may not fill a text up to a width like this")

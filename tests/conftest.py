@@ -1,4 +1,5 @@
-"""Gives a bare checkout its import name, here and in child processes; one running pair for all tests that only ask it things."""
+"""Gives a bare checkout its import name, here and in child processes; one running pair for all
+tests that only ask it things."""
 
 import atexit
 import gc
@@ -22,26 +23,32 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "dovetail").symlink_to(root, target_is_directory=True)
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+    )
 
 # no process of these tests writes to the caches of whoever runs them
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dovetail-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A loaded machine fails no example and no strategy for taking long.
-hypothesis.settings.register_profile("dovetail", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "dovetail", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("dovetail")
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is no garbage: whoever looks for garbage, as each load of a model does, need not look through that again (a quarter second)."""
+    """What has been imported is no garbage: whoever looks for garbage, as each load of a model
+    does, need not look through that again (a quarter second)."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator["Stack"]:
-    """The embedded pair, running; the imports wait for the name that they need, and for a test that asks."""
+    """The embedded pair, running; the imports wait for the name that they need, and for a test that
+    asks."""
     from support.stacks import started
 
     with started({"draft.device": "cpu"}) as (stack, _):

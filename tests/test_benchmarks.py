@@ -52,7 +52,9 @@ def test_noise_that_meets_both_sides_of_a_pair_leaves_their_ratio_alone() -> Non
         (Estimate(0.88, 0.80, 0.95), False),
     ],
 )
-def test_a_bound_holds_when_the_interval_reaches_it_and_the_median_misses_by_little(found: Estimate, holds: bool) -> None:
+def test_a_bound_holds_when_the_interval_reaches_it_and_the_median_misses_by_little(
+    found: Estimate, holds: bool
+) -> None:
     assert found.holds(0.85) is holds
 
 
@@ -63,7 +65,9 @@ def test_who_is_first_changes_from_round_to_round() -> None:
         order.append(name)
         return float(len(order))
 
-    rounds = [take_turns([lambda: side("ours"), lambda: side("theirs")], number) for number in range(2)]
+    rounds = [
+        take_turns([lambda: side("ours"), lambda: side("theirs")], number) for number in range(2)
+    ]
     assert order == ["ours", "theirs", "theirs", "ours"]
     assert rounds == [(1.0, 2.0), (4.0, 3.0)]
 
@@ -75,13 +79,17 @@ def test_few_rows_are_limited_by_bytes_and_many_by_arithmetic() -> None:
 
 
 def test_every_type_of_llama_cpp_has_a_figure_for_the_sizes_of_trees() -> None:
-    assert all(llama_bound(kind, "verify", rows) for kind in LLAMA_TYPES.values() for rows in (2, 16, 64))
+    assert all(
+        llama_bound(kind, "verify", rows) for kind in LLAMA_TYPES.values() for rows in (2, 16, 64)
+    )
 
 
 def test_the_mask_of_a_tree_shows_what_its_paths_show() -> None:
     tree = draw_tree(24)
     paths = tree_paths(tree, 40)
-    assert [(40 + row.nonzero().flatten()).tolist() for row in tree_mask(tree)] == [paths.row(i).tolist() for i in range(len(tree) + 1)]
+    assert [(40 + row.nonzero().flatten()).tolist() for row in tree_mask(tree)] == [
+        paths.row(i).tolist() for i in range(len(tree) + 1)
+    ]
 
 
 def test_a_random_checkpoint_can_be_loaded_and_is_written_once(tmp_path: Path) -> None:
@@ -89,7 +97,12 @@ def test_a_random_checkpoint_can_be_loaded_and_is_written_once(tmp_path: Path) -
     written = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert write_model(folder, TINY, torch.float16) == folder
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == written
-    assert load_language_model(str(folder), weights="fp32", device="cpu", backend="library").vocabulary_size == 512
+    assert (
+        load_language_model(
+            str(folder), weights="fp32", device="cpu", backend="library"
+        ).vocabulary_size
+        == 512
+    )
 
 
 def test_a_single_bit_is_a_difference() -> None:
@@ -102,7 +115,10 @@ def test_a_single_bit_is_a_difference() -> None:
 
 def test_an_error_of_logits_does_not_count_what_is_added_to_a_whole_row() -> None:
     exact = np.array([[1.0, 2.0, 4.0], [0.0, 3.0, 1.0]])
-    same, other = judge("shifted", [exact + 7.0], [exact]), judge("other", [exact[:, ::-1]], [exact])
+    same, other = (
+        judge("shifted", [exact + 7.0], [exact]),
+        judge("other", [exact[:, ::-1]], [exact]),
+    )
     assert same.error == pytest.approx(0.0)
     assert (same.agreeing, other.agreeing, other.rows) == (2, 1, 2)
     assert other.error > 0.5
@@ -116,26 +132,58 @@ def test_a_side_that_ends_is_told(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
-    done = subprocess.run([sys.executable, BENCHMARKS, "llama"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS, "llama"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "pip install llama-cpp-python gguf" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_comparison_runs_from_beginning_to_end() -> None:
-    arguments = ("transformers", "--shape", "small", "--layers", "1", "--pairs", "2", "--rows", "1,2", "--json")
-    done = subprocess.run([sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True)
+    arguments = (
+        "transformers",
+        "--shape",
+        "small",
+        "--layers",
+        "1",
+        "--pairs",
+        "2",
+        "--rows",
+        "1,2",
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
+    )
     assert '"rows"' in done.stdout
 
 
 @pytest.mark.slow
 def test_the_pictures_of_the_documentation_are_made_by_one_command(tmp_path: Path) -> None:
-    size = ("--limit", "1", "--max-tokens", "8", "--inflate", "32MiB", "--values", "1,2", "--out", str(tmp_path))
-    subprocess.run([sys.executable, BENCHMARKS, "pictures", "bench", "sweep-depth", *size], capture_output=True, check=True)
+    size = (
+        "--limit",
+        "1",
+        "--max-tokens",
+        "8",
+        "--inflate",
+        "32MiB",
+        "--values",
+        "1,2",
+        "--out",
+        str(tmp_path),
+    )
+    subprocess.run(
+        [sys.executable, BENCHMARKS, "pictures", "bench", "sweep-depth", *size],
+        capture_output=True,
+        check=True,
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"bench.svg", "sweep-depth.svg"}
 
 
-def test_a_picture_in_few_colours_keeps_those_that_are_frequent_and_takes_the_nearest_for_others() -> None:
+def test_a_picture_in_few_colours_keeps_those_that_are_frequent_and_takes_the_nearest_for_others() -> (  # noqa: E501
+    None
+):
     pixels = np.full((40, 50, 3), 250, np.uint8)
     pixels[:20, :10], pixels[30, 30], pixels[31, 31] = (10, 20, 200), (20, 25, 190), (0, 255, 0)
     palette, indices = in_few_colours(pixels, 2)
@@ -152,8 +200,16 @@ def test_a_picture_of_many_colours_is_made_small_or_refused() -> None:
         small_png(np.random.default_rng(1).integers(0, 256, (300, 400, 3), np.uint8))
 
 
-@pytest.mark.parametrize("picture", sorted((BENCHMARKS.parent.parent / "launch" / "pictures").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "picture",
+    sorted((BENCHMARKS.parent.parent / "launch" / "pictures").iterdir()),
+    ids=lambda path: path.name,
+)
 def test_a_picture_of_the_documentation_is_small_and_an_image(picture: Path) -> None:
     content = picture.read_bytes()
     assert len(content) < MOST_BYTES
-    assert ElementTree.fromstring(content).tag.endswith("svg") if picture.suffix == ".svg" else content.startswith(b"\x89PNG")
+    assert (
+        ElementTree.fromstring(content).tag.endswith("svg")
+        if picture.suffix == ".svg"
+        else content.startswith(b"\x89PNG")
+    )

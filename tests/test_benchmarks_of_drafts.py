@@ -1,4 +1,5 @@
-"""The parts of tests/benchmarks that look at drafts: two workers in one process, acceptance, the cost of a level, and a table like the papers'."""
+"""The parts of tests/benchmarks that look at drafts: two workers in one process, acceptance, the
+cost of a level, and a table like the papers'."""
 
 import json
 import subprocess
@@ -49,17 +50,27 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"), "jakiro")
 
 
-def play(target: Path, draft: Path, sampling: Sampling, tree: TreeSettings = TREE, drafting: Sampling | None = None) -> Reply:
+def play(
+    target: Path,
+    draft: Path,
+    sampling: Sampling,
+    tree: TreeSettings = TREE,
+    drafting: Sampling | None = None,
+) -> Reply:
     duet = Duet(open_target(str(target)), open_draft(str(draft), str(target)))
-    return duet.decode(PROMPT, key=KEY, sampling=sampling, tree=tree, max_tokens=TOKENS, drafting=drafting)
+    return duet.decode(
+        PROMPT, key=KEY, sampling=sampling, tree=tree, max_tokens=TOKENS, drafting=drafting
+    )
 
 
-# -- two workers in one process ----------------------------------------------------------------------------------------------------------------
+# -- two workers in one process --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
 @pytest.mark.parametrize("drafting", [None, GREEDY], ids=["coupled", "matched"])
-def test_whatever_the_draft_is_told_the_reply_is_the_target_s(target: Path, draft: Path, head: Path, sampling: Sampling, drafting: Sampling | None) -> None:
+def test_whatever_the_draft_is_told_the_reply_is_the_target_s(
+    target: Path, draft: Path, head: Path, sampling: Sampling, drafting: Sampling | None
+) -> None:
     expected = reference_tokens(target, PROMPT, TOKENS, key=KEY, sampling=sampling)
     for folder in (draft, head):
         reply = play(target, folder, sampling, drafting=drafting)
@@ -67,9 +78,14 @@ def test_whatever_the_draft_is_told_the_reply_is_the_target_s(target: Path, draf
         assert reply.rounds <= reply.decoded
 
 
-def test_a_target_as_its_own_draft_is_accepted_to_the_bottom_with_its_noise_and_less_without(target: Path) -> None:
+def test_a_target_as_its_own_draft_is_accepted_to_the_bottom_with_its_noise_and_less_without(
+    target: Path,
+) -> None:
     chain = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=4, width=1)
-    coupled, matched = play(target, target, SAMPLED, chain), play(target, target, SAMPLED, chain, drafting=GREEDY)
+    coupled, matched = (
+        play(target, target, SAMPLED, chain),
+        play(target, target, SAMPLED, chain, drafting=GREEDY),
+    )
     assert coupled.rounds == -(-coupled.decoded // (chain.depth + 1))
     assert matched.rounds > coupled.rounds
 
@@ -85,16 +101,22 @@ def test_rejection_is_played_with_a_static_tree(target: Path) -> None:
     assert reply.rounds < reply.decoded
 
 
-# -- acceptance of a node ----------------------------------------------------------------------------------------------------------------------
+# -- acceptance of a node --------------------------------------------------------------------------
 
 
 def test_a_choice_among_the_children_is_a_hit() -> None:
     choices = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0]])
     guesses = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
-    assert [greedy(choices, guesses, children).tolist() for children in (1, 2, 3)] == [[0, 0], [1, 0], [1, 1]]
+    assert [greedy(choices, guesses, children).tolist() for children in (1, 2, 3)] == [
+        [0, 0],
+        [1, 0],
+        [1, 1],
+    ]
 
 
-def test_a_model_agrees_with_itself_at_every_temperature(target: Path, draft: Path, head: Path) -> None:
+def test_a_model_agrees_with_itself_at_every_temperature(
+    target: Path, draft: Path, head: Path
+) -> None:
     reply = tuple(reference_tokens(target, PROMPT, TOKENS, key=KEY, sampling=SAMPLED))
     texts = [Text(PROMPT, reply, key) for key in list_keys("a", 2)]
     (same,), entropy = agreements(str(target), str(target), texts, [1])
@@ -106,11 +128,14 @@ def test_a_model_agrees_with_itself_at_every_temperature(target: Path, draft: Pa
         assert found[0].coupled <= found[1].coupled <= found[2].coupled == 1.0
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def test_a_ratio_of_rates_is_over_all_prompts_and_lies_in_its_interval() -> None:
-    left, right = [(40.0, 10.0), (20.0, 10.0), (30.0, 10.0)], [(20.0, 10.0), (20.0, 10.0), (5.0, 10.0)]
+    left, right = (
+        [(40.0, 10.0), (20.0, 10.0), (30.0, 10.0)],
+        [(20.0, 10.0), (20.0, 10.0), (5.0, 10.0)],
+    )
     found = ratio_of_sums(left, right)
     assert found.median == pytest.approx(2.0)
     assert found.low <= 2.0 <= found.high
@@ -129,7 +154,9 @@ def test_the_rate_of_a_training_is_that_of_its_inner_steps() -> None:
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-def test_a_level_takes_longer_than_its_matrices_alone(target: Path, draft: Path, head: Path) -> None:
+def test_a_level_takes_longer_than_its_matrices_alone(
+    target: Path, draft: Path, head: Path
+) -> None:
     for folder in (draft, head):
         subject = Subject(str(folder), str(target), "auto")
         measured = subject.measure(PROMPT, KEY, GREEDY, TREE, TOKENS)
@@ -138,9 +165,15 @@ def test_a_level_takes_longer_than_its_matrices_alone(target: Path, draft: Path,
         assert max(measured.rows) <= TREE.width
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
-SETTINGS = {"target": "", "inflate": "", "small": str(DEMO_FOLDER / "draft"), "max_tokens": 16, "tree": (6, 4, 3)}
+SETTINGS = {
+    "target": "",
+    "inflate": "",
+    "small": str(DEMO_FOLDER / "draft"),
+    "max_tokens": 16,
+    "tree": (6, 4, 3),
+}
 
 
 def told(method: str, family: str, temperature: float, tau: float) -> dict[str, object]:
@@ -154,14 +187,19 @@ def test_a_head_that_is_missing_is_told_with_the_command_that_makes_it(tmp_path:
     rows, missing = rows_of(papers.configuration(**SETTINGS), tmp_path, str(SETTINGS["small"]), ())
     assert [method.name for method, _ in rows] == [SMALL, "w/ DGF + 1"]
     assert len(missing) == len(HEADS) - 1
-    assert f"dovetail train jakiro --experts 2 --no-contrast --features FOLDER --out {tmp_path / 'jakiro-2-plain'}" in "\n".join(missing)
+    assert (
+        "dovetail train jakiro --experts 2 --no-contrast --features FOLDER --out "
+        f"{tmp_path / 'jakiro-2-plain'}" in "\n".join(missing)
+    )
     with pytest.raises(UserError, match="no row begins with"):
         rows_of(papers.configuration(**SETTINGS), tmp_path, str(SETTINGS["small"]), ("nothing",))
 
 
 def test_rows_differ_in_what_they_say_and_share_the_tree(tmp_path: Path) -> None:
     write_head(tmp_path / "jakiro-2", "jakiro")
-    rows, _ = rows_of(papers.configuration(**SETTINGS), tmp_path, str(SETTINGS["small"]), ("Jakiro",))
+    rows, _ = rows_of(
+        papers.configuration(**SETTINGS), tmp_path, str(SETTINGS["small"]), ("Jakiro",)
+    )
     contrast = {method.name: method.configuration.settings.draft.contrast for method, _ in rows}
     assert contrast == {"Jakiro": "auto", "Jakiro w/o parallel last step": False}
     assert {method.configuration.settings.tree.gamma for method, _ in rows} == {6}
@@ -171,20 +209,43 @@ def test_parameters_are_those_of_the_file(tmp_path: Path) -> None:
     folder = write_head(tmp_path, "eagle")
     from safetensors.torch import load_file
 
-    assert parameters(folder) == sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert parameters(folder) == sum(
+        tensor.numel() for tensor in load_file(folder / "model.safetensors").values()
+    )
 
 
 def test_the_last_level_of_a_full_tree_is_no_pass_where_it_is_foretold() -> None:
-    spans = [("prefill", 9), ("root", 1), ("level", 2), ("level", 3), ("draft", 7), ("root", 4), ("draft", 5)]
+    spans = [
+        ("prefill", 9),
+        ("root", 1),
+        ("level", 2),
+        ("level", 3),
+        ("draft", 7),
+        ("root", 4),
+        ("draft", 5),
+    ]
     assert list(passes_of(spans, 0)) == [[1, 2, 3], [4]]
     assert list(passes_of(spans, 3)) == [[1, 2], [4]]
 
 
 def test_the_table_has_a_line_for_each_method_and_the_plot_a_curve_for_each_family() -> None:
-    rows = [told("w/ DGF", "Dovetail", t, 2.0 + t) for t in (0.0, 1.0)] + [told("EAGLE-2", "EAGLE-2", t, 1.5) for t in (0.0, 1.0)]
+    rows = [told("w/ DGF", "Dovetail", t, 2.0 + t) for t in (0.0, 1.0)] + [
+        told("EAGLE-2", "EAGLE-2", t, 1.5) for t in (0.0, 1.0)
+    ]
     ratio = {"median": 1.05, "low": 1.01, "high": 1.1}
-    findings = [{"what": "fusion", "method": "w/ DGF", "against": "EAGLE-2", "temperature": t, "tau": ratio} for t in (0.0, 1.0)]
-    text = markdown({"rows": rows, "tree": (15, 8, 10), "inflate": "", "prompts": {"few": 3}, "findings": findings})
+    findings = [
+        {"what": "fusion", "method": "w/ DGF", "against": "EAGLE-2", "temperature": t, "tau": ratio}
+        for t in (0.0, 1.0)
+    ]
+    text = markdown(
+        {
+            "rows": rows,
+            "tree": (15, 8, 10),
+            "inflate": "",
+            "prompts": {"few": 3},
+            "findings": findings,
+        }
+    )
     assert "| fusion | w/ DGF against EAGLE-2 | 1.050 (1.010-1.100) | 1.050 (1.010-1.100) |" in text
     assert "| w/ DGF | 1,234,567 | 7.5 | 0.50 | 2.00 | 12.0 | 1.50 (1.40-1.60) | 3.00 |" in text
     assert [line.count("|") for line in text.splitlines()[:4]] == [11] * 4
@@ -195,9 +256,32 @@ def test_the_table_has_a_line_for_each_method_and_the_plot_a_curve_for_each_fami
 
 @pytest.mark.slow
 def test_the_table_comes_from_real_processes(tmp_path: Path) -> None:
-    arguments = ("papers", "--heads", str(tmp_path), "--only", SMALL, "--limit", "1", "--max-tokens", "12", "--out", str(tmp_path / "out"), "--json")
-    done = subprocess.run([sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True)
+    arguments = (
+        "papers",
+        "--heads",
+        str(tmp_path),
+        "--only",
+        SMALL,
+        "--limit",
+        "1",
+        "--max-tokens",
+        "12",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
+    )
     result = json.loads(done.stdout)
-    assert [(told["method"], told["temperature"]) for told in result["rows"]] == [(SMALL, 0.0), (SMALL, 1.0)]
+    assert [(told["method"], told["temperature"]) for told in result["rows"]] == [
+        (SMALL, 0.0),
+        (SMALL, 1.0),
+    ]
     assert all(told["passes"] > 1 for told in result["rows"])
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"papers.md", "papers.json", "papers-t0.svg", "papers-t1.svg"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "papers.md",
+        "papers.json",
+        "papers-t0.svg",
+        "papers-t1.svg",
+    }

@@ -1,4 +1,5 @@
-"""The parts of tests/benchmarks that judge drafting ahead and tree sizes: sizes that make a ratio, halves, ratios of bouts, waterfalls, ledgers."""
+"""The parts of tests/benchmarks that judge drafting ahead and tree sizes: sizes that make a ratio,
+halves, ratios of bouts, waterfalls, ledgers."""
 
 import json
 import subprocess
@@ -26,14 +27,26 @@ from dovetail.workers.models.language_model import load_language_model
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 SVG = "{http://www.w3.org/2000/svg}"
-REPLY = Share(seconds=1.0, tokens=60, rounds=20, exposed_s=0.2, verify_s=0.6, hit_rate=None, grown=300, ahead=0, wasted=0, plain=0, rows=320)
+REPLY = Share(
+    seconds=1.0,
+    tokens=60,
+    rounds=20,
+    exposed_s=0.2,
+    verify_s=0.6,
+    hit_rate=None,
+    grown=300,
+    ahead=0,
+    wasted=0,
+    plain=0,
+    rows=320,
+)
 
 
 def reply(**figures: Any) -> Share:
     return replace(REPLY, **figures)
 
 
-# -- sizes that make a ratio -------------------------------------------------------------------------------------------------------------------
+# -- sizes that make a ratio -----------------------------------------------------------------------
 
 
 def test_the_size_for_a_ratio_lies_on_the_line_through_two_measured_ones() -> None:
@@ -49,21 +62,37 @@ def test_beyond_the_sizes_that_there_are_the_nearest_is_taken() -> None:
 
 
 def test_a_pass_that_seems_not_to_grow_ends_the_search_at_what_is_known() -> None:
-    assert size_for(0.5, [Probe(64 * MIB, 2.0, 3.0), Probe(65 * MIB, 2.0, 2.9)], 32 * MIB, 1024 * MIB) == 64 * MIB
+    assert (
+        size_for(0.5, [Probe(64 * MIB, 2.0, 3.0), Probe(65 * MIB, 2.0, 2.9)], 32 * MIB, 1024 * MIB)
+        == 64 * MIB
+    )
 
 
 def test_drafting_is_averaged_over_the_rounds_that_drafted_and_the_pass_over_all() -> None:
-    probe = Probe.of(7, [reply(rounds=20, plain=10, exposed_s=0.2, verify_s=0.6), reply(rounds=10, plain=10, exposed_s=0.0, verify_s=0.3)])
+    probe = Probe.of(
+        7,
+        [
+            reply(rounds=20, plain=10, exposed_s=0.2, verify_s=0.6),
+            reply(rounds=10, plain=10, exposed_s=0.0, verify_s=0.3),
+        ],
+    )
     assert (probe.draft_ms, probe.verify_ms) == (pytest.approx(20.0), pytest.approx(30.0))
 
 
-# -- drafting ahead ----------------------------------------------------------------------------------------------------------------------------
+# -- drafting ahead --------------------------------------------------------------------------------
 
 
 def pairs(count: int, faster: float, exposed_s: float = 0.02) -> list[Bout]:
     """Bouts in which drafting ahead is so many times as fast."""
     later = reply(seconds=1.0 / faster, exposed_s=exposed_s, hit_rate=0.5, ahead=200, wasted=40)
-    return [{"none": reply(), "dynamic waits": reply(exposed_s=0.5, verify_s=0.5), "dynamic goes on": later} for _ in range(count)]
+    return [
+        {
+            "none": reply(),
+            "dynamic waits": reply(exposed_s=0.5, verify_s=0.5),
+            "dynamic goes on": later,
+        }
+        for _ in range(count)
+    ]
 
 
 def test_ahead_is_judged_by_the_figure_for_its_ratio() -> None:
@@ -71,12 +100,22 @@ def test_ahead_is_judged_by_the_figure_for_its_ratio() -> None:
     assert fast["ratio"] == pytest.approx(1.0)
     assert fast["rate"]["median"] == pytest.approx(1.4)
     assert fast["exposed"]["median"] == pytest.approx(0.04)
-    assert (fast["hit_rate"], fast["grown"], fast["ahead"], fast["wasted"]) == (0.5, 1500, 1000, 200)
+    assert (fast["hit_rate"], fast["grown"], fast["ahead"], fast["wasted"]) == (
+        0.5,
+        1500,
+        1000,
+        200,
+    )
     assert (fast["holds"], slow["holds"]) == (True, False)
-    assert not ahead.judged(pairs(5, 1.4, exposed_s=0.4), "dynamic")["holds"], "drafting that is still waited for"
+    assert not ahead.judged(pairs(5, 1.4, exposed_s=0.4), "dynamic")["holds"], (
+        "drafting that is still waited for"
+    )
 
 
-@pytest.mark.parametrize(("drafting", "rate"), [(0.02, 0.98), (0.1, 1.02), (0.3, 0.98), (0.5, 1.3), (1.0, 1.3), (2.0, 0.98)])
+@pytest.mark.parametrize(
+    ("drafting", "rate"),
+    [(0.02, 0.98), (0.1, 1.02), (0.3, 0.98), (0.5, 1.3), (1.0, 1.3), (2.0, 0.98)],
+)
 def test_every_ratio_has_a_figure(drafting: float, rate: float) -> None:
     assert ahead_figure(drafting).rate == rate
     assert AHEAD[-1].tau is None
@@ -84,7 +123,11 @@ def test_every_ratio_has_a_figure(drafting: float, rate: float) -> None:
 
 def test_the_plot_of_ahead_has_a_curve_for_every_policy_that_had_the_figure() -> None:
     known = ahead.judged(pairs(3, 1.4), "dynamic")
-    rows = [{**known, "policy": policy, "ratio": place} for policy in ("dynamic", "goodput") for place in (1.0, 0.1)]
+    rows = [
+        {**known, "policy": policy, "ratio": place}
+        for policy in ("dynamic", "goodput")
+        for place in (1.0, 0.1)
+    ]
     root = ElementTree.fromstring(ahead.draw([*rows[:3], {**rows[3], "hit_rate": None}]))
     curves = [line.attrib["points"].split() for line in root.findall(f"{SVG}polyline")]
     assert [len(curve) for curve in curves] == [2, 2, 2, 2, 2, 2, 2, 1]
@@ -92,12 +135,17 @@ def test_the_plot_of_ahead_has_a_curve_for_every_policy_that_had_the_figure() ->
     assert xs == sorted(xs)
 
 
-# -- sizes that pay ----------------------------------------------------------------------------------------------------------------------------
+# -- sizes that pay --------------------------------------------------------------------------------
 
 
 def rates(**by_name: float) -> list[Bout]:
     """One bout of replies at these rates."""
-    return [{"none": reply(seconds=60 / 20.0), **{name.replace("_", "/"): reply(seconds=60 / rate) for name, rate in by_name.items()}}]
+    return [
+        {
+            "none": reply(seconds=60 / 20.0),
+            **{name.replace("_", "/"): reply(seconds=60 / rate) for name, rate in by_name.items()},
+        }
+    ]
 
 
 def test_the_best_fixed_tree_is_picked_on_one_half_and_judged_on_the_other() -> None:
@@ -105,7 +153,9 @@ def test_the_best_fixed_tree_is_picked_on_one_half_and_judged_on_the_other() -> 
     odd = rates(a=80.0, b=40.0, goodput=80.0, preset=60.0, heterospec=100.0)
     found = goodput.judged([even, odd, even, odd], ["a", "b"])
     assert found["picked"] == ["b", "a"]
-    assert found["best_fixed"]["median"] == pytest.approx((90 / 50 + 80 / 40) / 2), "even prompts against a, which won the odd ones, and the other way round"
+    assert found["best_fixed"]["median"] == pytest.approx((90 / 50 + 80 / 40) / 2), (
+        "even prompts against a, which won the odd ones, and the other way round"
+    )
     assert found["preset"]["median"] == pytest.approx((90 / 60 + 80 / 60) / 2)
     assert found["heterospec"]["median"] == pytest.approx((0.9 * 60 / 60 * 100 / 60 + 0.8) / 2)
     assert found["alone"]["median"] == pytest.approx((90 / 20 + 80 / 20) / 2)
@@ -116,19 +166,37 @@ def test_without_heterospec_and_with_a_prompt_of_no_reply_the_others_are_judged(
     one = rates(a=50.0, goodput=49.0, preset=60.0)
     found = goodput.judged([one, [], one], ["a"])
     assert "heterospec" not in found
-    assert (found["pairs"], found["best_fixed"]["holds"], found["preset"]["holds"]) == (2, True, False)
+    assert (found["pairs"], found["best_fixed"]["holds"], found["preset"]["holds"]) == (
+        2,
+        True,
+        False,
+    )
 
 
 def test_a_tree_is_no_deeper_than_it_has_nodes() -> None:
-    settings = {"gammas": (2, 8), "depths": (2, 8), "widths": (4,), "preset": (15, 8, 10), "most": (63, 16, 10), "no_heterospec": True}
+    settings = {
+        "gammas": (2, 8),
+        "depths": (2, 8),
+        "widths": (4,),
+        "preset": (15, 8, 10),
+        "most": (63, 16, 10),
+        "no_heterospec": True,
+    }
     assert list(goodput.variants(settings)) == ["2/2/4", "8/2/4", "8/8/4", "preset", "goodput"]
 
 
-def test_the_random_draft_speaks_the_target_s_vocabulary_and_is_sure_of_nonsense(tmp_path: Path) -> None:
+def test_the_random_draft_speaks_the_target_s_vocabulary_and_is_sure_of_nonsense(
+    tmp_path: Path,
+) -> None:
     folder = write_adversary(tmp_path / "draft", DEMO_FOLDER / "target")
     model = load_language_model(str(folder), weights="fp32", device="cpu", backend="library")
-    assert model.vocabulary_size == json.loads((DEMO_FOLDER / "target" / "config.json").read_text())["vocab_size"]
-    assert (folder / "tokenizer.json").read_bytes() == (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
+    assert (
+        model.vocabulary_size
+        == json.loads((DEMO_FOLDER / "target" / "config.json").read_text())["vocab_size"]
+    )
+    assert (folder / "tokenizer.json").read_bytes() == (
+        DEMO_FOLDER / "target" / "tokenizer.json"
+    ).read_bytes()
     again = write_adversary(tmp_path / "again", DEMO_FOLDER / "target")
     assert (folder / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
@@ -138,24 +206,45 @@ def test_a_draft_is_named_by_its_kind_or_its_folder(tmp_path: Path) -> None:
     assert draft_of(str(tmp_path)) == {"draft.kind": "auto", "draft.model": str(tmp_path)}
 
 
-# -- waterfalls --------------------------------------------------------------------------------------------------------------------------------
+# -- waterfalls ------------------------------------------------------------------------------------
 
 
 def test_the_parts_of_later_rounds_are_held_against_the_time_between_the_records() -> None:
-    first = RoundRecord(round=1, prefix=9, tokens=(4,), parents=(-1,), scores=(-0.1,), verified=1, accepted=(0,), bonus=3, verify_ns=10**9)
-    later = first.model_copy(update={"draft_ns": 2_000_000, "verify_ns": 6_000_000, "transport_ns": 1_000_000, "coordinator_ns": 500_000})
+    first = RoundRecord(
+        round=1,
+        prefix=9,
+        tokens=(4,),
+        parents=(-1,),
+        scores=(-0.1,),
+        verified=1,
+        accepted=(0,),
+        bonus=3,
+        verify_ns=10**9,
+    )
+    later = first.model_copy(
+        update={
+            "draft_ns": 2_000_000,
+            "verify_ns": 6_000_000,
+            "transport_ns": 1_000_000,
+            "coordinator_ns": 500_000,
+        }
+    )
     fall = Waterfall.of([1_000_000_000, 1_010_000_000, 1_020_000_000], [first, later, later])
     assert (fall.rounds, fall.tokens, fall.seconds) == (2, 4, pytest.approx(0.02))
     assert fall.explained == pytest.approx(0.95)
     assert fall.reached == pytest.approx(0.9)
     found = told([fall, fall])
-    assert (found["tau"], found["round_ms"], found["verify_ms"]) == (2.0, pytest.approx(10.0), pytest.approx(6.0))
+    assert (found["tau"], found["round_ms"], found["verify_ms"]) == (
+        2.0,
+        pytest.approx(10.0),
+        pytest.approx(6.0),
+    )
     assert (found["explained"]["holds"], found["reached"]["holds"]) == (False, False)
     whole = replace(fall, parts={**fall.parts, "verify_ns": 0.0134})
     assert (told([whole])["explained"]["holds"], told([whole])["reached"]["holds"]) == (True, True)
 
 
-# -- ledgers -----------------------------------------------------------------------------------------------------------------------------------
+# -- ledgers ---------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_interrupted_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
@@ -186,11 +275,16 @@ def test_without_a_file_findings_last_as_long_as_the_command() -> None:
     assert ledger.found == {"a": [1, 2]}
 
 
-# -- the commands ------------------------------------------------------------------------------------------------------------------------------
+# -- the commands ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(("--ratios", "0,1"), "positive ratios"), (("--plot", "a.png"), "name a.svg")])
-def test_a_slip_of_the_pen_is_told_with_what_would_be_right(arguments: tuple[str, ...], words: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--ratios", "0,1"), "positive ratios"), (("--plot", "a.png"), "name a.svg")],
+)
+def test_a_slip_of_the_pen_is_told_with_what_would_be_right(
+    arguments: tuple[str, ...], words: str
+) -> None:
     done = CliRunner().invoke(ahead.ahead, arguments)
     assert done.exit_code != 0
     assert words in done.output
@@ -202,13 +296,37 @@ def test_the_commands_run_from_beginning_to_end(tmp_path: Path) -> None:
     at = str(tmp_path / "ledger")
     done = {
         "rounds": ("rounds", "--inflate", "", "--limit", "2"),
-        "goodput": ("goodput", "--inflate", "", "--limit", "2", "--gammas", "4", "--depths", "2,4", "--widths", "4", "--no-heterospec", "--ledger", at),
+        "goodput": (
+            "goodput",
+            "--inflate",
+            "",
+            "--limit",
+            "2",
+            "--gammas",
+            "4",
+            "--depths",
+            "2,4",
+            "--widths",
+            "4",
+            "--no-heterospec",
+            "--ledger",
+            at,
+        ),
         "ahead": ("ahead", "--ratios", "1", "--pairs", "2", "--largest", "128MiB"),
     }
     found = {
-        name: json.loads(subprocess.run([sys.executable, BENCHMARKS, *a, *few], capture_output=True, text=True, check=True).stdout) for name, a in done.items()
+        name: json.loads(
+            subprocess.run(
+                [sys.executable, BENCHMARKS, *a, *few], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for name, a in done.items()
     }
     assert [row["policy"] for row in found["rounds"]["rows"]] == ["dynamic", "goodput"]
-    assert {"4/2/4", "4/4/4", "preset", "goodput", "none"} == {*found["goodput"]["rows"][0]["tokens_per_s"]}
+    assert {"4/2/4", "4/4/4", "preset", "goodput", "none"} == {
+        *found["goodput"]["rows"][0]["tokens_per_s"]
+    }
     assert found["goodput"]["adversary"][0]["alone"]["median"] > 0
-    assert all(Estimate(**row["rate"]).median > 0 and row["pairs"] == 2 for row in found["ahead"]["rows"])
+    assert all(
+        Estimate(**row["rate"]).median > 0 and row["pairs"] == 2 for row in found["ahead"]["rows"]
+    )

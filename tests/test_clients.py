@@ -1,4 +1,5 @@
-"""openai-python against a real server; the other clients, each in an environment of its own, by `python tests/clients`."""
+"""openai-python against a real server; the other clients, each in an environment of its own, by
+`python tests/clients`."""
 
 import sys
 from pathlib import Path

@@ -13,8 +13,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 WALL_CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
-"""Functions of `time`. A limit may be put on processor time (`process_time`, `thread_time`); a guard
-against hanging compares a moment with a deadline."""
+"""Functions of `time`. A limit may be put on processor time (`process_time`, `thread_time`); a
+guard against hanging compares a moment with a deadline."""
 
 
 def reads_a_wall_clock(node: ast.AST) -> bool:
@@ -23,7 +23,8 @@ def reads_a_wall_clock(node: ast.AST) -> bool:
 
 
 def is_a_limit(node: ast.AST) -> bool:
-    """Return whether an expression compares a duration by the wall clock with what it has to stay below."""
+    """Return whether an expression compares a duration by the wall clock with what it has to stay
+    below."""
     if not isinstance(node, ast.Compare):
         return False
     below, left = [], node.left
@@ -58,7 +59,9 @@ def test_no_everyday_test_puts_a_limit_on_wall_time(path: str) -> None:
 
 
 def test_a_limit_is_found_and_a_guard_a_lower_bound_and_processor_time_are_left() -> None:
-    limit = "assert 0 <= time.monotonic() - began < 3\n    assert 5 > (time.time_ns() - began) / 2\n"
+    limit = (
+        "assert 0 <= time.monotonic() - began < 3\n    assert 5 > (time.time_ns() - began) / 2\n"
+    )
     limit = f"def test_it():\n    {limit}"
     assert list(limits(limit)) == [2, 3]
     assert list(limits("@pytest.mark.slow\n" + limit)) == []

@@ -1,4 +1,5 @@
-"""An everyday sample of what `python tests/hostile` throws in the millions: nothing crashes, nothing grows, and who is healthy does not notice."""
+"""An everyday sample of what `python tests/hostile` throws in the millions: nothing crashes,
+nothing grows, and who is healthy does not notice."""
 
 import json
 import subprocess
@@ -51,7 +52,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 @pytest.mark.parametrize("victim", ["target", "small", "ngram", "head"])
-def test_no_hostile_command_changes_what_a_worker_answers(victim: str, good: Mapping[str, Path]) -> None:
+def test_no_hostile_command_changes_what_a_worker_answers(
+    victim: str, good: Mapping[str, Path]
+) -> None:
     found = siege_worker(victim, _open(victim, good), SAMPLE, 7, nothing)
     assert found.passed, found
     assert found.hung_up > 0
@@ -68,7 +71,7 @@ def test_who_may_not_connect_does_not_and_disturbs_nobody(tmp_path: Path) -> Non
     assert found.refused > 0
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +82,14 @@ def loader() -> Iterator[Loader]:
 
 @pytest.mark.parametrize(
     ("kind", "bad"),
-    [pytest.param(kind, bad, id=bad.name, marks=[pytest.mark.slow] if place % EVERYDAY else []) for place, (kind, bad) in enumerate(FOLDERS)],
+    [
+        pytest.param(kind, bad, id=bad.name, marks=[pytest.mark.slow] if place % EVERYDAY else [])
+        for place, (kind, bad) in enumerate(FOLDERS)
+    ],
 )
-def test_a_bad_folder_is_refused_in_one_line_and_nothing_is_executed(loader: Loader, kind: str, bad: Bad) -> None:
+def test_a_bad_folder_is_refused_in_one_line_and_nothing_is_executed(
+    loader: Loader, kind: str, bad: Bad
+) -> None:
     tried = loader.refused(kind, bad)
     assert tried.passed, tried
 
@@ -93,20 +101,44 @@ def test_what_is_of_no_effect_is_served_and_not_executed(loader: Loader, bad: Ba
     assert tried.passed, tried
 
 
-@pytest.mark.parametrize("name", ["a pickle with a payload for weights", "a head that is a pickle with a payload"])
-def test_a_payload_does_harm_where_it_is_unpickled(name: str, good: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["a pickle with a payload for weights", "a head that is a pickle with a payload"]
+)
+def test_a_payload_does_harm_where_it_is_unpickled(
+    name: str, good: Mapping[str, Path], tmp_path: Path
+) -> None:
     """Else nothing would show that it was not."""
     bad = next(bad for _, bad in FOLDERS if bad.name == name)
     file = damaged(bad, good, tmp_path) / "pytorch_model.bin"
-    subprocess.run([sys.executable, "-c", "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))", str(file)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))",
+            str(file),
+        ],
+        check=True,
+    )
     assert (tmp_path / MARKER).exists()
 
 
 @pytest.mark.slow
 def test_the_command_prints_what_became_of_it() -> None:
-    command = [sys.executable, str(Path(__file__).parent / "hostile"), "--messages", "1000", "--only", "codec", "--only", "templates", "--json"]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "hostile"),
+        "--messages",
+        "1000",
+        "--only",
+        "codec",
+        "--only",
+        "templates",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
-    assert [(victim["victim"], victim["messages"], victim["passed"]) for victim in result["victims"]] == [("codec", 1000, True)]
+    assert [
+        (victim["victim"], victim["messages"], victim["passed"]) for victim in result["victims"]
+    ] == [("codec", 1000, True)]
     assert result["inputs"]
     assert all(tried["passed"] for tried in result["inputs"])

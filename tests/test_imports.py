@@ -36,14 +36,24 @@ DOORS = {
     "click": ("launch/",),
     "rich": ("launch/",),
 }
-INSIDE_WORKERS = {"speculation": {"speculation"}, "models": {"models", "kernels", "progress"}, "devices": {"devices"}}
+INSIDE_WORKERS = {
+    "speculation": {"speculation"},
+    "models": {"models", "kernels", "progress"},
+    "devices": {"devices"},
+}
 OPENS_PICKLED_WEIGHTS = "workers/models/head_checkpoint.py"
-"""The one file that may call torch.load, and only with weights_only=True: the public draft heads are pickled, and the user has to ask for it."""
+"""The one file that may call torch.load, and only with weights_only=True: the public draft heads
+are pickled, and the user has to ask for it."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
 def sources() -> list[Path]:
-    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "recipe" not in path.parts]
+    return [
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "recipe" not in path.parts
+    ]
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -71,7 +81,9 @@ def test_a_file_imports_only_what_its_folder_may(path: Path) -> None:
     for imported in imports(path):
         if imported.startswith("dovetail."):
             assert imported.split(".")[1] in MAY_IMPORT[folder], f"{name(path)} imports {imported}"
-        assert imported.split(".")[0] not in FOLDERS, f"{name(path)} imports {imported}: twin classes"
+        assert imported.split(".")[0] not in FOLDERS, (
+            f"{name(path)} imports {imported}: twin classes"
+        )
 
 
 @pytest.mark.parametrize("path", sources(), ids=name)
@@ -79,21 +91,37 @@ def test_a_library_is_imported_only_at_its_door(path: Path) -> None:
     for imported in imports(path):
         library = imported.split(".")[0]
         doors = DOORS.get(library)
-        assert doors is None or name(path).startswith(doors), f"{name(path)} imports {library}; its door is {' or '.join(doors or ())}"
+        assert doors is None or name(path).startswith(doors), (
+            f"{name(path)} imports {library}; its door is {' or '.join(doors or ())}"
+        )
         assert library not in PICKLES, f"{name(path)} imports {library}"
 
 
-@pytest.mark.parametrize("path", [p for p in sources() if name(p).startswith("workers/") and name(p).count("/") == 2], ids=name)
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sources() if name(p).startswith("workers/") and name(p).count("/") == 2],
+    ids=name,
+)
 def test_the_rooms_of_workers_do_not_import_each_other(path: Path) -> None:
     room = name(path).split("/")[1]
     for imported in imports(path):
         if imported.startswith("dovetail.workers.") and room in INSIDE_WORKERS:
-            assert imported.split(".")[2] in INSIDE_WORKERS[room], f"{name(path)} imports {imported}"
+            assert imported.split(".")[2] in INSIDE_WORKERS[room], (
+                f"{name(path)} imports {imported}"
+            )
 
 
 def test_every_package_is_listed() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
-    there = {"dovetail." + name(path.parent).replace("/", ".") for path in sources() if path.name == "__init__.py"}
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+            "packages"
+        ]
+    )
+    there = {
+        "dovetail." + name(path.parent).replace("/", ".")
+        for path in sources()
+        if path.name == "__init__.py"
+    }
     assert listed == there
 
 
@@ -102,7 +130,11 @@ def test_no_file_loads_a_pickle() -> None:
     for path in sources():
         text = path.read_text(encoding="utf-8")
         if name(path) == OPENS_PICKLED_WEIGHTS:
-            assert text.count("torch.load") == len([call for call in calls(path, "torch.load") if loads_weights_only(call)]) == 1
+            assert (
+                text.count("torch.load")
+                == len([call for call in calls(path, "torch.load") if loads_weights_only(call)])
+                == 1
+            )
             text = text.replace("torch.load", "")
         assert not any(word in text for word in forbidden), name(path)
 
@@ -110,16 +142,27 @@ def test_no_file_loads_a_pickle() -> None:
 def calls(path: Path, function: str) -> Iterator[ast.Call]:
     """All calls of a function in a file, by its dotted name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function)
+    yield from (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function
+    )
 
 
 def loads_weights_only(call: ast.Call) -> bool:
-    return any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in call.keywords)
+    return any(
+        keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True"
+        for keyword in call.keywords
+    )
 
 
 def graph() -> dict[str, set[str]]:
-    """The files that each file imports, by name, wherever in it; what is imported for types alone is left out."""
-    files = {name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources()}
+    """The files that each file imports, by name, wherever in it; what is imported for types alone
+    is left out."""
+    files = {
+        name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for path in sources()
+    }
     found: dict[str, set[str]] = {}
     for module, path in files.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,6 +1,8 @@
-"""The promise at random: whatever is sampled, whichever draft proposes and however its trees are shaped, the tokens are those of the target alone.
+"""The promise at random: whatever is sampled, whichever draft proposes and however its trees are
+shaped, the tokens are those of the target alone.
 
-`LOSSLESS_CASES` says how many cases each draft gets, `LOSSLESS_SEED` which. A difference is told with its case; its group by itself repeats it.
+`LOSSLESS_CASES` says how many cases each draft gets, `LOSSLESS_SEED` which. A difference is told
+with its case; its group by itself repeats it.
 """
 
 import os
@@ -40,20 +42,30 @@ def cases(draft: str, seed: int, group: int) -> Iterator[Case]:
     while True:
         sampling = some_sampling(random)
         tokens = max(sampling.min_tokens, int(random.integers(2, 80)))
-        case = Case(some_turns(random), sampling, tokens, int(random.integers(1 << 32)), some_tree(random))
+        case = Case(
+            some_turns(random), sampling, tokens, int(random.integers(1 << 32)), some_tree(random)
+        )
         if misfit(case.sampling, case.tree, draft) is None:
             yield case
 
 
 def some_turns(random: np.random.Generator) -> tuple[str, ...]:
     """One turn, or three of which the second is an answer."""
-    return tuple(PROMPTS[i][0] for i in random.integers(len(PROMPTS), size=random.choice([1, 1, 3])))
+    return tuple(
+        PROMPTS[i][0] for i in random.integers(len(PROMPTS), size=random.choice([1, 1, 3]))
+    )
 
 
 def some_tree(random: np.random.Generator) -> TreeSettings:
     gamma, depth, width = (int(random.integers(1, most + 1)) for most in (48, 12, 12))
     sharpening = "auto" if random.random() < 0.5 else float(random.uniform(0.3, 2.0))
-    return TreeSettings(policy=str(random.choice(POLICIES)), gamma=gamma, depth=depth, width=width, sharpening=sharpening)
+    return TreeSettings(
+        policy=str(random.choice(POLICIES)),
+        gamma=gamma,
+        depth=depth,
+        width=width,
+        sharpening=sharpening,
+    )
 
 
 def some_sampling(random: np.random.Generator) -> Sampling:
@@ -66,10 +78,17 @@ def some_sampling(random: np.random.Generator) -> Sampling:
         "repetition_penalty": float(random.uniform(0.8, 1.6)),
         "presence_penalty": float(random.uniform(-1.0, 2.0)),
         "frequency_penalty": float(random.uniform(-1.0, 2.0)),
-        "logit_bias": tuple((int(token), float(random.uniform(-10.0, 5.0))) for token in sorted(random.choice(4096, 5, replace=False))),
+        "logit_bias": tuple(
+            (int(token), float(random.uniform(-10.0, 5.0)))
+            for token in sorted(random.choice(4096, 5, replace=False))
+        ),
         "min_tokens": int(random.integers(80)),
     }
-    wanted = {name: value for name, value in chosen.items() if random.random() < (0.75 if name == "temperature" else 0.35)}
+    wanted = {
+        name: value
+        for name, value in chosen.items()
+        if random.random() < (0.75 if name == "temperature" else 0.35)
+    }
     return Sampling.model_validate(wanted)
 
 
@@ -82,12 +101,32 @@ def client(draft: str) -> Iterator[Client]:
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS, scope="module")
 @pytest.mark.parametrize("group", range(-(-CASES // TOGETHER)))
-def test_random_requests_give_the_tokens_of_the_target_alone(client: Client, draft: str, group: int) -> None:
+def test_random_requests_give_the_tokens_of_the_target_alone(
+    client: Client, draft: str, group: int
+) -> None:
     some = list(islice(cases(draft, SEED, group), TOGETHER))
     alone, drafted = (
-        complete_all(client, [submit(client, c.turns, sampling=c.sampling, tokens=c.tokens, seed=c.seed, tree=c.tree if speculate else None) for c in some])
+        complete_all(
+            client,
+            [
+                submit(
+                    client,
+                    c.turns,
+                    sampling=c.sampling,
+                    tokens=c.tokens,
+                    seed=c.seed,
+                    tree=c.tree if speculate else None,
+                )
+                for c in some
+            ],
+        )
         for speculate in (False, True)
     )
-    differences = [difference(finished, reference.result.token_ids) for finished, reference in zip(drafted, alone, strict=True)]
-    assert differences == [None] * TOGETHER, "\n".join(f"{case}: {how}" for case, how in zip(some, differences, strict=True) if how)
+    differences = [
+        difference(finished, reference.result.token_ids)
+        for finished, reference in zip(drafted, alone, strict=True)
+    ]
+    assert differences == [None] * TOGETHER, "\n".join(
+        f"{case}: {how}" for case, how in zip(some, differences, strict=True) if how
+    )
     assert (client.status().stale, client.status().reasons) == (0, ())

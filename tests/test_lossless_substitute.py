@@ -1,4 +1,5 @@
-"""The promise with a target's own substitute as the draft: the same tokens from a process of its own, and from one that shares everything with the target."""
+"""The promise with a target's own substitute as the draft: the same tokens from a process of its
+own, and from one that shares everything with the target."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,12 @@ TREES = {
 PLACED = {
     "split": {"target.split.device": "cpu", "target.split.layers": "3"},
     "streamed": {"target.resident": "0"},
-    "mixed": {"target.split.device": "cpu", "target.split.layers": "5", "target.resident": "2", "target.prefill": "cpu"},
+    "mixed": {
+        "target.split.device": "cpu",
+        "target.split.layers": "5",
+        "target.resident": "2",
+        "target.prefill": "cpu",
+    },
 }
 TOKENS = 48
 
@@ -40,60 +46,121 @@ def _kept_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def complete(client: Client, turns: list[str], *, tree: TreeSettings | None = None, tokens: int = TOKENS, **sampling: object) -> Finished:
-    return client.complete(submit(client, turns, sampling=Sampling.model_validate(sampling), tokens=tokens, seed=5, tree=tree))
+def complete(
+    client: Client,
+    turns: list[str],
+    *,
+    tree: TreeSettings | None = None,
+    tokens: int = TOKENS,
+    **sampling: object,
+) -> Finished:
+    return client.complete(
+        submit(
+            client,
+            turns,
+            sampling=Sampling.model_validate(sampling),
+            tokens=tokens,
+            seed=5,
+            tree=tree,
+        )
+    )
 
 
-SAMPLINGS: Sequence[dict[str, object]] = ({}, {"temperature": 1.0}, {"temperature": 1.0, "repetition_penalty": 1.2, "top_p": 0.9})
+SAMPLINGS: Sequence[dict[str, object]] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "top_p": 0.9},
+)
 
 
 def check(
-    flags: dict[str, str], trees: dict[str, TreeSettings], *, alone: Client, tokens: int = TOKENS, samplings: Sequence[dict[str, object]] = SAMPLINGS
+    flags: dict[str, str],
+    trees: dict[str, TreeSettings],
+    *,
+    alone: Client,
+    tokens: int = TOKENS,
+    samplings: Sequence[dict[str, object]] = SAMPLINGS,
 ) -> float:
-    """Every tree gives what the target alone gives, at both temperatures, one request at a time and several at once; tau of all of them."""
+    """Every tree gives what the target alone gives, at both temperatures, one request at a time and
+    several at once; tau of all of them."""
     committed = rounds = 0
     with running(flags) as drafted:
         for options in samplings:
-            wanted = {str(turns): complete(alone, turns, tokens=tokens, **options).result.token_ids for turns in PROMPTS[:2]}
+            wanted = {
+                str(turns): complete(alone, turns, tokens=tokens, **options).result.token_ids
+                for turns in PROMPTS[:2]
+            }
             for name, tree in trees.items():
                 for turns in PROMPTS[:2]:
                     finished = complete(drafted, turns, tree=tree, tokens=tokens, **options)
                     wrong = difference(finished, wanted[str(turns)])
                     assert wrong is None, f"{flags}, {name}, {options}, {turns}: {wrong}"
-                    committed, rounds = committed + len(finished.result.token_ids) - 1, rounds + finished.result.rounds
-                together = [submit(drafted, turns, sampling=Sampling.model_validate(options), tokens=tokens, seed=5, tree=tree) for turns in PROMPTS[:2] * 2]
-                for finished, turns in zip(complete_all(drafted, together), PROMPTS[:2] * 2, strict=True):
-                    assert difference(finished, wanted[str(turns)]) is None, f"{flags}, {name}, {options}, side by side"
+                    committed, rounds = (
+                        committed + len(finished.result.token_ids) - 1,
+                        rounds + finished.result.rounds,
+                    )
+                together = [
+                    submit(
+                        drafted,
+                        turns,
+                        sampling=Sampling.model_validate(options),
+                        tokens=tokens,
+                        seed=5,
+                        tree=tree,
+                    )
+                    for turns in PROMPTS[:2] * 2
+                ]
+                for finished, turns in zip(
+                    complete_all(drafted, together), PROMPTS[:2] * 2, strict=True
+                ):
+                    assert difference(finished, wanted[str(turns)]) is None, (
+                        f"{flags}, {name}, {options}, side by side"
+                    )
         status = drafted.status()
         assert (status.stale, status.reasons) == (0, ())
     return committed / rounds
 
 
-def test_a_substitute_in_a_process_of_its_own_changes_nothing_and_saves_target_passes(client: Client) -> None:
-    assert check(SUBSTITUTE, {"dynamic": DYNAMIC}, alone=client, tokens=32, samplings=SAMPLINGS[::2]) > 3.0
+def test_a_substitute_in_a_process_of_its_own_changes_nothing_and_saves_target_passes(
+    client: Client,
+) -> None:
+    assert (
+        check(SUBSTITUTE, {"dynamic": DYNAMIC}, alone=client, tokens=32, samplings=SAMPLINGS[::2])
+        > 3.0
+    )
 
 
-def test_one_process_with_both_roles_changes_nothing_and_saves_target_passes(client: Client) -> None:
-    assert check(SHARED, {"dynamic": DYNAMIC}, alone=client, tokens=32, samplings=SAMPLINGS[::2]) > 3.0
+def test_one_process_with_both_roles_changes_nothing_and_saves_target_passes(
+    client: Client,
+) -> None:
+    assert (
+        check(SHARED, {"dynamic": DYNAMIC}, alone=client, tokens=32, samplings=SAMPLINGS[::2]) > 3.0
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
 @pytest.mark.parametrize("name", TREES)
-def test_no_tree_of_a_substitute_changes_a_token(client: Client, flags: dict[str, str], name: str) -> None:
+def test_no_tree_of_a_substitute_changes_a_token(
+    client: Client, flags: dict[str, str], name: str
+) -> None:
     check(flags, {name: TREES[name]}, alone=client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
 @pytest.mark.parametrize("weights", ["int8", "int3", "int2"])
-def test_no_weights_of_a_substitute_change_a_token(client: Client, flags: dict[str, str], weights: str) -> None:
+def test_no_weights_of_a_substitute_change_a_token(
+    client: Client, flags: dict[str, str], weights: str
+) -> None:
     check({**flags, "draft.weights": weights}, {"dynamic": DYNAMIC}, alone=client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
-def test_the_substitute_of_an_inflated_target_changes_nothing(client: Client, flags: dict[str, str]) -> None:
+def test_the_substitute_of_an_inflated_target_changes_nothing(
+    client: Client, flags: dict[str, str]
+) -> None:
     check({**flags, "target.inflate": "48MiB"}, {"dynamic": DYNAMIC}, alone=client)
 
 
@@ -106,27 +173,52 @@ def test_a_target_of_other_weights_shares_with_its_substitute(weights: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resident", ["0", "3"])
-def test_a_target_that_streams_shares_its_resident_layers_with_its_substitute(client: Client, resident: str) -> None:
-    """The CPU stands for the GPU: all layers are its own, so many keep their weights, and the others stream."""
-    streamed = {"target.split.device": "cpu", "target.split.layers": "8", "target.resident": resident}
+def test_a_target_that_streams_shares_its_resident_layers_with_its_substitute(
+    client: Client, resident: str
+) -> None:
+    """The CPU stands for the GPU: all layers are its own, so many keep their weights, and the
+    others stream."""
+    streamed = {
+        "target.split.device": "cpu",
+        "target.split.layers": "8",
+        "target.resident": resident,
+    }
     check({**SHARED, **streamed}, {"dynamic": DYNAMIC}, alone=client)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", ["beam", "budget"])
-def test_large_trees_of_a_shared_substitute_change_nothing_where_the_target_streams(client: Client, tree: str) -> None:
-    check({**SHARED, "target.split.device": "cpu", "target.split.layers": "8", "target.resident": "2"}, {tree: TREES[tree]}, alone=client)
+def test_large_trees_of_a_shared_substitute_change_nothing_where_the_target_streams(
+    client: Client, tree: str
+) -> None:
+    check(
+        {
+            **SHARED,
+            "target.split.device": "cpu",
+            "target.split.layers": "8",
+            "target.resident": "2",
+        },
+        {tree: TREES[tree]},
+        alone=client,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACED)
-def test_a_substitute_in_a_process_of_its_own_drafts_for_a_target_that_is_anywhere(client: Client, placement: str) -> None:
-    check({**SUBSTITUTE, **PLACED[placement]}, {name: TREES[name] for name in ("static", "dynamic")}, alone=client)
+def test_a_substitute_in_a_process_of_its_own_drafts_for_a_target_that_is_anywhere(
+    client: Client, placement: str
+) -> None:
+    check(
+        {**SUBSTITUTE, **PLACED[placement]},
+        {name: TREES[name] for name in ("static", "dynamic")},
+        alone=client,
+    )
 
 
 @pytest.mark.slow
 def test_a_conversation_goes_on_from_the_rows_that_were_kept(client: Client) -> None:
-    """The target keeps a session's rows, and resizes its cache, for the next turn; the draft's slots lie elsewhere then."""
+    """The target keeps a session's rows, and resizes its cache, for the next turn; the draft's
+    slots lie elsewhere then."""
     with running(SHARED) as drafted:
         turns = list(PROMPTS[0])
         for _ in range(3):
@@ -139,10 +231,23 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
     from dovetail.protocol.errors import SettingsError
 
     for flags, words in (
-        ({"draft.share": "true"}, "draft.share = true is for a substitute of the target, and draft.kind is 'auto'"),
-        ({**SUBSTITUTE, "draft.model": str(tmp_path)}, "draft.kind = 'substitute' is made of the target, and draft.model names"),
-        ({**SUBSTITUTE, "draft.weights": "fp16"}, "draft.weights = 'fp16' is no type of a substitute's weights: use int8, int4, int3 or int2"),
-        ({**SHARED, "target.device": "cuda:0"}, "a target and a substitute that share are on one device, and draft.device is 'cpu'"),
+        (
+            {"draft.share": "true"},
+            "draft.share = true is for a substitute of the target, and draft.kind is 'auto'",
+        ),
+        (
+            {**SUBSTITUTE, "draft.model": str(tmp_path)},
+            "draft.kind = 'substitute' is made of the target, and draft.model names",
+        ),
+        (
+            {**SUBSTITUTE, "draft.weights": "fp16"},
+            "draft.weights = 'fp16' is no type of a substitute's weights: use int8, int4, int3 "
+            "or int2",
+        ),
+        (
+            {**SHARED, "target.device": "cuda:0"},
+            "a target and a substitute that share are on one device, and draft.device is 'cpu'",
+        ),
     ):
         with pytest.raises(SettingsError, match=words), running(flags):
             pass

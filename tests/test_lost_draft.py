@@ -1,4 +1,5 @@
-"""A draft worker that dies or falls silent in the middle of replies: the target goes on alone, and writes what it writes without a draft."""
+"""A draft worker that dies or falls silent in the middle of replies: the target goes on alone, and
+writes what it writes without a draft."""
 
 import signal
 import time
@@ -21,13 +22,25 @@ TEMPERATURES = (0.0, 1.0)
 
 def ask(client: Client, tree: TreeSettings | None = TREE, tokens: int = TOKENS) -> list[int]:
     """A greedy request and a sampled one that are long enough for something to happen meanwhile."""
-    samplings = [Sampling(temperature=temperature, min_tokens=tokens) for temperature in TEMPERATURES]
-    return [submit(client, PROMPTS[0], sampling=sampling, tokens=tokens, seed=3, tree=tree) for sampling in samplings]
+    samplings = [
+        Sampling(temperature=temperature, min_tokens=tokens) for temperature in TEMPERATURES
+    ]
+    return [
+        submit(client, PROMPTS[0], sampling=sampling, tokens=tokens, seed=3, tree=tree)
+        for sampling in samplings
+    ]
 
 
-def interrupted(client: Client, interrupt: Callable[[], object]) -> list[tuple[Finished, list[bool]]]:
-    """Replies during which something happens, once there are drafted tokens in both; with each, which of all its tokens were drafted."""
-    drafted, ends, done = {request: list[bool]() for request in ask(client)}, dict[int, Finished](), False
+def interrupted(
+    client: Client, interrupt: Callable[[], object]
+) -> list[tuple[Finished, list[bool]]]:
+    """Replies during which something happens, once there are drafted tokens in both; with each,
+    which of all its tokens were drafted."""
+    drafted, ends, done = (
+        {request: list[bool]() for request in ask(client)},
+        dict[int, Finished](),
+        False,
+    )
     while len(ends) < len(drafted):
         reply = client.receive(SILENCE_S)
         assert isinstance(reply, Emitted | Finished), reply
@@ -42,7 +55,9 @@ def interrupted(client: Client, interrupt: Callable[[], object]) -> list[tuple[F
     return [(ends[request], flags) for request, flags in drafted.items()]
 
 
-def check_end_alone(replies: Sequence[tuple[Finished, list[bool]]], alone: Sequence[Finished]) -> None:
+def check_end_alone(
+    replies: Sequence[tuple[Finished, list[bool]]], alone: Sequence[Finished]
+) -> None:
     """The tokens are those of the target alone, and the last of them were not drafted."""
     for (finished, drafted), reference in zip(replies, alone, strict=True):
         assert difference(finished, reference.result.token_ids) is None
@@ -63,13 +78,18 @@ def kill_while_it_is_waited_for(draft: Child) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [kill, kill_while_it_is_waited_for])
-def test_replies_whose_draft_is_killed_are_those_of_the_target_alone(end: Callable[[Child], None]) -> None:
+def test_replies_whose_draft_is_killed_are_those_of_the_target_alone(
+    end: Callable[[Child], None],
+) -> None:
     with started(HEAD) as (stack, client):
         alone = complete_all(client, ask(client, tree=None))
         check_end_alone(interrupted(client, lambda: end(stack.workers[1])), alone)
         assert [worker.roles for worker in client.status().workers] == [("target",)]
         for later, reference in zip(complete_all(client, ask(client)), alone, strict=True):
-            assert (later.result.token_ids, later.result.drafted_tokens) == (reference.result.token_ids, 0)
+            assert (later.result.token_ids, later.result.drafted_tokens) == (
+                reference.result.token_ids,
+                0,
+            )
 
 
 @pytest.mark.slow
@@ -84,7 +104,10 @@ def test_a_draft_that_falls_silent_is_done_without_until_it_speaks_again() -> No
             assert time.monotonic() < deadline, "it answers again, and nobody asks it"
             again = complete_all(client, ask(client))
             drafted = all(later.result.drafted_tokens for later in again)
-            assert [difference(later, reference.result.token_ids) for later, reference in zip(again, alone, strict=True)] == [None, None]
+            assert [
+                difference(later, reference.result.token_ids)
+                for later, reference in zip(again, alone, strict=True)
+            ] == [None, None]
 
 
 MANY = 900
@@ -93,10 +116,19 @@ MANY = 900
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["dovetail", "small"])
-def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there(draft: str) -> None:
-    with growing({**HEAD, "draft.kind": draft, "target.inflate": "256MiB"}) as (stack, client, another):
+def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there(
+    draft: str,
+) -> None:
+    with growing({**HEAD, "draft.kind": draft, "target.inflate": "256MiB"}) as (
+        stack,
+        client,
+        another,
+    ):
         alone = complete_all(client, ask(client, tree=None, tokens=MANY))
-        drafted, ends = {request: list[bool]() for request in ask(client, tokens=MANY)}, dict[int, Finished]()
+        drafted, ends = (
+            {request: list[bool]() for request in ask(client, tokens=MANY)},
+            dict[int, Finished](),
+        )
         lost_at: list[int] = []
         while len(ends) < len(drafted):
             reply = client.receive(SILENCE_S)
@@ -111,5 +143,7 @@ def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there
                 lost_at = [len(flags) for flags in drafted.values()]
         for (request, flags), reference, begun in zip(drafted.items(), alone, lost_at, strict=True):
             assert difference(ends[request], reference.result.token_ids) is None
-            without = next(place for place in range(begun, len(flags)) if not any(flags[place : place + 16]))
+            without = next(
+                place for place in range(begun, len(flags)) if not any(flags[place : place + 16])
+            )
             assert any(flags[without:]), "no token was drafted after the loss"

@@ -1,4 +1,5 @@
-"""A target worker that dies while it is at work on replies: another one reads their logs and writes on, and nobody who reads them can tell."""
+"""A target worker that dies while it is at work on replies: another one reads their logs and writes
+on, and nobody who reads them can tell."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -34,9 +35,17 @@ class Heard:
 
 def ask(client: Client, tree: TreeSettings | None = TREE) -> list[int]:
     """A greedy request and a sampled one, with processors that look at the reply alone."""
-    shaped = {"min_tokens": TOKENS, "presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.05}
+    shaped = {
+        "min_tokens": TOKENS,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.05,
+    }
     samplings = [Sampling(temperature=temperature, **shaped) for temperature in TEMPERATURES]  # type: ignore[arg-type]
-    return [submit(client, PROMPTS[1], sampling=sampling, tokens=TOKENS, seed=3, tree=tree) for sampling in samplings]
+    return [
+        submit(client, PROMPTS[1], sampling=sampling, tokens=TOKENS, seed=3, tree=tree)
+        for sampling in samplings
+    ]
 
 
 def listen(client: Client, heard: dict[int, Heard], timeout_s: float) -> bool:
@@ -66,7 +75,9 @@ def at_once(client: Client, stack: Stack, targets: Sequence[Child]) -> dict[int,
     return heard
 
 
-def while_it_owes_a_verdict(client: Client, stack: Stack, targets: Sequence[Child]) -> dict[int, Heard]:
+def while_it_owes_a_verdict(
+    client: Client, stack: Stack, targets: Sequence[Child]
+) -> dict[int, Heard]:
     heard = {request: Heard() for request in ask(client)}
     until_all_have_begun(client, heard)
     target = busiest(stack, targets)
@@ -77,7 +88,9 @@ def while_it_owes_a_verdict(client: Client, stack: Stack, targets: Sequence[Chil
     return heard
 
 
-def while_it_reads_the_prompt(client: Client, stack: Stack, targets: Sequence[Child]) -> dict[int, Heard]:
+def while_it_reads_the_prompt(
+    client: Client, stack: Stack, targets: Sequence[Child]
+) -> dict[int, Heard]:
     target = busiest(stack, targets)
     target.process.send_signal(signal.SIGSTOP)
     heard = {request: Heard() for request in ask(client)}
@@ -92,7 +105,8 @@ def kill(worker: Child) -> None:
 
 
 def busiest(stack: Stack, targets: Sequence[Child]) -> Child:
-    """The one with most sessions; what the coordinator tells others is not disturbed by the question."""
+    """The one with most sessions; what the coordinator tells others is not disturbed by the
+    question."""
     with stack.connect() as client:
         sessions = {worker.pid: worker.sessions for worker in client.status().workers}
     return max(targets, key=lambda target: sessions[target.process.pid])
@@ -112,13 +126,18 @@ def check_goes_on(client: Client, heard: dict[int, Heard], whole: Sequence[Finis
         assert one.tokens == list(one.end.result.token_ids) == list(reference.result.token_ids)
         assert one.text == one.end.result.text == reference.result.text
         assert one.end.margins == reference.margins
-        assert (one.end.result.fingerprint, one.end.result.fingerprints) == (reference.result.fingerprint, ())
+        assert (one.end.result.fingerprint, one.end.result.fingerprints) == (
+            reference.result.fingerprint,
+            (),
+        )
         assert one.end.result.accepted_tokens > 0
         moves += one.end.result.moves
     return moves
 
 
-def test_replies_whose_target_is_killed_while_it_owes_a_verdict_go_on_on_a_spare_one_as_if_nothing_had_been() -> None:
+def test_replies_whose_target_is_killed_while_it_owes_a_verdict_go_on_on_a_spare_one_as_if_nothing_had_been() -> (  # noqa: E501
+    None
+):
     with growing({**HEAD, **SETTINGS}) as (stack, client, another):
         whole = complete_all(client, ask(client))
         targets = [stack.workers[0], wait_for(client, another("target"))]
@@ -142,6 +161,9 @@ def test_a_target_may_be_killed_at_any_moment_where_another_is_there(draft: dict
     with growing({**draft, **SETTINGS}) as (stack, client, another):
         whole, targets = complete_all(client, ask(client)), [stack.workers[0]]
         for moment in MOMENTS:
-            targets = [*(target for target in targets if not target.ended), wait_for(client, another("target"))]
+            targets = [
+                *(target for target in targets if not target.ended),
+                wait_for(client, another("target")),
+            ]
             moves = check_goes_on(client, moment(client, stack, targets), whole)
             assert moves >= (moment is not while_it_reads_the_prompt)

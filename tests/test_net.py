@@ -1,4 +1,5 @@
-"""Several machines, each a network namespace of this one: the stories of `tests/net`, where the kernel permits them."""
+"""Several machines, each a network namespace of this one: the stories of `tests/net`, where the
+kernel permits them."""
 
 import os
 import subprocess
@@ -13,7 +14,13 @@ RUN = Path(__file__).parent / "net" / "run"
 
 
 def run(*names: str) -> str:
-    done = subprocess.run([RUN, *names], env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [RUN, *names],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode == NOT_PERMITTED:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr

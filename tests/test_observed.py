@@ -1,4 +1,5 @@
-"""What real processes say of their time: a round's spans add up to it, and to what the workers say that they were busy."""
+"""What real processes say of their time: a round's spans add up to it, and to what the workers say
+that they were busy."""
 
 from statistics import median
 
@@ -30,29 +31,67 @@ def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "library"])
 def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: str) -> None:
-    with running({"draft.kind": "small", "draft.ahead": "true", "target.backend": backend, "target.inflate": "64MiB"}) as client:
+    with running(
+        {
+            "draft.kind": "small",
+            "draft.ahead": "true",
+            "target.backend": backend,
+            "target.inflate": "64MiB",
+        }
+    ) as client:
         turns = PROMPTS[0][:1]
         client.complete(client.submit(turns=turns, sampling=Sampling(), max_tokens=16, tree=TREE))
         before = probed_again(client, busy(client.look(spans=True)))
-        rounds, spans = watched(client, lambda: client.submit(turns=turns, sampling=Sampling(), max_tokens=96, tree=TREE))
+        rounds, spans = watched(
+            client,
+            lambda: client.submit(turns=turns, sampling=Sampling(), max_tokens=96, tree=TREE),
+        )
         after = probed_again(client, busy(client.look(spans=True)))
         _, late, _ = everything(client)
 
     found = sums(rounds, spans)
     assert len(found) > 8
-    assert sum(sum(one.parts.values()) for one in found) / sum(one.wall_ns for one in found) == pytest.approx(1.0, abs=ADDS_UP)
+    assert sum(sum(one.parts.values()) for one in found) / sum(
+        one.wall_ns for one in found
+    ) == pytest.approx(1.0, abs=ADDS_UP)
     assert median(abs(one.explained - 1.0) for one in found) <= ADDS_UP / 4
     assert sum(abs(one.explained - 1.0) <= ADDS_UP for one in found) >= 0.9 * len(found)
-    assert sum(one.covered_ns >= (1 - ADDS_UP) * one.wall_ns for one in found) >= 0.9 * len(found)  # nothing is counted twice in place of a gap
+    assert sum(one.covered_ns >= (1 - ADDS_UP) * one.wall_ns for one in found) >= 0.9 * len(
+        found
+    )  # nothing is counted twice in place of a gap
     assert {seen.span[0] for seen in spans} <= set(NAMES)
-    assert {seen.span[0] for seen in spans} >= {"draft", "root", "level", "move", "grow", "decode", "encode", "send", "choose", "commit", *PASS}
+    assert {seen.span[0] for seen in spans} >= {
+        "draft",
+        "root",
+        "level",
+        "move",
+        "grow",
+        "decode",
+        "encode",
+        "send",
+        "choose",
+        "commit",
+        *PASS,
+    }
 
-    for process, names in (("target", (*WORK["target"], "prepare")), ("draft", (*WORK["draft"], "grow", "prepare"))):
+    for process, names in (
+        ("target", (*WORK["target"], "prepare")),
+        ("draft", (*WORK["draft"], "grow", "prepare")),
+    ):
         (from_ns, busy_then), (to_ns, busy_now) = before[process], after[process]
-        own = [seen for seen in late if seen.process == process and seen.span[0] in (*names, "prefill")]
+        own = [
+            seen for seen in late if seen.process == process and seen.span[0] in (*names, "prefill")
+        ]
         share = (busy_now - busy_then) / (to_ns - from_ns)
         assert overlap(own, from_ns, to_ns) / (to_ns - from_ns) == pytest.approx(share, abs=0.05)
     passes = [seen for seen in spans if seen.span[0] == "verify"]
-    parts = [[s.span[2] for s in spans if (s.process, s.round) == (one.process, one.round) and s.span[0] in (*PASS, "choose")] for one in passes]
+    parts = [
+        [
+            s.span[2]
+            for s in spans
+            if (s.process, s.round) == (one.process, one.round) and s.span[0] in (*PASS, "choose")
+        ]
+        for one in passes
+    ]
     assert all(sum(its) <= one.span[2] for one, its in zip(passes, parts, strict=True))
     assert sum(map(sum, parts)) >= 0.9 * sum(one.span[2] for one in passes)

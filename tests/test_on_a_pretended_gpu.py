@@ -1,4 +1,5 @@
-"""Real processes whose draft is on a pretended GPU write what the target writes alone, and as much of it is drafted as by the CPU's draft."""
+"""Real processes whose draft is on a pretended GPU write what the target writes alone, and as much
+of it is drafted as by the CPU's draft."""
 
 import pytest
 
@@ -9,7 +10,9 @@ from dovetail.workers.devices.pretended import POSSIBLE
 from support.losslessness import difference
 from support.stacks import PROMPTS, complete_all, running
 
-pytestmark = pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device from Python")
+pytestmark = pytest.mark.skipif(
+    not POSSIBLE, reason="this version of torch cannot be told of a device from Python"
+)
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TOKENS = 20
@@ -17,16 +20,31 @@ SLOW = ("small", "eagle", "substitute")
 
 
 def replies(client: Client, tree: TreeSettings | None) -> list[Finished]:
-    """A greedy reply and a sampled one side by side, then the greedy one again, which goes on from what is kept; the draft grows ahead."""
+    """A greedy reply and a sampled one side by side, then the greedy one again, which goes on from
+    what is kept; the draft grows ahead."""
     found = []
     for temperatures in ((0.0, 1.0), (0.0,)):
-        samplings = [Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in temperatures]
-        how = {"tree": TreeSettings(), "speculate": False} if tree is None else {"tree": tree, "ahead": True}
-        found += complete_all(client, [client.submit(turns=PROMPTS[0][:1], sampling=s, max_tokens=TOKENS, seed=5, **how) for s in samplings])
+        samplings = [
+            Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in temperatures
+        ]
+        how = (
+            {"tree": TreeSettings(), "speculate": False}
+            if tree is None
+            else {"tree": tree, "ahead": True}
+        )
+        found += complete_all(
+            client,
+            [
+                client.submit(turns=PROMPTS[0][:1], sampling=s, max_tokens=TOKENS, seed=5, **how)
+                for s in samplings
+            ],
+        )
     return found
 
 
-@pytest.mark.parametrize("kind", ["dovetail", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.parametrize(
+    "kind", ["dovetail", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+)
 def test_a_draft_there_drafts_as_well_as_one_here(kind: str) -> None:
     if kind == "substitute":
         pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")

@@ -1,6 +1,8 @@
-"""The same tokens wherever the target's layers are: split, resident, streamed, and with prompts that a device reads; over real processes and the embedded pair.
+"""The same tokens wherever the target's layers are: split, resident, streamed, and with prompts
+that a device reads; over real processes and the embedded pair.
 
-The CPU stands for the device here, and computes the same bytes: fingerprints are equal, and so is every token.
+The CPU stands for the device here, and computes the same bytes: fingerprints are equal, and so is
+every token.
 """
 
 import json
@@ -23,18 +25,34 @@ LAYERS = 8
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TOKENS = 40
 CPU = {"draft.device": "cpu"}
-SPLITS = {f"split after {LAYERS - n}": {"target.split.device": "cpu", "target.split.layers": str(n)} for n in range(1, LAYERS)}
+SPLITS = {
+    f"split after {LAYERS - n}": {"target.split.device": "cpu", "target.split.layers": str(n)}
+    for n in range(1, LAYERS)
+}
 STREAMED = {f"{n} of {LAYERS} resident": {"target.resident": str(n)} for n in (0, 1, 4, LAYERS)}
 MIXED = {
     "mixed": {"target.split.device": "cpu", "target.split.layers": "5", "target.resident": "2"},
     "within a limit": {"target.split.device": "cpu", "memory.vram": "29MiB"},
-    "streamed within a limit": {"target.split.device": "cpu", "target.split.layers": str(LAYERS), "memory.vram": "31MiB"},
+    "streamed within a limit": {
+        "target.split.device": "cpu",
+        "target.split.layers": str(LAYERS),
+        "memory.vram": "31MiB",
+    },
     "prompts read": {"target.prefill": "cpu"},
-    "all at once": {"target.split.device": "cpu", "target.split.layers": "4", "target.resident": "1", "target.prefill": "cpu"},
+    "all at once": {
+        "target.split.device": "cpu",
+        "target.split.layers": "4",
+        "target.resident": "1",
+        "target.prefill": "cpu",
+    },
 }
 PLACEMENTS = {**SPLITS, **STREAMED, **MIXED}
 CASES = [("fp32", placement) for placement in PLACEMENTS]
-CASES += [(weights, placement) for weights in ("half", "int8") for placement in ("split after 4", "0 of 8 resident", "mixed", "all at once")]
+CASES += [
+    (weights, placement)
+    for weights in ("half", "int8")
+    for placement in ("split after 4", "0 of 8 resident", "mixed", "all at once")
+]
 DRAFTS = {
     "small": {},
     "dovetail": {"draft.kind": "dovetail"},
@@ -42,9 +60,13 @@ DRAFTS = {
 }
 
 
-def complete(client: Client, turns: Sequence[str], *, temperature: float, tree: TreeSettings | None = TREE) -> Finished:
+def complete(
+    client: Client, turns: Sequence[str], *, temperature: float, tree: TreeSettings | None = TREE
+) -> Finished:
     sampling = Sampling(temperature=temperature)
-    return client.complete(submit(client, turns, sampling=sampling, tokens=TOKENS, seed=9, tree=tree))
+    return client.complete(
+        submit(client, turns, sampling=sampling, tokens=TOKENS, seed=9, tree=tree)
+    )
 
 
 Told = dict[tuple[int, float], tuple[str, tuple[int, ...]]]
@@ -52,7 +74,11 @@ Told = dict[tuple[int, float], tuple[str, tuple[int, ...]]]
 
 def told_by(client: Client, tree: TreeSettings | None, prompts: int = 2) -> Told:
     """Fingerprint and tokens by prompt and temperature."""
-    results = {(n, t): complete(client, PROMPTS[n], temperature=t, tree=tree).result for n in range(prompts) for t in (0.0, 1.0)}
+    results = {
+        (n, t): complete(client, PROMPTS[n], temperature=t, tree=tree).result
+        for n in range(prompts)
+        for t in (0.0, 1.0)
+    }
     return {place: (result.fingerprint, result.token_ids) for place, result in results.items()}
 
 
@@ -63,11 +89,16 @@ def whole(request: pytest.FixtureRequest) -> Iterator[tuple[str, Told]]:
         yield request.param, told_by(client, None)
 
 
-def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_same(client: Client) -> None:
+def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_same(
+    client: Client,
+) -> None:
     with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
         assert told_by(spread, TREE) == told_by(client, None)
         (target,) = [worker for worker in spread.status().workers if "target" in worker.roles]
-        assert target.placement == "cpu 0-3, cpu 4-7 (1 resident, 3 streamed) and head; prompts read by cpu"
+        assert (
+            target.placement
+            == "cpu 0-3, cpu 4-7 (1 resident, 3 streamed) and head; prompts read by cpu"
+        )
         result = complete(spread, PROMPTS[4], temperature=0.0).result
         assert (result.placement, result.prefill) == (target.placement, "cpu")
         assert result.accepted_tokens > 0
@@ -77,11 +108,15 @@ def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_sam
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "placement"), CASES, indirect=["whole"])
-def test_every_placement_writes_the_same_as_the_whole(whole: tuple[str, Told], placement: str) -> None:
+def test_every_placement_writes_the_same_as_the_whole(
+    whole: tuple[str, Told], placement: str
+) -> None:
     weights, expected = whole
     with running({**CPU, "target.weights": weights, **PLACEMENTS[placement]}) as client:
         assert told_by(client, TREE) == expected
-        assert [worker.placement != "" for worker in client.status().workers if "target" in worker.roles] == [True]
+        assert [
+            worker.placement != "" for worker in client.status().workers if "target" in worker.roles
+        ] == [True]
 
 
 @pytest.mark.slow
@@ -94,9 +129,17 @@ def test_any_draft_goes_with_any_placement(client: Client, draft: str, placement
 
 @pytest.mark.slow
 def test_requests_side_by_side_give_what_each_gives_alone(client: Client) -> None:
-    alone = [complete(client, turns, temperature=1.0, tree=None).result.token_ids for turns in PROMPTS[:6]]
+    alone = [
+        complete(client, turns, temperature=1.0, tree=None).result.token_ids
+        for turns in PROMPTS[:6]
+    ]
     with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
-        together = [submit(spread, turns, sampling=Sampling(temperature=1.0), tokens=TOKENS, seed=9, tree=TREE) for turns in PROMPTS[:6]]
+        together = [
+            submit(
+                spread, turns, sampling=Sampling(temperature=1.0), tokens=TOKENS, seed=9, tree=TREE
+            )
+            for turns in PROMPTS[:6]
+        ]
         assert [finished.result.token_ids for finished in complete_all(spread, together)] == alone
 
 
@@ -107,7 +150,13 @@ def test_a_target_is_swapped_for_one_that_is_placed_otherwise(client: Client) ->
         before = told_by(spread, TREE)
         flags = ["--target.split.device=cpu", "--target.split.layers=2", "--target.resident=auto"]
         command = ["swap", "--role=target", "--json", f"--connect={stack.address}", *flags]
-        done = subprocess.run([sys.executable, "-P", "-m", "dovetail.launch.cli", *command], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "dovetail.launch.cli", *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)
         (target,) = [worker for worker in spread.status().workers if "target" in worker.roles]

@@ -20,14 +20,26 @@ from dovetail.workers.models.segment import Segment
 from support.losslessness import difference
 from support.stacks import started
 
-PROMPTS = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+PROMPTS = [
+    json.loads(line)["turns"]
+    for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+]
 EAGLE_1 = TreeSettings(policy="static", insist=True, gamma=25, depth=5)
 REJECTED = Sampling(temperature=1.0, acceptance="rejection")
 TOKENS = 40
 
 
-def ask(client: Client, prompt: int, *, sampling: Sampling, tree: TreeSettings | None, seed: int = 0) -> Finished:
-    request = client.submit(turns=PROMPTS[prompt][:1], sampling=sampling, max_tokens=TOKENS, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None)
+def ask(
+    client: Client, prompt: int, *, sampling: Sampling, tree: TreeSettings | None, seed: int = 0
+) -> Finished:
+    request = client.submit(
+        turns=PROMPTS[prompt][:1],
+        sampling=sampling,
+        max_tokens=TOKENS,
+        seed=seed,
+        tree=tree or TreeSettings(),
+        speculate=tree is not None,
+    )
     return client.complete(request)
 
 
@@ -35,7 +47,12 @@ def ask(client: Client, prompt: int, *, sampling: Sampling, tree: TreeSettings |
 def alone(client: Client) -> dict[tuple[float, int], tuple[int, ...]]:
     """What the target alone says at each temperature to the first prompts."""
     places = itertools.product((0.0, 1.0), range(2))
-    return {(t, prompt): ask(client, prompt, sampling=Sampling(temperature=t), tree=None).result.token_ids for t, prompt in places}
+    return {
+        (t, prompt): ask(
+            client, prompt, sampling=Sampling(temperature=t), tree=None
+        ).result.token_ids
+        for t, prompt in places
+    }
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +62,36 @@ def inflated() -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_output_is_the_same_with_every_policy(client: Client, inflated: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]]) -> None:
-    """goodput drafts where that pays: for a target that is inflated, which says the same; the others are told to draft whatever that costs."""
+def test_output_is_the_same_with_every_policy(
+    client: Client, inflated: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]]
+) -> None:
+    """goodput drafts where that pays: for a target that is inflated, which says the same; the
+    others are told to draft whatever that costs."""
     drafted = accepted = 0
     for (temperature, prompt), tokens in alone.items():
         for gamma, depth, width in ((25, 5, 10), (24, 8, 3)):
-            tree = TreeSettings(policy=policy, gamma=gamma, depth=depth, width=width, insist=policy != "goodput")
-            finished = ask(inflated if policy == "goodput" else client, prompt, sampling=Sampling(temperature=temperature), tree=tree)
+            tree = TreeSettings(
+                policy=policy, gamma=gamma, depth=depth, width=width, insist=policy != "goodput"
+            )
+            finished = ask(
+                inflated if policy == "goodput" else client,
+                prompt,
+                sampling=Sampling(temperature=temperature),
+                tree=tree,
+            )
             wrong = difference(finished, tokens)
             assert wrong is None, wrong
-            drafted, accepted = drafted + finished.result.drafted_tokens, accepted + finished.result.accepted_tokens
+            drafted, accepted = (
+                drafted + finished.result.drafted_tokens,
+                accepted + finished.result.accepted_tokens,
+            )
     assert drafted > 0
     assert accepted > 40
 
 
-def places(tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator) -> Iterator[float]:
+def places(
+    tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator
+) -> Iterator[float]:
     """Where each token lies in its own law: uniform if it was drawn from it."""
     for token, law in zip(tokens, logits.double().softmax(-1).numpy(), strict=True):
         yield float(law[:token].sum() + random.random() * law[token])
@@ -67,18 +99,30 @@ def places(tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Gene
 
 @pytest.mark.slow
 def test_by_rejection_every_token_has_the_law_of_the_target(client: Client) -> None:
-    target, random = load_language_model(str(DEMO_FOLDER / "target"), weights="fp32", device="cpu"), np.random.default_rng(2)
+    target, random = (
+        load_language_model(str(DEMO_FOLDER / "target"), weights="fp32", device="cpu"),
+        np.random.default_rng(2),
+    )
     codec = TextCodec(target.checkpoint.tokenizer, target.checkpoint.vocabulary)
     found: list[float] = []
     tokens = rounds = 0
     for turns in PROMPTS[:5]:
         prompt = codec.encode_turns(turns[:1])
         for seed in range(6):
-            result = client.complete(client.submit(tokens=prompt, sampling=REJECTED, max_tokens=TOKENS, tree=EAGLE_1, seed=seed)).result
+            result = client.complete(
+                client.submit(
+                    tokens=prompt, sampling=REJECTED, max_tokens=TOKENS, tree=EAGLE_1, seed=seed
+                )
+            ).result
             tokens, rounds = tokens + result.completion_tokens - 1, rounds + result.rounds
             said = torch.tensor([*prompt, *result.token_ids])
             rows = torch.arange(len(prompt) - 1, len(said) - 1)
-            logits = target.forward(said, torch.arange(len(said)), [Segment(target.new_cache(len(said)), 0, len(said))], rows=rows)
+            logits = target.forward(
+                said,
+                torch.arange(len(said)),
+                [Segment(target.new_cache(len(said)), 0, len(said))],
+                rows=rows,
+            )
             found += places(result.token_ids, logits, random)
     assert tokens / rounds > 1.5
     assert len(found) > 600
@@ -88,7 +132,10 @@ def test_by_rejection_every_token_has_the_law_of_the_target(client: Client) -> N
 def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) -> None:
     alone = ask(client, 1, sampling=Sampling(temperature=1.0), tree=None, seed=3).result.token_ids
     samplings = [REJECTED, Sampling(temperature=1.0), REJECTED, Sampling(temperature=1.0)]
-    requests = [client.submit(turns=PROMPTS[1][:1], sampling=s, max_tokens=TOKENS, seed=3, tree=EAGLE_1) for s in samplings]
+    requests = [
+        client.submit(turns=PROMPTS[1][:1], sampling=s, max_tokens=TOKENS, seed=3, tree=EAGLE_1)
+        for s in samplings
+    ]
     finished: dict[int, Finished] = {}
     while len(finished) < len(requests):
         if isinstance(reply := client.receive(60), Finished):
@@ -102,7 +149,10 @@ def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) 
 
 def test_at_temperature_0_rejection_gives_the_greedy_tokens(client: Client) -> None:
     alone = ask(client, 2, sampling=Sampling(), tree=None)
-    wrong = difference(ask(client, 2, sampling=Sampling(acceptance="rejection"), tree=EAGLE_1), alone.result.token_ids)
+    wrong = difference(
+        ask(client, 2, sampling=Sampling(acceptance="rejection"), tree=EAGLE_1),
+        alone.result.token_ids,
+    )
     assert wrong is None, wrong
 
 

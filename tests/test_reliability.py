@@ -26,7 +26,10 @@ TREE = TreeSettings(policy="dynamic", insist=True, gamma=10, depth=4, width=3)
 def drawn(count: int, sureness: float, seed: int = 0) -> list[tuple[float, bool]]:
     """Guesses that are right with a probability p, and say that it is p ** (1 / sureness)."""
     chance = np.random.default_rng(seed)
-    return [(math.log(p) / sureness, bool(chance.random() < p)) for p in chance.uniform(0.01, 1.0, count).tolist()]
+    return [
+        (math.log(p) / sureness, bool(chance.random() < p))
+        for p in chance.uniform(0.01, 1.0, count).tolist()
+    ]
 
 
 def test_below_the_nodes_that_were_reached_every_node_is_a_guess() -> None:
@@ -40,36 +43,65 @@ def test_below_the_nodes_that_were_reached_every_node_is_a_guess() -> None:
         grown=6,
         hit=False,
     )
-    assert list(guesses(drafted, (0, 2), 3)) == [(-0.5, True), (-1.0, False), (-0.25, True), (-2.0, False), (-0.25, False)]
+    assert list(guesses(drafted, (0, 2), 3)) == [
+        (-0.5, True),
+        (-1.0, False),
+        (-0.25, True),
+        (-2.0, False),
+        (-0.25, False),
+    ]
     assert list(guesses(drafted, (), 6)) == [(-0.5, False), (-1.0, True)]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
-def test_of_the_guesses_of_a_reply_as_many_are_right_as_nodes_were_accepted(tmp_path: Path, sampling: Sampling) -> None:
+def test_of_the_guesses_of_a_reply_as_many_are_right_as_nodes_were_accepted(
+    tmp_path: Path, sampling: Sampling
+) -> None:
     torch.set_num_threads(1)
-    target, draft = str(tiny_llama(tmp_path / "target")), str(tiny_llama(tmp_path / "draft", layers=1))
+    target, draft = (
+        str(tiny_llama(tmp_path / "target")),
+        str(tiny_llama(tmp_path / "draft", layers=1)),
+    )
     duets = [Duet(open_target(target), open_draft(draft, target)) for _ in range(2)]
     frozen, learning = (
-        duet.decode(PROMPT, key=bytes(16), sampling=sampling, tree=TREE, max_tokens=24, learn=learn) for duet, learn in zip(duets, (False, True), strict=True)
+        duet.decode(PROMPT, key=bytes(16), sampling=sampling, tree=TREE, max_tokens=24, learn=learn)
+        for duet, learn in zip(duets, (False, True), strict=True)
     )
     for reply in (frozen, learning):
         assert sum(was for _, was in reply.guesses) == sum(reply.reached)
         assert len(reply.guesses) >= reply.rounds
         assert all(score <= 0 for score, _ in reply.guesses)
     assert frozen.tokens == learning.tokens
-    untaught, taught = (duet.draft.engine.sharpness.nodes(sampled=sampling.temperature > 0) for duet in duets)
+    untaught, taught = (
+        duet.draft.engine.sharpness.nodes(sampled=sampling.temperature > 0) for duet in duets
+    )
     assert sum(untaught) == 0
     assert learning.rounds - 1 <= sum(taught) <= learning.decoded
 
 
 def test_guesses_are_sorted_by_what_they_say() -> None:
-    found = Reliability.of([(math.log(0.25), True), (math.log(0.35), False), (math.log(0.35), False), (math.log(0.9), True), (0.0, True)], 2)
-    assert [(bin_.count, round(bin_.predicted, 3), round(bin_.observed, 3)) for bin_ in found.bins] == [(3, 0.317, 0.333), (2, 0.95, 1.0)]
+    found = Reliability.of(
+        [
+            (math.log(0.25), True),
+            (math.log(0.35), False),
+            (math.log(0.35), False),
+            (math.log(0.9), True),
+            (0.0, True),
+        ],
+        2,
+    )
+    assert [
+        (bin_.count, round(bin_.predicted, 3), round(bin_.observed, 3)) for bin_ in found.bins
+    ] == [(3, 0.317, 0.333), (2, 0.95, 1.0)]
     assert found.error == pytest.approx((3 * abs(0.95 / 3 - 1 / 3) + 2 * 0.05) / 5)
-    assert found.log_loss == pytest.approx(-(math.log(0.25) + 2 * math.log(0.65) + math.log(0.9) + math.log(1 - 1e-6)) / 5)
+    assert found.log_loss == pytest.approx(
+        -(math.log(0.25) + 2 * math.log(0.65) + math.log(0.9) + math.log(1 - 1e-6)) / 5
+    )
 
 
-def test_a_draft_that_is_right_as_often_as_it_says_has_no_error_and_one_that_is_too_sure_has() -> None:
+def test_a_draft_that_is_right_as_often_as_it_says_has_no_error_and_one_that_is_too_sure_has() -> (
+    None
+):
     honest, sure = (Reliability.of(drawn(20_000, sureness), 10) for sureness in (1.0, 2.5))
     assert honest.error < 0.015
     assert sure.error > 0.1
@@ -85,7 +117,10 @@ def test_an_interval_holds_the_share_and_stays_a_share() -> None:
 
 
 def test_the_picture_has_both_curves_and_where_they_should_be() -> None:
-    judged = tuple(Judged(name, 3.0, Reliability.of(drawn(2000, sureness), 10)) for name, sureness in (("fitted", 1.0), ("fixed at 1", 2.0)))
+    judged = tuple(
+        Judged(name, 3.0, Reliability.of(drawn(2000, sureness), 10))
+        for name, sureness in (("fitted", 1.0), ("fixed at 1", 2.0))
+    )
     panel = Comparison("heads/small", 1.0, ((1.0, 0.75, 20),), judged).panel()
     assert [curve.name for curve in panel.curves] == ["fitted", "fixed at 1", "as predicted"]
     assert panel.title == "small, temperature 1"
@@ -99,13 +134,33 @@ def test_without_a_guess_nothing_is_judged() -> None:
 
 @pytest.mark.slow
 def test_the_command_fits_on_one_half_and_judges_on_the_other(tmp_path: Path) -> None:
-    arguments = ("reliability", "--limit", "4", "--max-tokens", "24", "--keys", "1", "--out", str(tmp_path / "out"), "--json")
-    done = subprocess.run([sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True)
+    arguments = (
+        "reliability",
+        "--limit",
+        "4",
+        "--max-tokens",
+        "24",
+        "--keys",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
+    )
     result = json.loads(done.stdout)
     assert [found["temperature"] for found in result["comparisons"]] == [0.0, 1.0]
     for found in result["comparisons"]:
-        assert [judged["name"] for judged in found["judged"]] == ["fitted", "fixed at 1", "learning on"]
+        assert [judged["name"] for judged in found["judged"]] == [
+            "fitted",
+            "fixed at 1",
+            "learning on",
+        ]
         assert found["learned"][0]["nodes"] > 4
-        assert all(sum(bin_["count"] for bin_ in judged["bins"]) == judged["nodes"] > 0 for judged in found["judged"])
+        assert all(
+            sum(bin_["count"] for bin_ in judged["bins"]) == judged["nodes"] > 0
+            for judged in found["judged"]
+        )
     assert json.loads((tmp_path / "out" / "reliability.json").read_text()) == result
     assert (tmp_path / "out" / "reliability.svg").read_text().startswith("<svg")

@@ -1,4 +1,5 @@
-"""Conversations with the embedded pair, in real processes: a turn that goes on from the last one is answered as one that reads everything anew."""
+"""Conversations with the embedded pair, in real processes: a turn that goes on from the last one is
+answered as one that reads everything anew."""
 
 import pytest
 
@@ -12,16 +13,29 @@ TOKENS = 40
 QUESTIONS = (" And then?", " Why is that so? Say it in other words.")
 
 
-def answer(client: Client, prompt: tuple[int, ...], *, anew: bool, temperature: float, tree: TreeSettings) -> Finished:
+def answer(
+    client: Client, prompt: tuple[int, ...], *, anew: bool, temperature: float, tree: TreeSettings
+) -> Finished:
     """`anew`: the prompt is scored as well, and so all of it is read."""
     sampling = Sampling(temperature=temperature)
     return client.complete(
-        client.submit(tokens=prompt, sampling=sampling, max_tokens=TOKENS, seed=3, end=(), tree=tree, scored=anew, logprobs=0 if anew else None)
+        client.submit(
+            tokens=prompt,
+            sampling=sampling,
+            max_tokens=TOKENS,
+            seed=3,
+            end=(),
+            tree=tree,
+            scored=anew,
+            logprobs=0 if anew else None,
+        )
     )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_turns_of_a_conversation_are_the_same_whether_they_go_on_from_the_last_or_read_everything(client: Client, temperature: float) -> None:
+def test_the_turns_of_a_conversation_are_the_same_whether_they_go_on_from_the_last_or_read_everything(  # noqa: E501
+    client: Client, temperature: float
+) -> None:
     described = client.describe()
     assert described.limits.kept > 0
     text = TextCodec(described.tokenizer.data, described.vocabulary)

@@ -1,4 +1,5 @@
-"""One process with both roles among others: it dies at work, is started again, let go and replaced, over tcp too, and no request fails or reads otherwise."""
+"""One process with both roles among others: it dies at work, is started again, let go and replaced,
+over tcp too, and no request fails or reads otherwise."""
 
 import json
 import os
@@ -23,7 +24,12 @@ from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, s
 
 pytestmark = pytest.mark.slow
 
-UNIFIED = {"draft.kind": "substitute", "draft.share": "true", "target.inflate": "32MiB", "coordinator.recovery_s": "60"}
+UNIFIED = {
+    "draft.kind": "substitute",
+    "draft.share": "true",
+    "target.inflate": "32MiB",
+    "coordinator.recovery_s": "60",
+}
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=4, width=3)
 TOKENS = 120
 GONE_S = 60.0
@@ -40,15 +46,23 @@ def _kept_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def ask(client: Client, tree: TreeSettings | None = TREE) -> list[int]:
     """Two requests side by side, a greedy one and a sampled one."""
     samplings = [Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in (0.0, 1.0)]
-    return [submit(client, turns, sampling=sampling, tokens=TOKENS, seed=3, tree=tree) for turns, sampling in zip(PROMPTS, samplings, strict=False)]
+    return [
+        submit(client, turns, sampling=sampling, tokens=TOKENS, seed=3, tree=tree)
+        for turns, sampling in zip(PROMPTS, samplings, strict=False)
+    ]
 
 
-def interrupted(client: Client, interrupt: Callable[[], object], *, once: Callable[[Iterable[bool]], bool] = all) -> list[Finished]:
-    """The replies to two requests during which something happens, once there are drafted tokens in both, or in one."""
+def interrupted(
+    client: Client, interrupt: Callable[[], object], *, once: Callable[[Iterable[bool]], bool] = all
+) -> list[Finished]:
+    """The replies to two requests during which something happens, once there are drafted tokens in
+    both, or in one."""
     drafted, ends, done = dict.fromkeys(ask(client), False), dict[int, Finished](), False
     while len(ends) < len(drafted):
         reply = client.receive(SILENCE_S)
-        assert isinstance(reply, Emitted | Finished), reply.text if isinstance(reply, Failed) else reply
+        assert isinstance(reply, Emitted | Finished), (
+            reply.text if isinstance(reply, Failed) else reply
+        )
         if isinstance(reply, Finished):
             ends[reply.request] = reply
             continue
@@ -74,7 +88,13 @@ def check_drafts(client: Client, alone: Sequence[Finished]) -> None:
 
 
 def dovetail(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 def names(client: Client) -> list[str]:
@@ -97,7 +117,10 @@ def test_two_sessions_at_once_and_what_is_said_of_the_process() -> None:
         }
         shown = dovetail("status", f"--connect={stack.address}")
         assert shown.returncode == 0, shown.stderr
-        assert all(word in shown.stdout for word in ("unified-target", "unified-draft", "int4 substitute", str(pid)))
+        assert all(
+            word in shown.stdout
+            for word in ("unified-target", "unified-draft", "int4 substitute", str(pid))
+        )
         live = dovetail("top", "--once", f"--connect={stack.address}")
         assert live.returncode == 0, live.stderr
         assert "unified-target" in live.stdout
@@ -135,7 +158,9 @@ def _unheard(client: Client, strike: Callable[[], object]) -> list[Finished]:
     return complete_all(client, requests)
 
 
-def test_a_plain_target_takes_over_from_a_process_with_both_roles_and_nothing_is_drafted_by_what_is_gone() -> None:
+def test_a_plain_target_takes_over_from_a_process_with_both_roles_and_nothing_is_drafted_by_what_is_gone() -> (  # noqa: E501
+    None
+):
     with growing(UNIFIED) as (stack, client, another):
         alone = complete_all(client, ask(client, None))
         wait_for(client, another("target"))
@@ -149,7 +174,9 @@ def test_a_draft_that_shares_drafts_for_no_other_target() -> None:
     with growing(UNIFIED) as (_, client, another):
         alone = complete_all(client, ask(client, None))
         wait_for(client, another("target"))
-        check(complete_all(client, [request for _ in range(3) for request in ask(client)]), alone * 3)
+        check(
+            complete_all(client, [request for _ in range(3) for request in ask(client)]), alone * 3
+        )
         status = client.status()
         assert (status.stale, status.reasons) == (0, ())
 
@@ -175,7 +202,14 @@ def test_a_process_with_both_roles_is_swapped_for_a_plain_pair_and_back() -> Non
             assert names(client) == ["draft", "target"]
             assert stack.workers[0].process.wait(GONE_S) is not None
             check_drafts(client, alone)
-            back = interrupted(client, lambda: pids.append(swapped(stack, "unified", "--draft.kind=substitute", "--draft.share=true")["pid"]))
+            back = interrupted(
+                client,
+                lambda: pids.append(
+                    swapped(stack, "unified", "--draft.kind=substitute", "--draft.share=true")[
+                        "pid"
+                    ]
+                ),
+            )
             check(back, alone)
             assert names(client) == ["unified-draft", "unified-target"]
             check_drafts(client, alone)
@@ -209,9 +243,14 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
     for name in ("target.key", "draft.key", "coordinator.pub"):
         shutil.copy2(keys / name, own / name)
     with Supervisor() as supervisor:
-        address = supervisor.start_hub("coordinator", ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={keys}"])
+        address = supervisor.start_hub(
+            "coordinator", ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={keys}"]
+        )
         flags = ["--draft.kind=substitute", "--draft.share=true", "--target.inflate=32MiB"]
-        child = supervisor.start("unified worker", ["worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags])
+        child = supervisor.start(
+            "unified worker",
+            ["worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags],
+        )
         with Client(open_link(address, keys=keys, role="client")) as client:
             while len(client.status().workers) < 2:
                 assert not child.ended, child.last_words()
@@ -222,6 +261,8 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
         child.process.wait(GONE_S)
         assert not any("Traceback" in line for line in child.last_words()), child.last_words()
         (own / "draft.key").unlink()
-        without = dovetail("worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags)
+        without = dovetail(
+            "worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags
+        )
         assert (without.returncode, without.stderr.count("\n")) == (2, 1), without.stderr
         assert "draft.key" in without.stderr

@@ -1,7 +1,9 @@
-"""transformers' assisted generation with two models: the peer that `dovetail bench` measures itself against.
+"""transformers' assisted generation with two models: the peer that `dovetail bench` measures itself
+against.
 
-Nothing of ours takes part in it: the library's modules, attention (SDPA), cache, schedule and rule of acceptance, all as they come. Knows token ids and
-how long each round took; nothing of links, and no worker uses it.
+Nothing of ours takes part in it: the library's modules, attention (SDPA), cache, schedule and rule
+of acceptance, all as they come. Knows token ids and how long each round took; nothing of links, and
+no worker uses it.
 """
 
 import tempfile
@@ -25,10 +27,14 @@ from dovetail.workers.models.inflate import write_inflated
 
 
 class AssistedModel:
-    """A target and its assistant, both in fp32 on the CPU (or both in bf16, where the target is asked for in bf16)."""
+    """A target and its assistant, both in fp32 on the CPU (or both in bf16, where the target is
+    asked for in bf16)."""
 
-    def __init__(self, target: str, assistant: str, *, weights: str, inflate_bytes: int = 0) -> None:
-        """`target` and `assistant` are folders or hub ids of whole models; the target is inflated as ours is."""
+    def __init__(
+        self, target: str, assistant: str, *, weights: str, inflate_bytes: int = 0
+    ) -> None:
+        """`target` and `assistant` are folders or hub ids of whole models; the target is inflated
+        as ours is."""
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         self.dtype = torch.bfloat16 if weights == "bf16" else torch.float32
@@ -45,7 +51,9 @@ class AssistedModel:
         self._target.register_forward_pre_hook(self._watch.before, with_kwargs=True)
         self._target.register_forward_hook(self._watch.after)
 
-    def generate(self, prompt: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int, threads: int) -> Generated:
+    def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
+    ) -> Generated:
         """Decode up to `max_tokens` tokens; the seed is that of torch."""
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
@@ -58,21 +66,40 @@ class AssistedModel:
             generation_config=generation_config(sampling, max_tokens, self.vocabulary),
             streamer=self._watch,
         )
-        return Generated(tuple(output[0, len(prompt) :].tolist()), began_ns, tuple(self._watch.rounds))
+        return Generated(
+            tuple(output[0, len(prompt) :].tolist()), began_ns, tuple(self._watch.rounds)
+        )
 
     def _load(self, folder: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=self.dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False, use_safetensors=True
+            folder,
+            dtype=self.dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         return model.eval()
 
 
-def generation_config(sampling: Sampling, max_tokens: int, vocabulary: VocabularyFacts) -> GenerationConfig:
-    """What transformers is to do for `sampling`, of which it takes temperature, top-k, top-p and min-p; nothing is left to defaults of the checkpoint."""
-    ends: dict[str, Any] = {"eos_token_id": list(vocabulary.end), "pad_token_id": vocabulary.end[0]} if vocabulary.end else {}
+def generation_config(
+    sampling: Sampling, max_tokens: int, vocabulary: VocabularyFacts
+) -> GenerationConfig:
+    """What transformers is to do for `sampling`, of which it takes temperature, top-k, top-p and
+    min-p; nothing is left to defaults of the checkpoint."""
+    ends: dict[str, Any] = (
+        {"eos_token_id": list(vocabulary.end), "pad_token_id": vocabulary.end[0]}
+        if vocabulary.end
+        else {}
+    )
     if sampling.temperature == 0.0:
         return GenerationConfig(do_sample=False, max_new_tokens=max_tokens, **ends)
-    kept = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+    kept = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+    }
     return GenerationConfig(do_sample=True, max_new_tokens=max_tokens, **kept, **ends)
 
 

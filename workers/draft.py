@@ -1,7 +1,9 @@
-"""The draft worker: commands of the coordinator become calls of the engine, and what it proposes becomes events.
+"""The draft worker: commands of the coordinator become calls of the engine, and what it proposes
+becomes events.
 
-Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and nothing of links; the engine is `drafter.py` with a small
-model, `head_drafter.py` with a head of its target's, or `lookup.py` without a model, and then torch is never imported.
+Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and
+nothing of links; the engine is `drafter.py` with a small model, `head_drafter.py` with a head of
+its target's, or `lookup.py` without a model, and then torch is never imported.
 """
 
 import os
@@ -63,7 +65,8 @@ ReadT = TypeVar("ReadT", bound=EngineSession, contravariant=True)
 
 
 class Engine(Protocol[SessionT]):
-    """What proposes: `Drafter`, `HeadDrafter` or `Lookup`. Sessions are opened, drafted for, and dropped."""
+    """What proposes: `Drafter`, `HeadDrafter` or `Lookup`. Sessions are opened, drafted for, and
+    dropped."""
 
     def check_tokens(self, tokens: Sequence[int], /) -> None:
         """`RequestError` if one of `tokens` cannot be read."""
@@ -81,7 +84,8 @@ class Engine(Protocol[SessionT]):
         end: Sequence[int],
         replied: int,
     ) -> SessionT:
-        """A session with the prompt read, the last `replied` tokens of which are the reply's; `end`: ids that end that."""
+        """A session with the prompt read, the last `replied` tokens of which are the reply's;
+        `end`: ids that end that."""
 
     def draft(
         self,
@@ -96,7 +100,8 @@ class Engine(Protocol[SessionT]):
         price: Price,
         ahead: bool,
     ) -> Proposal:
-        """Move the root below the `accepted` nodes of the last proposal over `bonus` and `more`, and propose. `ahead`: let `grow_ahead` go on from there."""
+        """Move the root below the `accepted` nodes of the last proposal over `bonus` and `more`,
+        and propose. `ahead`: let `grow_ahead` go on from there."""
 
     def prepare(self, session: SessionT, /) -> bool:
         """Do a bit of work that the next proposals need whatever comes; False: there is none."""
@@ -105,7 +110,8 @@ class Engine(Protocol[SessionT]):
         """Learn a bit from the verdicts; False: there is nothing to learn from."""
 
     def grow_ahead(self, session: SessionT, /) -> bool:
-        """Grow the tree of the last proposal by one pass; False: it is not to grow, or nothing is worth a pass any more."""
+        """Grow the tree of the last proposal by one pass; False: it is not to grow, or nothing is
+        worth a pass any more."""
 
 
 class Reader(Protocol[ReadT]):
@@ -114,10 +120,12 @@ class Reader(Protocol[ReadT]):
     reads: Reads
 
     def feed(self, session: ReadT, start: int, features: Array, /) -> None:
-        """Read the features of the prompt's positions from `start` on; `StaleError` if that was done, `RequestError` if they do not follow what was."""
+        """Read the features of the prompt's positions from `start` on; `StaleError` if that was
+        done, `RequestError` if they do not follow what was."""
 
     def check_features(self, session: ReadT, committed: int, features: Array | None, /) -> None:
-        """`RequestError` unless with `features` those of the log and of the next `committed` tokens, all but the new root, are there."""
+        """`RequestError` unless with `features` those of the log and of the next `committed`
+        tokens, all but the new root, are there."""
 
     def take_features(self, session: ReadT, features: Array, /) -> None:
         """Those that came with a verdict; what is drafted next goes on from them."""
@@ -144,12 +152,14 @@ class Keeper(Protocol[SessionT]):
         base: Any,
         kept: int,
     ) -> SessionT:
-        """As `Engine.open`, from the first `kept` tokens of what is left of another session, which is used up."""
+        """As `Engine.open`, from the first `kept` tokens of what is left of another session, which
+        is used up."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a draft worker says of itself. Without a vocabulary it knows no other tokens than it is sent."""
+    """What a draft worker says of itself. Without a vocabulary it knows no other tokens than it is
+    sent."""
 
     name: str
     model: str
@@ -186,8 +196,16 @@ class DraftWorker(Generic[SessionT]):
         keeper: Keeper[SessionT] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`spans` are those in which the engine measures itself, `clock` is its own; `reader`, `keeper`: the engine, if it reads features, or keeps rows."""
-        self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = engine, reader, keeper, identity, spans, clock
+        """`spans` are those in which the engine measures itself, `clock` is its own; `reader`,
+        `keeper`: the engine, if it reads features, or keeps rows."""
+        self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = (
+            engine,
+            reader,
+            keeper,
+            identity,
+            spans,
+            clock,
+        )
         self._held: dict[int, _Held[SessionT]] = {}
         self._kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens)
         self._to_learn = False
@@ -231,14 +249,17 @@ class DraftWorker(Generic[SessionT]):
             threads=identity.threads,
             limits=Limits(context=identity.context, sessions=MAX_OPEN, kept=identity.kept_tokens),
             vocabulary=identity.vocabulary,
-            tokenizer=None if tokenizer is None else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
+            tokenizer=None
+            if tokenizer is None
+            else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
             reads=None if self._reader is None else self._reader.reads,
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
         )
 
     def handle(self, command: Command) -> Sequence[Event]:
-        """The answer to a command; none if it is stale. `RequestError` where the command asks for what cannot be: then nothing has changed."""
+        """The answer to a command; none if it is stale. `RequestError` where the command asks for
+        what cannot be: then nothing has changed."""
         try:
             match command:
                 case Open():
@@ -257,14 +278,19 @@ class DraftWorker(Generic[SessionT]):
             return []
 
     def idle(self) -> bool:
-        """A bit of work ahead: what is needed whatever comes, a bit of learning after a verdict, the trees, a pass of each in turn, the rest of learning."""
+        """A bit of work ahead: what is needed whatever comes, a bit of learning after a verdict,
+        the trees, a pass of each in turn, the rest of learning."""
         began_ns = self._clock()
         grown: int | None = None
-        worked = self._get_ready() or (grown := self._grow_ahead()) is not None or self._engine.learn()
+        worked = (
+            self._get_ready() or (grown := self._grow_ahead()) is not None or self._engine.learn()
+        )
         if worked and grown is None:
             self._spans.add_beside("prepare", began_ns, self._clock())
         elif grown is not None:
-            self._spans.add_beside("grow", began_ns, self._clock(), session=grown, round=self._held[grown].round)
+            self._spans.add_beside(
+                "grow", began_ns, self._clock(), session=grown, round=self._held[grown].round
+            )
         return worked
 
     def _get_ready(self) -> bool:
@@ -280,7 +306,8 @@ class DraftWorker(Generic[SessionT]):
         self._kept.clear()
 
     def _grow_ahead(self) -> int | None:
-        """A pass for the session whose turn it is, and which that was; None: none of them has anything to grow."""
+        """A pass for the session whose turn it is, and which that was; None: none of them has
+        anything to grow."""
         for number in [*self._held]:
             self._held[number] = held = self._held.pop(number)  # last in turn from now on
             if self._engine.grow_ahead(held.session):
@@ -292,7 +319,11 @@ class DraftWorker(Generic[SessionT]):
         if number in self._held or number in self._kept:
             raise StaleError(f"session {number} has been opened already")
         if len(self._held) >= MAX_OPEN:
-            raise RequestError("capacity", f"this draft worker holds {MAX_OPEN} sessions already; wait for one to end or start another worker")
+            raise RequestError(
+                "capacity",
+                f"this draft worker holds {MAX_OPEN} sessions already; wait for one to end or "
+                "start another worker",
+            )
         self._engine.check_tokens(command.prompt)
         left = self._kept.take(command.base, command.prompt, command.kept)
         opening: Callable[..., SessionT] = self._engine.open
@@ -310,18 +341,28 @@ class DraftWorker(Generic[SessionT]):
         )
         if not session.readable:
             print(
-                f"{self._identity.name}: a prompt of {len(command.prompt)} tokens exceeds the draft's context of {self._identity.context}: "
+                f"{self._identity.name}: a prompt of {len(command.prompt)} tokens exceeds the "
+                f"draft's context of {self._identity.context}: "
                 "nothing is drafted for it",
                 file=sys.stderr,
             )
         self._held[number] = _Held(session, command.round)
-        return Opened(epoch=self._epoch, session=number, round=command.round, spans=self._spans.take(MAX_SPANS))
+        return Opened(
+            epoch=self._epoch,
+            session=number,
+            round=command.round,
+            spans=self._spans.take(MAX_SPANS),
+        )
 
     def _close(self, number: int, *, keep: bool) -> None:
         held = self._held.pop(number, None)
         if not keep:
             self._kept.drop(number)
-        elif held is not None and self._keeper is not None and self._kept.takes(len(held.session.log)):
+        elif (
+            held is not None
+            and self._keeper is not None
+            and self._kept.takes(len(held.session.log))
+        ):
             self._kept.add(number, self._keeper.keep(held.session))
 
     def _feed(self, command: Feed) -> Fed:
@@ -335,13 +376,21 @@ class DraftWorker(Generic[SessionT]):
         except BaseException:  # some of the rows may be there
             del self._held[command.session]
             raise
-        return Fed(epoch=self._epoch, session=command.session, round=command.round, start=command.start, spans=self._spans.take(MAX_SPANS))
+        return Fed(
+            epoch=self._epoch,
+            session=command.session,
+            round=command.round,
+            start=command.start,
+            spans=self._spans.take(MAX_SPANS),
+        )
 
     def _draft(self, command: Draft) -> Drafted:
         start = self._clock()
         held = find_session(self._held, command.session)
         self._check(held, command)
-        deadline_ns = None if command.deadline_ms is None else start + int(command.deadline_ms * 1e6)
+        deadline_ns = (
+            None if command.deadline_ms is None else start + int(command.deadline_ms * 1e6)
+        )
         shape = Shape(command.max_nodes, command.max_depth, command.max_width)
         try:
             with self._spans.measure("draft"):
@@ -357,7 +406,9 @@ class DraftWorker(Generic[SessionT]):
                     price=Price(command.rate, command.floor),
                     ahead=command.ahead,
                 )
-        except BaseException:  # the log may have moved and the cache not: what cannot be trusted is forgotten
+        except (
+            BaseException
+        ):  # the log may have moved and the cache not: what cannot be trusted is forgotten
             del self._held[command.session]
             raise
         held.round, held.proposed, self._to_learn = command.round, proposal.tree, True
@@ -366,14 +417,27 @@ class DraftWorker(Generic[SessionT]):
     def _check(self, held: _Held[SessionT], command: Draft) -> None:
         committed = len(command.accepted) + len(command.more)  # and the bonus
         length, left_out = len(held.session.log) + committed + 1, len(command.more)
-        check_round(command.session, last=held.round, round=command.round, length=length, prefix=command.prefix, left_out=left_out)
+        check_round(
+            command.session,
+            last=held.round,
+            round=command.round,
+            length=length,
+            prefix=command.prefix,
+            left_out=left_out,
+        )
         if not held.proposed.is_path(command.accepted):
-            raise RequestError("prefix", f"session {command.session}: nodes {command.accepted} are no path of the proposal of round {held.round}")
+            raise RequestError(
+                "prefix",
+                f"session {command.session}: nodes {command.accepted} are no path of the "
+                f"proposal of round {held.round}",
+            )
         self._engine.check_tokens([command.bonus, *command.more])
         if self._reader is not None:
             self._reader.check_features(held.session, committed, command.features)
         elif command.features is not None:
-            raise RequestError("protocol", f"session {command.session}: features came, and this draft reads none")
+            raise RequestError(
+                "protocol", f"session {command.session}: features came, and this draft reads none"
+            )
 
     def _drafted(self, command: Draft, proposal: Proposal) -> Drafted:
         return Drafted(
@@ -407,29 +471,45 @@ def open_draft_worker(
     cache: Path | None = None,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> DraftWorker[Any]:
-    """The draft worker of `settings`: a lookup, or the model in the folder or hub id `settings.model`: a smaller one, or a head of the model `target`, or that
-    model itself in a few bits, inflated as it is.
+    """The draft worker of `settings`: a lookup, or the model in the folder or hub id
+    `settings.model`: a smaller one, or a head of the model `target`, or that model itself in a few
+    bits, inflated as it is.
 
-    `profile`: the file that remembers what was measured on this machine; `cache`: the folder that keeps what was quantised; `tell` hears how far that has got.
+    `profile`: the file that remembers what was measured on this machine; `cache`: the folder that
+    keeps what was quantised; `tell` hears how far that has got.
     """
     if settings.kind == "none":
-        raise SettingsError("draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' or 'ngram'")
+        raise SettingsError(
+            "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
+            "or 'ngram'"
+        )
     if settings.kind == "ngram":
         return DraftWorker(Lookup(), Identity(name, "ngram", "cpu", 1, MAX_TOKENS), Spans())
     if settings.kind == "substitute":
         return _open_substitute(settings, name, threads, target, inflate, profile, cache, tell)
     if settings.weights in ("int3", "int2"):
-        raise SettingsError(f"draft.weights = {settings.weights!r} is for a draft of kind 'substitute': set draft.kind to it, or use int4, int8, fp16 or bf16")
+        raise SettingsError(
+            f"draft.weights = {settings.weights!r} is for a draft of kind 'substitute': set "
+            "draft.kind to it, or use int4, int8, fp16 or bf16"
+        )
     if not settings.model:
         raise SettingsError(
-            "draft.model is empty: name the folder or the hub id of a smaller model of the target's family or of a head for it, or choose draft.kind 'ngram'"
+            "draft.model is empty: name the folder or the hub id of a smaller model of the "
+            "target's family or of a head for it, or choose draft.kind 'ngram'"
         )
     from dovetail.workers.models.heads import classify  # torch comes in here
 
     kind = classify(settings.model, allow_bin=settings.pickled)
     if settings.kind not in ("auto", told := _KIND_NAMES.get(kind, kind)):
-        raise SettingsError(f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: leave draft.kind out, or name another folder")
-    return _open_small(settings, name, threads, profile) if kind is None else _open_head(settings, name, threads, target, profile)
+        raise SettingsError(
+            f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: "
+            "leave draft.kind out, or name another folder"
+        )
+    return (
+        _open_small(settings, name, threads, profile)
+        if kind is None
+        else _open_head(settings, name, threads, target, profile)
+    )
 
 
 _KIND_NAMES = {None: "small", "jakiro*": "jakiro"}
@@ -437,7 +517,11 @@ _KIND_NAMES = {None: "small", "jakiro*": "jakiro"}
 
 
 def _in_words(kind: str | None) -> str:
-    return "an ordinary language model (kind 'small')" if kind == "small" else f"a head of kind {kind!r}"
+    return (
+        "an ordinary language model (kind 'small')"
+        if kind == "small"
+        else f"a head of kind {kind!r}"
+    )
 
 
 def _open_substitute(
@@ -457,58 +541,122 @@ def _open_substitute(
     from dovetail.workers.models.substitute import load_substitute
 
     if settings.model:
-        raise SettingsError(f"draft.kind = 'substitute' is made of the target, and draft.model names {settings.model!r}: leave one of the two out")
+        raise SettingsError(
+            "draft.kind = 'substitute' is made of the target, and draft.model names "
+            f"{settings.model!r}: leave one of the two out"
+        )
     if settings.weights not in SUBSTITUTE_WEIGHTS:
-        raise SettingsError(f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use int8, int4, int3 or int2")
+        raise SettingsError(
+            f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use "
+            "int8, int4, int3 or int2"
+        )
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
     if why_not := against_int4(device.torch_device):
-        raise SettingsError(f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set draft.device to 'cpu', or choose another draft.kind")
+        raise SettingsError(
+            f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set "
+            "draft.device to 'cpu', or choose another draft.kind"
+        )
     weights = "int4" if settings.weights == "auto" else settings.weights
-    model, made = load_substitute(target, weights=weights, device=device.name, inflate_bytes=inflation_bytes(inflate), folder=cache, tell=tell)
+    model, made = load_substitute(
+        target,
+        weights=weights,
+        device=device.name,
+        inflate_bytes=inflation_bytes(inflate),
+        folder=cache,
+        tell=tell,
+    )
     if said := made.report(name):
         print(said, file=sys.stderr)
     checkpoint, spans = model.checkpoint, Spans()
     curves = known_levels(profile, model, device.library)
     kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
     called = f"{checkpoint.source} ({weights} substitute)"
-    identity = Identity(name, called, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer, curves, kept_tokens)
-    engine = Drafter(model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING)
+    identity = Identity(
+        name,
+        called,
+        device.name,
+        threads,
+        model.context,
+        checkpoint.vocabulary,
+        checkpoint.tokenizer,
+        curves,
+        kept_tokens,
+    )
+    engine = Drafter(
+        model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
+    )
     return DraftWorker(engine, identity, spans, keeper=engine)
 
 
-def _open_small(settings: DraftSettings, name: str, threads: int, profile: Path | None) -> DraftWorker[Any]:
+def _open_small(
+    settings: DraftSettings, name: str, threads: int, profile: Path | None
+) -> DraftWorker[Any]:
     from dovetail.workers.devices import first_device, free_bytes, open_device
     from dovetail.workers.draft_levels import known_levels
     from dovetail.workers.drafter import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
     if settings.weights == "int4":
-        raise SettingsError(f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary language model: use int8, fp16, bf16 or fp32")
+        raise SettingsError(
+            f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary "
+            "language model: use int8, fp16, bf16 or fp32"
+        )
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(settings.model, weights=weights, device=device.name)
     checkpoint, spans = model.checkpoint, Spans()
     curves = known_levels(profile, model, device.library)
     kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
-    identity = Identity(name, checkpoint.source, device.name, threads, model.context, checkpoint.vocabulary, checkpoint.tokenizer, curves, kept_tokens)
+    identity = Identity(
+        name,
+        checkpoint.source,
+        device.name,
+        threads,
+        model.context,
+        checkpoint.vocabulary,
+        checkpoint.tokenizer,
+        curves,
+        kept_tokens,
+    )
     engine = Drafter(model, spans, ahead=settings.ahead is not False)
     return DraftWorker(engine, identity, spans, keeper=engine)
 
 
-def _open_head(settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None) -> DraftWorker[Any]:
+def _open_head(
+    settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None
+) -> DraftWorker[Any]:
     from dovetail.workers.devices import first_device, free_bytes, open_device
     from dovetail.workers.draft_levels import known_levels
     from dovetail.workers.head_drafter import HeadDrafter
     from dovetail.workers.models.heads import open_head
 
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
-    head = open_head(settings.model, target=target, weights=settings.weights, device=device.name, allow_bin=settings.pickled)
+    head = open_head(
+        settings.model,
+        target=target,
+        weights=settings.weights,
+        device=device.name,
+        allow_bin=settings.pickled,
+    )
     if settings.contrast is True and not head.spec.contrast:
-        raise SettingsError(f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no contrast output: leave draft.contrast out")
+        raise SettingsError(
+            f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no "
+            "contrast output: leave draft.contrast out"
+        )
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
-    engine = HeadDrafter(head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False)
+    engine = HeadDrafter(
+        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
+    )
     curves = known_levels(profile, head, device.library)
     kept_tokens = affordable_tokens(free_bytes(device.torch_device), head.new_cache(0).row_bytes)
-    identity = Identity(name, settings.model, device.name, threads, MAX_TOKENS, curves=curves, kept_tokens=kept_tokens)
+    identity = Identity(
+        name,
+        settings.model,
+        device.name,
+        threads,
+        MAX_TOKENS,
+        curves=curves,
+        kept_tokens=kept_tokens,
+    )
     return DraftWorker(engine, identity, spans, reader=engine, keeper=engine)

@@ -1,10 +1,12 @@
 """The engine of a draft worker with a smaller causal model of the target's vocabulary.
 
-A session holds the model's cache of its log. Cache slots 0..length-1 are rows of the log; behind them lie the rows of the tree's expanded nodes. When a
-verdict comes, rows of accepted nodes become rows of the log, rows of the surviving subtree stay behind them, and the rest is free. The root is the last
-token of the log; it has a row as soon as it has been expanded.
+A session holds the model's cache of its log. Cache slots 0..length-1 are rows of the log; behind
+them lie the rows of the tree's expanded nodes. When a verdict comes, rows of accepted nodes become
+rows of the log, rows of the surviving subtree stay behind them, and the rest is free. The root is
+the last token of the log; it has a row as soon as it has been expanded.
 
-What is left of a session that has ended, its log and the rows of it, can be kept for one that goes on from it.
+What is left of a session that has ended, its log and the rows of it, can be kept for one that goes
+on from it.
 
 How a tree grows is the grower's business.
 """
@@ -31,8 +33,10 @@ from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0
-"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with the embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 /
-0.8 / 1.0 / 1.25 they are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5.15 / 4.87 at temperature 1; the sharper, the more nodes
+"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with the
+embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 /
+0.8 / 1.0 / 1.25 they are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 /
+5.15 / 4.87 at temperature 1; the sharper, the more nodes
 are grown for it (388 a round at 0.3, 329 at 1.0)."""
 SUBSTITUTE_SHARPENING = 0.2
 """The same for a target's own substitute: SubSpec's, section 4.2."""
@@ -64,7 +68,8 @@ class DraftLeft:
     """Rows of the log, as far as it has been read."""
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
-        """`RequestError` unless a session with this prompt can go on from the first `kept` tokens of it; rows that are missing will be computed."""
+        """`RequestError` unless a session with this prompt can go on from the first `kept` tokens
+        of it; rows that are missing will be computed."""
         check_prefix(self.log, prompt, kept, there=len(self.log))
 
 
@@ -80,7 +85,8 @@ class Drafter(Grower[DraftSession]):
         sharpening: float = SHARPENING,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`ahead`: sessions get rows for growth ahead of the orders. `sharpening`: what "auto" begins with."""
+        """`ahead`: sessions get rows for growth ahead of the orders. `sharpening`: what "auto"
+        begins with."""
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
         self._row_bytes = host_row_bytes(model)
@@ -89,7 +95,9 @@ class Drafter(Grower[DraftSession]):
         """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
         if (largest := max(tokens)) >= self.model.vocabulary_size:
             raise RequestError(
-                "vocabulary", f"token {largest} is beyond the draft's vocabulary of {self.model.vocabulary_size}; choose a draft of the same family"
+                "vocabulary",
+                f"token {largest} is beyond the draft's vocabulary of "
+                f"{self.model.vocabulary_size}; choose a draft of the same family",
             )
 
     def open(
@@ -106,10 +114,11 @@ class Drafter(Grower[DraftSession]):
         base: DraftLeft | None = None,
         kept: int = 0,
     ) -> DraftSession:
-        """A session with the prompt read, where the draft's context holds it; no id at or beyond `vocabulary_size`, the target's, will be proposed.
+        """A session with the prompt read, where the draft's context holds it; no id at or beyond
+        `vocabulary_size`, the target's, will be proposed.
 
-        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`: what is left of a session that began with the first
-        `kept` tokens; it is used up.
+        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`:
+        what is left of a session that began with the first `kept` tokens; it is used up.
         """
         room = min(capacity, self.model.context)
         ranking = Ranking.begin(
@@ -130,7 +139,9 @@ class Drafter(Grower[DraftSession]):
             policy=open_policy(tree),
             depth=tree.most_levels,
             capacity=capacity,
-            cache=self._open_cache(room + rows, base, kept) if len(prompt) <= room else self.model.new_cache(0),
+            cache=self._open_cache(room + rows, base, kept)
+            if len(prompt) <= room
+            else self.model.new_cache(0),
             rows_ahead=rows,
             room=room,
         )
@@ -145,7 +156,8 @@ class Drafter(Grower[DraftSession]):
         return DraftLeft(session.log, session.cache)
 
     def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
-        """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another session."""
+        """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another
+        session."""
         check_rows(rows, 0, self._row_bytes)
         if base is None:
             return self.model.new_cache(rows)
@@ -153,11 +165,15 @@ class Drafter(Grower[DraftSession]):
         base.cache.resize(rows)
         return base.cache
 
-    def _move_root(self, session: DraftSession, path: Sequence[int], root: int | None, width: int) -> None:
-        """The rows of the accepted nodes become rows of the log, and all that is known below the root is carried over."""
+    def _move_root(
+        self, session: DraftSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        """The rows of the accepted nodes become rows of the log, and all that is known below the
+        root is carried over."""
         tree, cache = session.tree, session.cache
         way = path if root is None else (*path, root)
-        # a node with a child in the pool has a row: on the way only the last one may lack it, and then nothing is behind it
+        # a node with a child in the pool has a row: on the way only the last one may lack it, and
+        # then nothing is behind it
         accepted, survivors = [int(row) for row in tree.rows[list(way)] if row != NO_ROW], []
         if root is None:
             tree.clear()
@@ -174,7 +190,9 @@ class Drafter(Grower[DraftSession]):
         while missing := session.log[cache.length : cache.length + CHUNK]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
-            logits = self.model.forward(tokens, positions, [Segment(cache, start, count)], rows=torch.tensor([count - 1]))
+            logits = self.model.forward(
+                tokens, positions, [Segment(cache, start, count)], rows=torch.tensor([count - 1])
+            )
             cache.keep(range(start, start + count), count)
         return logits
 
@@ -183,7 +201,9 @@ class Drafter(Grower[DraftSession]):
         tree, cache = session.tree, session.cache
         segment_start = cache.length + tree.rows_used
         tree.give_rows(nodes)
-        segment = Segment(cache, segment_start, len(nodes), Paths.behind(cache.length, *tree.lineage(nodes)))
+        segment = Segment(
+            cache, segment_start, len(nodes), Paths.behind(cache.length, *tree.lineage(nodes))
+        )
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
         return self.model.forward(tokens, positions, [segment])

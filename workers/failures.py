@@ -1,6 +1,7 @@
 """What a failure inside a worker is answered with.
 
-A worker outlives the failure of a command: memory that one session asks for too much, a line of ours that stumbles. Knows exceptions, not commands.
+A worker outlives the failure of a command: memory that one session asks for too much, a line of
+ours that stumbles. Knows exceptions, not commands.
 """
 
 import sys
@@ -10,7 +11,8 @@ from dovetail.protocol.errors import RequestError
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """The code and the line of text for an exception; one that nobody foresaw is printed whole to stderr. Holds on to nothing that the exception held."""
+    """The code and the line of text for an exception; one that nobody foresaw is printed whole to
+    stderr. Holds on to nothing that the exception held."""
     if isinstance(error, RequestError):
         return RequestError(error.code, str(error))
     if _is_out_of_memory(error):
@@ -20,7 +22,8 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has errors of its own for it, which can only come up where torch has been imported; a draft without a model does without it."""
+    """torch has errors of its own for it, which can only come up where torch has been imported; a
+    draft without a model does without it."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from dovetail.workers.models.memory import is_out_of_memory

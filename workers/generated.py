@@ -1,4 +1,5 @@
-"""A reply of another engine: its tokens, and what each pass of its target was. Numbers alone; knows no engine."""
+"""A reply of another engine: its tokens, and what each pass of its target was. Numbers alone; knows
+no engine."""
 
 from dataclasses import dataclass
 

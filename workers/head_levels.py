@@ -1,8 +1,11 @@
-"""How the rows of a level of a head's tree are computed: launched operation by operation, or in fixed shapes, so that a device can replay them at once.
+"""How the rows of a level of a head's tree are computed: launched operation by operation, or in
+fixed shapes, so that a device can replay them at once.
 
-On a GPU a head of one layer is over before its operations have been launched one after the other. In fixed shapes - the rows padded to a power of two, the
-whole cache under a mask - all of them are captured once for a session and number of rows, and replayed for every level (CUDA graphs). Where the number of
-rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic computational adaptation, section 4.3). Knows rows and slots.
+On a GPU a head of one layer is over before its operations have been launched one after the other.
+In fixed shapes - the rows padded to a power of two, the whole cache under a mask - all of them are
+captured once for a session and number of rows, and replayed for every level (CUDA graphs). Where
+the number of rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic
+computational adaptation, section 4.3). Knows rows and slots.
 """
 
 from collections.abc import Callable
@@ -24,8 +27,18 @@ Capture = Callable[[Callable[[], Predicted]], Callable[[], Predicted]]
 class Levels(Protocol):
     """Computes for one session; the states that it returns are good until it is called again."""
 
-    def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
-        """Rows of tokens, positions int64 [N] and states [N, H], which see `paths` and are written to the slots from `start` on."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        paths: Paths,
+        start: int,
+        *,
+        contrast: bool,
+    ) -> Predicted:
+        """Rows of tokens, positions int64 [N] and states [N, H], which see `paths` and are written
+        to the slots from `start` on."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +48,20 @@ class FreeLevels:
     head: Head
     cache: Cache
 
-    def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        paths: Paths,
+        start: int,
+        *,
+        contrast: bool,
+    ) -> Predicted:
         segment = Segment(self.cache, start, len(tokens), paths)
-        return self.head.forward(tokens, states, positions, [segment], true=False, contrast=contrast)
+        return self.head.forward(
+            tokens, states, positions, [segment], true=False, contrast=contrast
+        )
 
 
 @dataclass(frozen=True)
@@ -53,14 +77,27 @@ class _Fixed:
 
 
 class FixedLevels:
-    """In fixed shapes. The cache's last slot is for the rows of the padding, which see nothing else."""
+    """In fixed shapes. The cache's last slot is for the rows of the padding, which see nothing
+    else."""
 
-    def __init__(self, head: Head, cache: KVCache, capture: Capture, *, least_rows: int = 1) -> None:
-        """`least_rows`: a pass is padded to so many at least; the width of the tree makes one shape of all."""
+    def __init__(
+        self, head: Head, cache: KVCache, capture: Capture, *, least_rows: int = 1
+    ) -> None:
+        """`least_rows`: a pass is padded to so many at least; the width of the tree makes one shape
+        of all."""
         self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
         self._passes: dict[tuple[int, bool], _Fixed] = {}
 
-    def __call__(self, tokens: Tensor, states: Tensor, positions: Tensor, paths: Paths, start: int, *, contrast: bool) -> Predicted:
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        paths: Paths,
+        start: int,
+        *,
+        contrast: bool,
+    ) -> Predicted:
         count, slots_there = len(tokens), self._cache.rows.shape[3]
         spare = slots_there - 1
         rows = 1 << (max(count, self._least_rows) - 1).bit_length()
@@ -74,7 +111,11 @@ class FixedLevels:
         slots[:count] = torch.arange(start, start + count)
         for buffer, content in ((fixed.mask, mask), (fixed.slots, slots)):
             buffer.copy_(content)
-        for buffer, content in ((fixed.tokens, tokens), (fixed.positions, positions), (fixed.states, states)):
+        for buffer, content in (
+            (fixed.tokens, tokens),
+            (fixed.positions, positions),
+            (fixed.states, states),
+        ):
             buffer[:count] = content
         found = fixed.replay()
         later = None if found.contrast is None else found.contrast[:count].clone()
@@ -83,19 +124,32 @@ class FixedLevels:
     def _open(self, rows: int, contrast: bool) -> _Fixed:
         """Make the inputs of a pass and capture it."""
         head, cache, device = self._head, self._cache, self._head.device
-        tokens, positions = torch.zeros(rows, dtype=torch.long, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+        tokens, positions = (
+            torch.zeros(rows, dtype=torch.long, device=device),
+            torch.zeros(rows, dtype=torch.long, device=device),
+        )
         states = torch.zeros(rows, head.spec.hidden, device=device)
         slots_there = cache.rows.shape[3]
         slots = torch.full((rows,), slots_there - 1, device=device)
         mask = torch.full((rows, slots_there), float("-inf"), device=device)
         mask[:, -1] = 0.0
-        replay = self._capture(lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast))
+        replay = self._capture(
+            lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast)
+        )
         self._passes[rows, contrast] = _Fixed(tokens, states, positions, slots, mask, replay)
         return self._passes[rows, contrast]
 
 
-def open_levels(head: Head, rows: int, capture: Capture | None, *, least_rows: int = 1, cache: Cache | None = None) -> tuple[Cache, Levels]:
-    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed shapes where there is a `capture`.
+def open_levels(
+    head: Head,
+    rows: int,
+    capture: Capture | None,
+    *,
+    least_rows: int = 1,
+    cache: Cache | None = None,
+) -> tuple[Cache, Levels]:
+    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed
+    shapes where there is a `capture`.
 
     `cache`: one whose committed rows stay, in place of an empty one.
     """
@@ -112,5 +166,6 @@ def open_levels(head: Head, rows: int, capture: Capture | None, *, least_rows: i
 
 
 def adapts_shapes(tree: TreeSettings) -> bool:
-    """Whether passes of few rows have shapes of their own; not where heterospec is told to do without, and then all of them are as wide as the tree."""
+    """Whether passes of few rows have shapes of their own; not where heterospec is told to do
+    without, and then all of them are as wide as the tree."""
     return tree.policy != "heterospec" or "compute" in tree.adapt

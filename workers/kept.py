@@ -1,7 +1,9 @@
-"""Sessions that have ended and whose rows are kept, so that the next turn of a conversation reads only what is new.
+"""Sessions that have ended and whose rows are kept, so that the next turn of a conversation reads
+only what is new.
 
-Which are kept, and which session goes on from which, is the coordinator's decision; here it is seen to that only rows are taken over that are those of the
-new prompt, and that no more is held than was promised. Knows token logs, neither models nor messages; imports no torch.
+Which are kept, and which session goes on from which, is the coordinator's decision; here it is seen
+to that only rows are taken over that are those of the new prompt, and that no more is held than was
+promised. Knows token logs, neither models nor messages; imports no torch.
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,8 @@ from typing import Generic, Protocol, TypeVar
 from dovetail.protocol.errors import RequestError
 
 MEMORY_SHARE = 8
-"""Kept rows are promised this part of the memory that is free at the start; since a cache may be half empty they take two at most."""
+"""Kept rows are promised this part of the memory that is free at the start; since a cache may be
+half empty they take two at most."""
 
 
 class Left(Protocol):
@@ -21,7 +24,8 @@ class Left(Protocol):
         """The prompt and every committed token."""
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
-        """`RequestError` of code "prefix" unless a session with this prompt can go on from the first `kept` tokens of it."""
+        """`RequestError` of code "prefix" unless a session with this prompt can go on from the
+        first `kept` tokens of it."""
 
 
 LeftT = TypeVar("LeftT", bound=Left)
@@ -60,7 +64,8 @@ class KeptSessions(Generic[LeftT]):
         self._left.clear()
 
     def take(self, number: int | None, prompt: Sequence[int], kept: int) -> LeftT | None:
-        """What is left of a session, no longer held, so that one with this prompt goes on from the first `kept` tokens of it; None where none is named.
+        """What is left of a session, no longer held, so that one with this prompt goes on from the
+        first `kept` tokens of it; None where none is named.
 
         `RequestError` of code "prefix" where that cannot be: then nothing has changed.
         """
@@ -68,19 +73,36 @@ class KeptSessions(Generic[LeftT]):
             return None
         if number is None or number not in self._left:
             name = "no session" if number is None else f"session {number}"
-            raise RequestError("prefix", f"{kept} tokens were to be taken over from {name}, which is not kept here; open the session without it")
+            raise RequestError(
+                "prefix",
+                f"{kept} tokens were to be taken over from {name}, which is not kept here; "
+                "open the session without it",
+            )
         self._left[number].check(prompt, kept)
         return self._left.pop(number)
 
 
 def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there: int) -> None:
-    """`RequestError` of code "prefix" unless `prompt` goes on behind its first `kept` tokens, which are those of `log`, `there` of which have rows."""
+    """`RequestError` of code "prefix" unless `prompt` goes on behind its first `kept` tokens, which
+    are those of `log`, `there` of which have rows."""
     if kept >= len(prompt):
-        raise RequestError("prefix", f"{kept} tokens were to be taken over for a prompt of {len(prompt)}, whose last one has to be read; take fewer")
+        raise RequestError(
+            "prefix",
+            f"{kept} tokens were to be taken over for a prompt of {len(prompt)}, whose last "
+            "one has to be read; take fewer",
+        )
     if kept > there:
-        raise RequestError("prefix", f"{kept} tokens were to be taken over from a session that has rows of {there}; take fewer")
+        raise RequestError(
+            "prefix",
+            f"{kept} tokens were to be taken over from a session that has rows of {there}; "
+            "take fewer",
+        )
     if list(prompt[:kept]) != list(log[:kept]):
-        raise RequestError("prefix", f"{kept} tokens were to be taken over from a session that begins otherwise than the prompt; take fewer")
+        raise RequestError(
+            "prefix",
+            f"{kept} tokens were to be taken over from a session that begins otherwise than "
+            "the prompt; take fewer",
+        )
 
 
 def affordable_tokens(free_bytes: int, row_bytes: int) -> int:

@@ -1,17 +1,23 @@
-"""The engine of a draft without a model: what followed the last tokens when they were said before, in the prompt or in the reply, will follow them again.
+"""The engine of a draft without a model: what followed the last tokens when they were said before,
+in the prompt or in the reply, will follow them again.
 
-Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one such continuation; here all earlier occurrences of the log's ending vote together, and
-the tree goes down where the votes are. An occurrence whose preceding m tokens are those before the place in question gives the token that follows it a
-vote of ODDS[m]; all that was never seen has the weight 1 together. So a token's probability is the sum of its votes over 1 + all votes; a level deeper the
-occurrences that agreed so far have matched one token more, and the others have no vote. An occurrence that runs into the end of the log goes on with what
-it has proposed itself: what repeats is continued.
+Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one such continuation; here all
+earlier occurrences of the log's ending vote together, and the tree goes down where the votes are.
+An occurrence whose preceding m tokens are those before the place in question gives the token that
+follows it a vote of ODDS[m]; all that was never seen has the weight 1 together. So a token's
+probability is the sum of its votes over 1 + all votes; a level deeper the occurrences that agreed
+so far have matched one token more, and the others have no vote. An occurrence that runs into the
+end of the log goes on with what it has proposed itself: what repeats is continued.
 
-The logarithms of the votes are this draft's logits, relative to the unseen's 0, and the processors that look back are applied to them. Temperature and
-truncation are not: what is looked up was written under these already. Nor is the noise: these probabilities are too coarse to gain by it (measured at
-temperature 1: acceptance unchanged, the scores two to three times too high). Nothing here can change the output, only how fast it comes.
+The logarithms of the votes are this draft's logits, relative to the unseen's 0, and the processors
+that look back are applied to them. Temperature and truncation are not: what is looked up was
+written under these already. Nor is the noise: these probabilities are too coarse to gain by it
+(measured at temperature 1: acceptance unchanged, the scores two to three times too high). Nothing
+here can change the output, only how fast it comes.
 
-The tree is grown best first; since no pass is to be saved this is what the policies `dynamic` and `budget` (without its decay) both come to, and the others
-are refused. So is acceptance by rejection: nothing is drawn here. Knows no model, no device and no vocabulary; imports no torch.
+The tree is grown best first; since no pass is to be saved this is what the policies `dynamic` and
+`budget` (without its decay) both come to, and the others are refused. So is acceptance by
+rejection: nothing is drawn here. Knows no model, no device and no vocabulary; imports no torch.
 """
 
 import heapq
@@ -27,22 +33,27 @@ from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
 
 SIZES = (4, 3, 2, 1)
-"""Lengths of the n-grams that are indexed; from an occurrence on, longer matches are found by comparing backwards."""
+"""Lengths of the n-grams that are indexed; from an occurrence on, longer matches are found by
+comparing backwards."""
 OCCURRENCES = 24
-"""So many earlier occurrences vote at most, those of the longest indexed n-grams first, of these the newest."""
+"""So many earlier occurrences vote at most, those of the longest indexed n-grams first, of these
+the newest."""
 ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
-"""By the length of the match, the last for all longer ones. Fitted (greatest likelihood, rounded) to 11,300 tokens of replies of the embedded target, to the
-shipped prompts and 72 of other kinds, at temperature 0 and 1: where the last token had been said before, 5,200 times, it is 1.0 bit a token."""
+"""By the length of the match, the last for all longer ones. Fitted (greatest likelihood, rounded)
+to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other kinds, at
+temperature 0 and 1: where the last token had been said before, 5,200 times, it is 1.0 bit a
+token."""
 SHARPENING = 1.0
 LEAST = 0.07
-"""What is less likely is not offered where no price is told: about the share of a pass over one row that another row costs the target, where sixteen rows
-cost two."""
+"""What is less likely is not offered where no price is told: about the share of a pass over one row
+that another row costs the target, where sixteen rows cost two."""
 NEGLIGIBLE = 1e-4
 """What is less likely is never offered."""
 
 
 class Index:
-    """Where every n-gram of a log was, the newest first: a chain through the positions for each length. Costs the same for every token of the log."""
+    """Where every n-gram of a log was, the newest first: a chain through the positions for each
+    length. Costs the same for every token of the log."""
 
     def __init__(self, log: Sequence[int]) -> None:
         """`log` may grow at its end; what has been added is indexed when it is asked for."""
@@ -51,7 +62,8 @@ class Index:
         self._older: tuple[list[int], ...] = tuple([] for _ in SIZES)
 
     def occurrences(self) -> Iterator[tuple[int, int]]:
-        """(position, match): where the log's ending stood before the next token now, and how many tokens before it are the same."""
+        """(position, match): where the log's ending stood before the next token now, and how many
+        tokens before it are the same."""
         self._catch_up()
         found: dict[int, None] = {}
         for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
@@ -62,7 +74,8 @@ class Index:
         return ((position, self._match(position)) for position in found)
 
     def _catch_up(self) -> None:
-        """Index the n-grams that end before the last token: the log's ending itself is no earlier occurrence."""
+        """Index the n-grams that end before the last token: the log's ending itself is no earlier
+        occurrence."""
         for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
             for end in range(len(older), len(self._log) - 1):
                 gram = tuple(self._log[max(0, end + 1 - size) : end + 1])
@@ -72,12 +85,15 @@ class Index:
     def _match(self, position: int) -> int:
         """How many tokens before `position` are the log's last ones, as far as it matters."""
         log, most = self._log, min(position, len(ODDS) - 1)
-        return next((n for n in range(most) if log[position - 1 - n] != log[len(log) - 1 - n]), most)
+        return next(
+            (n for n in range(most) if log[position - 1 - n] != log[len(log) - 1 - n]), most
+        )
 
 
 @dataclass(order=True, frozen=True)
 class _Node:
-    """A candidate in the order in which candidates are offered: best first, and of equals the one that was found first."""
+    """A candidate in the order in which candidates are offered: best first, and of equals the one
+    that was found first."""
 
     badness: float
     """Minus the score, the log-probability of the path."""
@@ -122,17 +138,24 @@ class Lookup:
         end: Sequence[int] = (),
         replied: int = 0,
     ) -> LookupSession:
-        """A session with the prompt indexed, whose last `replied` tokens are the reply's; no use for `key`.
+        """A session with the prompt indexed, whose last `replied` tokens are the reply's; no use
+        for `key`.
 
         `RequestError` if it has a token at or beyond `vocabulary_size`, which could be proposed.
         """
         if (text := misfit(sampling, tree, "ngram")) is not None:
             raise RequestError("settings", text)
         if (largest := max(prompt)) >= vocabulary_size:
-            raise RequestError("vocabulary", f"the prompt has token {largest}, beyond the target's vocabulary of {vocabulary_size}")
+            raise RequestError(
+                "vocabulary",
+                f"the prompt has token {largest}, beyond the target's vocabulary of "
+                f"{vocabulary_size}",
+            )
         log = list(prompt)
         sharpening = SHARPENING if tree.sharpening == "auto" else tree.sharpening
-        return LookupSession(log, Index(log), History(sampling, log, end, replied), sharpening, capacity)
+        return LookupSession(
+            log, Index(log), History(sampling, log, end, replied), sharpening, capacity
+        )
 
     def draft(
         self,
@@ -146,9 +169,11 @@ class Lookup:
         price: Price = FREE,
         ahead: bool = False,
     ) -> Proposal:
-        """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and propose; candidates found after `deadline_ns` are left out.
+        """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and
+        propose; candidates found after `deadline_ns` are left out.
 
-        There are no passes: of the `price` only the floor counts, which stands for LEAST where there is a rate, and nothing is left to do `ahead`.
+        There are no passes: of the `price` only the floor counts, which stands for LEAST where
+        there is a rate, and nothing is left to do `ahead`.
         """
         committed = [*(session.offered.tokens[node] for node in accepted), bonus, *more]
         session.log += committed
@@ -158,15 +183,28 @@ class Lookup:
         waiting = [_Node(0.0, 0, ROOT, (), tuple(session.index.occurrences()))]
         taken: list[_Node] = []
         grown = 0
-        while waiting and len(taken) <= shape.nodes and (deadline_ns is None or self._clock() <= deadline_ns):
+        while (
+            waiting
+            and len(taken) <= shape.nodes
+            and (deadline_ns is None or self._clock() <= deadline_ns)
+        ):
             node = heapq.heappop(waiting)
             taken.append(node)
             if len(node.path) < depth and len(taken) <= shape.nodes:
-                for child in self._children(session, node, number=len(taken) - 1, first=grown + 1, width=shape.width, worst=worst):
+                for child in self._children(
+                    session,
+                    node,
+                    number=len(taken) - 1,
+                    first=grown + 1,
+                    width=shape.width,
+                    worst=worst,
+                ):
                     heapq.heappush(waiting, child)
                     grown += 1
         nodes = taken[1 : shape.nodes + 1]
-        session.offered = TokenTree(tuple(node.path[-1] for node in nodes), tuple(node.parent - 1 for node in nodes))
+        session.offered = TokenTree(
+            tuple(node.path[-1] for node in nodes), tuple(node.parent - 1 for node in nodes)
+        )
         return Proposal(session.offered, tuple(-node.badness for node in nodes), grown, hit=False)
 
     def prepare(self, session: LookupSession) -> bool:
@@ -181,19 +219,40 @@ class Lookup:
         """Nor to grow ahead."""
         return False
 
-    def _children(self, session: LookupSession, node: _Node, *, number: int, first: int, width: int, worst: float) -> Iterator[_Node]:
-        """What may follow `node`, the taken one of that number (0: the root), and is no worse than `worst`: best first, numbered from `first` on."""
+    def _children(
+        self,
+        session: LookupSession,
+        node: _Node,
+        *,
+        number: int,
+        first: int,
+        width: int,
+        worst: float,
+    ) -> Iterator[_Node]:
+        """What may follow `node`, the taken one of that number (0: the root), and is no worse than
+        `worst`: best first, numbered from `first` on."""
         if node.path and node.path[-1] in session.history.end:
             return
         followers: dict[int, list[tuple[int, int]]] = {}
         votes: dict[int, float] = {}
         for position, match in node.occurrences:
-            token = session.log[position] if position < len(session.log) else node.path[position - len(session.log)]
+            token = (
+                session.log[position]
+                if position < len(session.log)
+                else node.path[position - len(session.log)]
+            )
             followers.setdefault(token, []).append((position + 1, min(match + 1, len(ODDS) - 1)))
             votes[token] = votes.get(token, 0.0) + ODDS[match]
-        logits = {token: session.history.process(token, math.log(weight), node.path) / session.sharpening for token, weight in votes.items()}
-        largest = max(0.0, *logits.values()) if logits else 0.0  # what was never seen has the logit 0
-        total = largest + math.log(math.fsum(math.exp(z - largest) for z in (0.0, *logits.values())))
+        logits = {
+            token: session.history.process(token, math.log(weight), node.path) / session.sharpening
+            for token, weight in votes.items()
+        }
+        largest = (
+            max(0.0, *logits.values()) if logits else 0.0
+        )  # what was never seen has the logit 0
+        total = largest + math.log(
+            math.fsum(math.exp(z - largest) for z in (0.0, *logits.values()))
+        )
         for token in sorted(logits, key=logits.__getitem__, reverse=True)[:width]:
             badness = node.badness + max(0.0, total - logits[token])
             if not badness <= worst:

@@ -1,8 +1,10 @@
-"""A worker's life: introduce yourself, then take a command, do it, answer; and again from the beginning when the coordinator has gone.
+"""A worker's life: introduce yourself, then take a command, do it, answer; and again from the
+beginning when the coordinator has gone.
 
-One plain blocking loop for every kind of worker. It counts what is late or broken, answers what fails, and keeps the worker alive through failures of
-single commands and of coordinators: what it holds of the sessions of one is of no use to another, its model is. Knows links and messages; what a command
-means is the worker's business.
+One plain blocking loop for every kind of worker. It counts what is late or broken, answers what
+fails, and keeps the worker alive through failures of single commands and of coordinators: what it
+holds of the sessions of one is of no use to another, its model is. Knows links and messages; what a
+command means is the worker's business.
 """
 
 import os
@@ -17,7 +19,15 @@ from typing import Any, Protocol
 import psutil
 
 from dovetail.protocol.codec import COMMAND, encode
-from dovetail.protocol.errors import DecodeError, DovetailError, LinkClosed, LinkRefused, RequestError, UserError, printable
+from dovetail.protocol.errors import (
+    DecodeError,
+    DovetailError,
+    LinkClosed,
+    LinkRefused,
+    RequestError,
+    UserError,
+    printable,
+)
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -47,13 +57,15 @@ from dovetail.workers.progress import Abandoned, Watchdog, heard
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait half a minute or longer (coordinator.recovery_s)."""
+"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait
+half a minute or longer (coordinator.recovery_s)."""
 MAX_WAITING = 64
 """Messages that are taken in while something is computed; the others wait in the link."""
 PROBE_BYTES = 128
 """A message that is longer is no probe."""
 BUSY_AFTER_S = 2.0
-"""A command that takes longer does not keep probes waiting; until then every answer comes in its turn."""
+"""A command that takes longer does not keep probes waiting; until then every answer comes in its
+turn."""
 LOOK_EVERY_S = 0.25
 """So often a worker that computes looks whether there is anybody left to compute for."""
 
@@ -76,7 +88,8 @@ class Worker(Protocol):
         """The introduction; `epoch` is this worker's own and goes into every event."""
 
     def handle(self, command: Command) -> Iterable[Event]:
-        """Do a command and answer it: with several events if it has parts, each sent as it comes; with none if it was stale."""
+        """Do a command and answer it: with several events if it has parts, each sent as it comes;
+        with none if it was stale."""
 
     def idle(self) -> bool:
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
@@ -105,7 +118,9 @@ class _Standing:
     load_s: float
 
     def introduce(self, worker: Worker, epoch: int) -> Hello:
-        return worker.hello(epoch).model_copy(update={"binding": self.binding, "standby": self.standby, "load_s": self.load_s})
+        return worker.hello(epoch).model_copy(
+            update={"binding": self.binding, "standby": self.standby, "load_s": self.load_s}
+        )
 
 
 def serve(
@@ -118,11 +133,13 @@ def serve(
     reconnecting: Reconnecting | None = None,
     watchdog: Watchdog | None = None,
 ) -> bool:
-    """Register with the coordinator and work until it lets this worker go (True), or has gone and is not found again; closes the links that it used.
+    """Register with the coordinator and work until it lets this worker go (True), or has gone and
+    is not found again; closes the links that it used.
 
-    `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not to be looked for. `binding` says to which cores and
-    memory this process is bound; on `standby` it gets no sessions until the coordinator puts it in place; `load_s` says how long its model took to load. The
-    worker knows none of these.
+    `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not
+    to be looked for. `binding` says to which cores and memory this process is bound; on `standby`
+    it gets no sessions until the coordinator puts it in place; `load_s` says how long its model
+    took to load. The worker knows none of these.
     """
     loop: _Loop | None
     standing = _Standing(binding, standby, load_s)
@@ -139,19 +156,32 @@ def serve(
             return True
         except LinkClosed as lost:
             worker.forget()
-            loop = None if reconnecting is None else _register_again(reconnecting, str(lost), worker, standing, watchdog)
+            loop = (
+                None
+                if reconnecting is None
+                else _register_again(reconnecting, str(lost), worker, standing, watchdog)
+            )
     return False
 
 
-def _register(link: Link, worker: Worker, standing: _Standing, watchdog: Watchdog | None) -> "_Loop":
+def _register(
+    link: Link, worker: Worker, standing: _Standing, watchdog: Watchdog | None
+) -> "_Loop":
     """Introduce the worker; every time it is another incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
     return _Loop(link, worker, standing, epoch, _welcome(link).epoch, watchdog)
 
 
-def _register_again(reconnecting: Reconnecting, why: str, worker: Worker, standing: _Standing, watchdog: Watchdog | None) -> "_Loop | None":
-    """Look for the coordinator until it is found; None if that takes too long, `LinkRefused` if it was there and took no connection."""
+def _register_again(
+    reconnecting: Reconnecting,
+    why: str,
+    worker: Worker,
+    standing: _Standing,
+    watchdog: Watchdog | None,
+) -> "_Loop | None":
+    """Look for the coordinator until it is found; None if that takes too long, `LinkRefused` if it
+    was there and took no connection."""
     reconnecting.say(f"{why}; looking for it for up to {reconnecting.most_s:g} s")
     end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
     refusal: LinkRefused | None = None
@@ -191,18 +221,34 @@ def _welcome(link: Link) -> Welcome:
             continue
         if isinstance(answer, Failed):
             text = f"the coordinator refused this worker: {printable(answer.text)}"
-            raise LinkClosed(text) if answer.code == "capacity" else UserError(text)  # there may be room later
+            raise (
+                LinkClosed(text) if answer.code == "capacity" else UserError(text)
+            )  # there may be room later
         if isinstance(answer, Welcome):
             if answer.version != VERSION:
-                raise UserError(f"the coordinator speaks protocol {_dotted(answer.version)}, this worker {_dotted(VERSION)}: run the same release on both")
+                raise UserError(
+                    f"the coordinator speaks protocol {_dotted(answer.version)}, this worker "
+                    f"{_dotted(VERSION)}: run the same release on both"
+                )
             return answer
-    raise LinkClosed(f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address is a dovetail coordinator's")
+    raise LinkClosed(
+        f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address "
+        "is a dovetail coordinator's"
+    )
 
 
 class _Loop:
     """One incarnation of a worker: the state of `serve` from one registration to the loss of it."""
 
-    def __init__(self, link: Link, worker: Worker, standing: _Standing, epoch: int, coordinator_epoch: int, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        worker: Worker,
+        standing: _Standing,
+        epoch: int,
+        coordinator_epoch: int,
+        watchdog: Watchdog | None,
+    ) -> None:
         self._link, self._worker, self._standing, self._watchdog = link, worker, standing, watchdog
         self._epoch, self._coordinator_epoch = epoch, coordinator_epoch
         self._stale, self._strikes, self._busy_ns = 0, 0, 0
@@ -214,7 +260,8 @@ class _Loop:
         self._process = psutil.Process(os.getpid())
 
     def run(self) -> None:
-        """Do commands until Drain; `LinkClosed` when the coordinator has gone, or knows this worker no more."""
+        """Do commands until Drain; `LinkClosed` when the coordinator has gone, or knows this worker
+        no more."""
         try:
             with heard(self._beat):
                 while not isinstance(command := self._next(), Drain):
@@ -239,11 +286,14 @@ class _Loop:
             spans.add_beside("send", encoded_ns, time.monotonic_ns(), **about)
 
     def _turned_away(self, failed: Failed) -> None:
-        """A failure that is about no command: either we were taken for lost, and come again, or we are not wanted."""
+        """A failure that is about no command: either we were taken for lost, and come again, or we
+        are not wanted."""
         if failed.code == "session":
             raise LinkClosed(printable(failed.text))
         text = f"the coordinator turned this worker away: {printable(failed.text)}"
-        raise DovetailError(text) if failed.code == "protocol" else UserError(text)  # what we said wrong is our fault, not the user's
+        raise (
+            DovetailError(text) if failed.code == "protocol" else UserError(text)
+        )  # what we said wrong is our fault, not the user's
 
     def _was_let_go(self) -> bool:
         """Whether a Drain is among what the coordinator sent before it went."""
@@ -270,14 +320,19 @@ class _Loop:
         return self._waiting.popleft() if self._waiting else self._link.receive(timeout_s)
 
     def _idle(self) -> bool:
-        """Background work; it is only ahead of time, so a worker lives without it, and what fails here fails again where a command needs it."""
+        """Background work; it is only ahead of time, so a worker lives without it, and what fails
+        here fails again where a command needs it."""
         start = time.monotonic_ns()
         try:
             with self._at_work():
                 worked = self._worker.idle()
         except Exception as error:
             failure = as_request_error(error)
-            self._send(Failed.model_validate({"epoch": self._epoch, "code": failure.code, "text": str(failure)}))
+            self._send(
+                Failed.model_validate(
+                    {"epoch": self._epoch, "code": failure.code, "text": str(failure)}
+                )
+            )
             return False
         if worked:
             self._beat()
@@ -292,13 +347,19 @@ class _Loop:
             self._stale += 1
             self._strikes += 1
             if self._strikes >= MAX_STRIKES:
-                raise LinkClosed(f"{self._strikes} messages of the coordinator broke the protocol: {error}") from None
+                raise LinkClosed(
+                    f"{self._strikes} messages of the coordinator broke the protocol: {error}"
+                ) from None
             return None
-        if command.epoch != self._coordinator_epoch or isinstance(command, Welcome):  # Welcome answers a Hello, and that is done
+        if command.epoch != self._coordinator_epoch or isinstance(
+            command, Welcome
+        ):  # Welcome answers a Hello, and that is done
             self._stale += 1
             return None
         if self._worker.spans.fine:
-            self._worker.spans.add_beside("decode", began_ns, time.monotonic_ns(), **subject(command))
+            self._worker.spans.add_beside(
+                "decode", began_ns, time.monotonic_ns(), **subject(command)
+            )
         return command
 
     def _do(self, command: Command) -> Iterator[Event]:
@@ -320,7 +381,8 @@ class _Loop:
             self._began_s = None
 
     def _answers(self, command: Command) -> Iterator[Event]:
-        """What the worker makes of a command; the time between two answers is ours, not that of sending them."""
+        """What the worker makes of a command; the time between two answers is ours, not that of
+        sending them."""
         events: Iterator[Event] | None = None
         while True:
             start = time.monotonic_ns()
@@ -339,7 +401,8 @@ class _Loop:
         return nullcontext() if self._watchdog is None else self._watchdog.work()
 
     def _beat(self) -> None:
-        """What is being computed gets on; now and then see whether anybody waits for it, and take in what a coordinator that goes takes back."""
+        """What is being computed gets on; now and then see whether anybody waits for it, and take
+        in what a coordinator that goes takes back."""
         if self._watchdog is not None:
             self._watchdog.beat()
         now_s = time.monotonic()
@@ -371,7 +434,11 @@ class _Loop:
             command = COMMAND.decode(frames)
         except DecodeError:
             return None
-        return command if isinstance(command, Probe) and command.epoch == self._coordinator_epoch else None
+        return (
+            command
+            if isinstance(command, Probe) and command.epoch == self._coordinator_epoch
+            else None
+        )
 
     def _probed(self, probe: Probe, *, busy: bool = False) -> Probed:
         return Probed(
@@ -404,7 +471,10 @@ def failures(command: Command, epoch: int, error: RequestError) -> list[Event]:
             subjects = [(command.session, command.round)]
         case Close():
             subjects = [(command.session, None)]
-    return [Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error)) for s, r in subjects]  # type: ignore[arg-type]
+    return [
+        Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error))  # type: ignore[arg-type]
+        for s, r in subjects
+    ]
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -1,8 +1,10 @@
-"""Whether what is computed gets on: a beat for every layer, whoever hears it, and the watchdog that ends a process which has stopped beating.
+"""Whether what is computed gets on: a beat for every layer, whoever hears it, and the watchdog that
+ends a process which has stopped beating.
 
-A pass may take minutes and is right to, while a deadlock or a loop without end never gets to the next layer. So the models beat, and a loop that does
-commands listens, in the thread in which it does them; where nobody listens, as in training, nothing happens. A listener may give up what is computed, by
-`Abandoned`. Knows neither models nor messages; imports no torch.
+A pass may take minutes and is right to, while a deadlock or a loop without end never gets to the
+next layer. So the models beat, and a loop that does commands listens, in the thread in which it
+does them; where nobody listens, as in training, nothing happens. A listener may give up what is
+computed, by `Abandoned`. Knows neither models nor messages; imports no torch.
 """
 
 import faulthandler
@@ -15,17 +17,20 @@ from contextlib import contextmanager
 TICKS = 4
 """The watchdog looks so many times within the time that it allows."""
 DEAF = 6
-"""What holds the interpreter's lock holds the watchdog too: then the process is ended after so many times the time."""
+"""What holds the interpreter's lock holds the watchdog too: then the process is ended after so many
+times the time."""
 
 STDERR = 2
 
 
 class Abandoned(BaseException):
-    """What is being computed is of use to nobody any more. No failure: nothing that answers failures may take it for one."""
+    """What is being computed is of use to nobody any more. No failure: nothing that answers
+    failures may take it for one."""
 
 
 LoadingTold = Callable[[str, int, int], None]
-"""Hears what is done with weights (checking, loading), how many bytes of how many have been read."""
+"""Hears what is done with weights (checking, loading), how many bytes of how many have been
+read."""
 
 
 class _Thread(threading.local):
@@ -65,7 +70,8 @@ def hearing_loads(listener: LoadingTold) -> Iterator[None]:
 
 @contextmanager
 def loading(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Within the block `total` bytes of weights are read, to be checked or loaded; what it yields, and `count_bytes`, count them."""
+    """Within the block `total` bytes of weights are read, to be checked or loaded; what it yields,
+    and `count_bytes`, count them."""
     listener, before, done = _thread.load_listener, _thread.count, 0
 
     def count(size: int) -> None:
@@ -89,11 +95,14 @@ def count_bytes(size: int) -> None:
 
 
 class Watchdog:
-    """Ends this process, with the stacks of all threads on stderr, when work goes on for `stuck_s` without a beat.
+    """Ends this process, with the stacks of all threads on stderr, when work goes on for `stuck_s`
+    without a beat.
 
-    It counts its own looks, not the time: a process that was stopped (SIGSTOP) and goes on has as long as before. Only where the interpreter's lock is held
-    for DEAF times as long does time alone count, by faulthandler's thread, which needs no lock ("Timeout (0:01:00)!" and the stacks). That thread cannot tell a
-    process that was stopped in the midst of its work for so long: it ends when it goes on.
+    It counts its own looks, not the time: a process that was stopped (SIGSTOP) and goes on has as
+    long as before. Only where the interpreter's lock is held for DEAF times as long does time alone
+    count, by faulthandler's thread, which needs no lock ("Timeout (0:01:00)!" and the stacks). That
+    thread cannot tell a process that was stopped in the midst of its work for so long: it ends when
+    it goes on.
     """
 
     def __init__(self, name: str, stuck_s: float) -> None:
@@ -114,7 +123,8 @@ class Watchdog:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What is done in this block has to get on; that it began is no beat, since it may be next to nothing."""
+        """What is done in this block has to get on; that it began is no beat, since it may be next
+        to nothing."""
         self._working = True
         try:
             yield
@@ -142,6 +152,10 @@ class Watchdog:
         self._armed = True
 
     def _end(self) -> None:
-        os.write(STDERR, f"{self._name} has made no progress for {self._stuck_s:g} s (coordinator.stuck_s) and ends; it was here:\n".encode())
+        os.write(
+            STDERR,
+            f"{self._name} has made no progress for {self._stuck_s:g} s (coordinator.stuck_s) "
+            "and ends; it was here:\n".encode(),
+        )
         faulthandler.dump_traceback(STDERR, all_threads=True)
         os._exit(1)

@@ -1,8 +1,10 @@
-"""The round rules that the draft and the target worker share: what a command may assume of the session it is about.
+"""The round rules that the draft and the target worker share: what a command may assume of the
+session it is about.
 
-A command about a session carries its round and the committed length that it assumes. Rounds are consecutive per worker - but for those that it was left
-out of, whose tokens come along -, so a command is the next one, or stale (late, or sent twice: dropped and counted), or wrong (answered with Failed).
-None but the next changes anything. Knows neither messages nor models.
+A command about a session carries its round and the committed length that it assumes. Rounds are
+consecutive per worker - but for those that it was left out of, whose tokens come along -, so a
+command is the next one, or stale (late, or sent twice: dropped and counted), or wrong (answered
+with Failed). None but the next changes anything. Knows neither messages nor models.
 """
 
 from collections.abc import Mapping
@@ -13,17 +15,29 @@ from dovetail.protocol.errors import RequestError, StaleError
 SessionT = TypeVar("SessionT")
 
 
-def check_round(session: int, *, last: int, round: int, length: int, prefix: int, left_out: int = 0) -> None:
-    """Passes the command that comes next, of round `last` + 1 for a log of `length` tokens; else `StaleError`, or `RequestError` of code "prefix".
+def check_round(
+    session: int, *, last: int, round: int, length: int, prefix: int, left_out: int = 0
+) -> None:
+    """Passes the command that comes next, of round `last` + 1 for a log of `length` tokens; else
+    `StaleError`, or `RequestError` of code "prefix".
 
-    `left_out`: how many tokens were committed in rounds in which this worker had no part, one in each at least: so many rounds may be missing.
+    `left_out`: how many tokens were committed in rounds in which this worker had no part, one in
+    each at least: so many rounds may be missing.
     """
     if round <= last:
         raise StaleError(f"session {session}: round {round} came after round {last} was done")
     if round > last + 1 + left_out:
-        raise RequestError("prefix", f"session {session}: round {round} was asked for after round {last}; rounds are consecutive, open the session anew")
+        raise RequestError(
+            "prefix",
+            f"session {session}: round {round} was asked for after round {last}; rounds are "
+            "consecutive, open the session anew",
+        )
     if prefix != length:
-        raise RequestError("prefix", f"session {session}: round {round} assumes {prefix} tokens, the log here has {length}; open the session anew")
+        raise RequestError(
+            "prefix",
+            f"session {session}: round {round} assumes {prefix} tokens, the log here has "
+            f"{length}; open the session anew",
+        )
 
 
 def find_session(sessions: Mapping[int, SessionT], session: int) -> SessionT:

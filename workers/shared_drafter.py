@@ -1,9 +1,12 @@
-"""The engine of a draft that is the substitute of the target in the same process, and reads the target's own keys and values (SubSpec, section 4.1).
+"""The engine of a draft that is the substitute of the target in the same process, and reads the
+target's own keys and values (SubSpec, section 4.1).
 
-A session's cache is the target's: slots 0..n-2 hold the committed rows of a log of n tokens, as the target computed them, and both models read them. What the
-target verifies it writes behind them, and commits; the draft's rows - the root, then those of the tree's expanded nodes - lie behind all that verification can
-ever write to, so that neither overwrites the other. When the root moves, the rows of accepted nodes are free, since the target's own stand in their place by
-then, and those of the surviving subtree move together. The prompt is read by nobody but the target.
+A session's cache is the target's: slots 0..n-2 hold the committed rows of a log of n tokens, as the
+target computed them, and both models read them. What the target verifies it writes behind them, and
+commits; the draft's rows - the root, then those of the tree's expanded nodes - lie behind all that
+verification can ever write to, so that neither overwrites the other. When the root moves, the rows
+of accepted nodes are free, since the target's own stand in their place by then, and those of the
+surviving subtree move together. The prompt is read by nobody but the target.
 
 Both models do one command at a time; who sees to that, `unified.py` knows.
 """
@@ -32,7 +35,8 @@ class Lent:
 
     log: Sequence[int]
     cache: Cache
-    """As the substitute's layers take it. It has committed the rows of all of the log but its last token."""
+    """As the substitute's layers take it. It has committed the rows of all of the log but its last
+    token."""
     first: int
     """The first slot that is the draft's."""
 
@@ -70,7 +74,8 @@ class SharedDrafter(Drafter):
     borrow: Borrow
 
     def rows_beside(self, sampling: Sampling, tree: TreeSettings) -> int:
-        """Slots that a session of these settings needs beside the target's: the root's, and the tree's."""
+        """Slots that a session of these settings needs beside the target's: the root's, and the
+        tree's."""
         return 1 + self._tree_rows(sampling, tree)
 
     def open(
@@ -124,14 +129,22 @@ class SharedDrafter(Drafter):
         price: Price = FREE,
         ahead: bool = False,
     ) -> Proposal:
-        """As `Drafter.draft`, from the rows that the target has committed meanwhile; `RequestError` where it does not have them."""
+        """As `Drafter.draft`, from the rows that the target has committed meanwhile; `RequestError`
+        where it does not have them."""
         assert isinstance(session, SharedSession)
-        tokens = [*(int(session.tree.tokens[session.offered[node]]) for node in accepted), bonus, *more]
+        tokens = [
+            *(int(session.tree.tokens[session.offered[node]]) for node in accepted),
+            bonus,
+            *more,
+        ]
         self._attach(session, [*session.log, *tokens])
-        return super().draft(session, accepted, bonus, shape, deadline_ns, more=more, price=price, ahead=ahead)
+        return super().draft(
+            session, accepted, bonus, shape, deadline_ns, more=more, price=price, ahead=ahead
+        )
 
     def grow_ahead(self, session: DraftSession) -> bool:
-        """As `Drafter.grow_ahead`, as long as the target has the session: what it lent ends with that, and may be another session's by then."""
+        """As `Drafter.grow_ahead`, as long as the target has the session: what it lent ends with
+        that, and may be another session's by then."""
         assert isinstance(session, SharedSession)
         return self._is_lent(session) and super().grow_ahead(session)
 
@@ -142,16 +155,27 @@ class SharedDrafter(Drafter):
             return False
 
     def _attach(self, session: SharedSession, log: Sequence[int]) -> None:
-        """Take the target's cache; what is in the tree has its rows in the one that was taken before."""
+        """Take the target's cache; what is in the tree has its rows in the one that was taken
+        before."""
         lent = self.borrow(session.number)
         if lent.cache is not session.cache and session.tree.rows_used + session.rooted:
-            raise RequestError("session", f"session {session.number} was opened anew by its target: open it anew here too")
+            raise RequestError(
+                "session",
+                f"session {session.number} was opened anew by its target: open it anew here too",
+            )
         if [*lent.log[: len(log)]] != log or lent.cache.length < len(log) - 1:
-            raise RequestError("prefix", f"session {session.number}: its target in this process has another log of {len(lent.log)} tokens; open it anew")
+            raise RequestError(
+                "prefix",
+                f"session {session.number}: its target in this process has another log of "
+                f"{len(lent.log)} tokens; open it anew",
+            )
         session.cache, session.first = lent.cache, lent.first
 
-    def _move_root(self, session: DraftSession, path: Sequence[int], root: int | None, width: int) -> None:
-        """The root's row, if it has one, and those of all that is known below it move together to the first of the draft's slots."""
+    def _move_root(
+        self, session: DraftSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        """The root's row, if it has one, and those of all that is known below it move together to
+        the first of the draft's slots."""
         assert isinstance(session, SharedSession)
         if root is None:
             session.tree.clear()
@@ -161,7 +185,9 @@ class SharedDrafter(Drafter):
         survivors = session.tree.move_root(root, width)
         session.rooted = row != NO_ROW
         if session.rooted:
-            own = copy.copy(session.cache)  # the same slots, of which all before the draft's count as committed
+            own = copy.copy(
+                session.cache
+            )  # the same slots, of which all before the draft's count as committed
             own.length = session.first
             own.keep([session.first + 1 + old for old in (row, *survivors)], 0)
 
@@ -170,19 +196,26 @@ class SharedDrafter(Drafter):
         assert isinstance(session, SharedSession)
         position = len(session.log) - 1
         segment = Segment(session.cache, session.first, 1, Paths.of(position, [[session.first]]))
-        logits = self.model.forward(torch.tensor(session.log[-1:]), torch.tensor([position]), [segment])
+        logits = self.model.forward(
+            torch.tensor(session.log[-1:]), torch.tensor([position]), [segment]
+        )
         session.rooted = True
         return logits
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:
-        """Their rows go behind those of the tree; each sees what is committed, the root, its ancestors and itself."""
+        """Their rows go behind those of the tree; each sees what is committed, the root, its
+        ancestors and itself."""
         assert isinstance(session, SharedSession)
         tree, position, start = session.tree, len(session.log) - 1, session.first + 1
         used = tree.rows_used
         tree.give_rows(nodes)
         offsets, rows = tree.lineage(nodes)
         slots = np.insert(rows + np.int32(start), offsets[:-1], np.int32(session.first))
-        paths = Paths(position, (offsets + np.arange(len(offsets))).astype(np.int32), slots.astype(np.int32))
+        paths = Paths(
+            position, (offsets + np.arange(len(offsets))).astype(np.int32), slots.astype(np.int32)
+        )
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(position + tree.levels[nodes].astype(np.int64))
-        return self.model.forward(tokens, positions, [Segment(session.cache, start + used, len(nodes), paths)])
+        return self.model.forward(
+            tokens, positions, [Segment(session.cache, start + used, len(nodes), paths)]
+        )

@@ -1,6 +1,7 @@
 """The target worker: commands about sessions to the verifier, and what comes of them as events.
 
-Knows which command is stale, wrong or next; how tokens are computed is the verifier's business, how commands arrive the loop's.
+Knows which command is stale, wrong or next; how tokens are computed is the verifier's business, how
+commands arrive the loop's.
 """
 
 import os
@@ -80,16 +81,35 @@ class Identity:
 
 
 def open_target_worker(
-    settings: TargetSettings, *, name: str, threads: int, profile: Path | None = None, memory: MemorySettings = UNLIMITED, beside: int = 0
+    settings: TargetSettings,
+    *,
+    name: str,
+    threads: int,
+    profile: Path | None = None,
+    memory: MemorySettings = UNLIMITED,
+    beside: int = 0,
 ) -> "TargetWorker":
-    """A target worker with its model loaded on its device, or spread over several; `UserError` names what is wrong with the settings.
+    """A target worker with its model loaded on its device, or spread over several; `UserError`
+    names what is wrong with the settings.
 
-    `profile`: the file that remembers what was measured on this machine. `beside`: bits of the codes of a substitute that shares its GPU, 0 for none.
+    `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
+    codes of a substitute that shares its GPU, 0 for none.
     """
     device = open_device(settings.device, threads)
-    spread = spread_of(settings, memory, device, threads, () if profile is None else known_readings(settings, profile), beside=beside)
+    spread = spread_of(
+        settings,
+        memory,
+        device,
+        threads,
+        () if profile is None else known_readings(settings, profile),
+        beside=beside,
+    )
     if settings.weights == "int8-per-tensor":
-        print(f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes a token depend on what is computed beside it", file=sys.stderr)
+        print(
+            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
+            "a token depend on what is computed beside it",
+            file=sys.stderr,
+        )
     model = load_language_model(
         settings.model,
         weights=settings.weights,
@@ -101,32 +121,65 @@ def open_target_worker(
     )
     placed = ""
     if (device.name, settings.backend, model.backend) == ("cpu", "auto", "library"):
-        print(f"{name}: torch's own operations compute this model, since {model.choice}", file=sys.stderr)
+        print(
+            f"{name}: torch's own operations compute this model, since {model.choice}",
+            file=sys.stderr,
+        )
         placed = f"by torch's own operations, since {model.choice}"[:MOST_WORDS]
-    # the kernels compute the same bytes with any instruction set and any number of threads, torch does not
+    # the kernels compute the same bytes with any instruction set and any number of threads, torch
+    # does not
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
-    fingerprint = Fingerprint(checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family, **others)
+    fingerprint = Fingerprint(
+        checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family, **others
+    )
     whole = spread is None or spread.demand is None
-    curves = _curves(settings, model, profile) if profile is not None and device.name == "cpu" and whole else ()
+    curves = (
+        _curves(settings, model, profile)
+        if profile is not None and device.name == "cpu" and whole
+        else ()
+    )
     # rows that are taken over are the same bytes as rows that are computed anew
     keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
-    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes) if keeps else 0
-    identity = Identity(name, settings.model, device.name, threads, fingerprint, curves, settings.inflate, kept_tokens, placement=placed)
+    kept_tokens = (
+        affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
+        if keeps
+        else 0
+    )
+    identity = Identity(
+        name,
+        settings.model,
+        device.name,
+        threads,
+        fingerprint,
+        curves,
+        settings.inflate,
+        kept_tokens,
+        placement=placed,
+    )
     if spread is not None:
         reader = "" if spread.reader is None else spread.reader.name
-        identity = replace(identity, placement=str(spread), reader=reader, reads_from=spread.reads_from)
+        identity = replace(
+            identity, placement=str(spread), reader=reader, reads_from=spread.reads_from
+        )
     return TargetWorker(model, identity)
 
 
-def _curves(settings: TargetSettings, model: LanguageModel, profile: Path) -> Sequence[ContextCurve]:
-    """What `dovetail calibrate` has found of this model, as it is computed here; nothing if it was not asked."""
+def _curves(
+    settings: TargetSettings, model: LanguageModel, profile: Path
+) -> Sequence[ContextCurve]:
+    """What `dovetail calibrate` has found of this model, as it is computed here; nothing if it was
+    not asked."""
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return ()
     design = read_design(settings)
     entry = known.find(calibration_key(Subject(model, design, design, random=False)))
-    found = [calibration.t_v_by_context for calibration in entry.calibrations if calibration.backend == model.backend]
+    found = [
+        calibration.t_v_by_context
+        for calibration in entry.calibrations
+        if calibration.backend == model.backend
+    ]
     return found[0][:MAX_CURVES] if found else ()
 
 
@@ -137,7 +190,9 @@ class TargetWorker:
         self.stale = 0
         self._model, self._identity = model, identity
         self._spans = Spans()
-        self._verifier = Verifier(model, self._spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from)
+        self._verifier = Verifier(
+            model, self._spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from
+        )
         self._epoch = 0
 
     @property
@@ -169,10 +224,21 @@ class TargetWorker:
             device=identity.device,
             threads=identity.threads,
             fingerprint=identity.fingerprint,
-            limits=Limits(context=self._model.context, nodes=MAX_GAMMA, sessions=MAX_SESSIONS, kept=identity.kept_tokens),
+            limits=Limits(
+                context=self._model.context,
+                nodes=MAX_GAMMA,
+                sessions=MAX_SESSIONS,
+                kept=identity.kept_tokens,
+            ),
             vocabulary=checkpoint.vocabulary,
-            tokenizer=Array(dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer),
-            states=States(width=self._model.hidden_size, layers=self._model.layers, checkpoint=checkpoint.digest),
+            tokenizer=Array(
+                dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer
+            ),
+            states=States(
+                width=self._model.hidden_size,
+                layers=self._model.layers,
+                checkpoint=checkpoint.digest,
+            ),
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             inflation=identity.inflation,
@@ -204,7 +270,8 @@ class TargetWorker:
         self._verifier.clear()
 
     def _open(self, command: Open) -> Iterator[Event]:
-        """A part of the prompt leaves as soon as it has been read: its features are held by nobody while the next is computed."""
+        """A part of the prompt leaves as soon as it has been read: its features are held by nobody
+        while the next is computed."""
         if command.session in self._verifier:
             self.stale += 1
             return
@@ -229,7 +296,11 @@ class TargetWorker:
             yield self._opening(command, step)
 
     def _opening(self, command: Open, step: Part | ScoredPart | First) -> Event:
-        about: dict[str, Any] = {"epoch": self._epoch, "session": command.session, "round": command.round}
+        about: dict[str, Any] = {
+            "epoch": self._epoch,
+            "session": command.session,
+            "round": command.round,
+        }
         match step:
             case Part():
                 return Prefilled(**about, start=step.start, features=to_array(step.features))
@@ -237,13 +308,35 @@ class TargetWorker:
                 return Scored(**about, start=step.start, logprobs=step.logprobs)
             case First():
                 spans = self._spans.take(MAX_SPANS)
-                about |= {"placement": self._identity.placement or self._identity.device, "read_by": self._identity.reader if step.apart else ""}
-                return Opened(**about, bonus=step.token, margin=step.margin, logprobs=step.logprobs, spans=spans)
+                about |= {
+                    "placement": self._identity.placement or self._identity.device,
+                    "read_by": self._identity.reader if step.apart else "",
+                }
+                return Opened(
+                    **about,
+                    bonus=step.token,
+                    margin=step.margin,
+                    logprobs=step.logprobs,
+                    spans=spans,
+                )
 
     def _refeed(self, command: Refeed) -> Iterator[Event]:
-        for part in self._verifier.refeed(command.session, command.features, command.start, command.prefix):
-            yield Prefilled(epoch=self._epoch, session=command.session, round=command.round, start=part.start, features=to_array(part.features))
-        yield Refed(epoch=self._epoch, session=command.session, round=command.round, spans=self._spans.take(MAX_SPANS))
+        for part in self._verifier.refeed(
+            command.session, command.features, command.start, command.prefix
+        ):
+            yield Prefilled(
+                epoch=self._epoch,
+                session=command.session,
+                round=command.round,
+                start=part.start,
+                features=to_array(part.features),
+            )
+        yield Refed(
+            epoch=self._epoch,
+            session=command.session,
+            round=command.round,
+            spans=self._spans.take(MAX_SPANS),
+        )
 
     def _verify(self, command: Verify) -> Sequence[Event]:
         """An item that cannot be done is answered for itself and hurts none of the others."""
@@ -262,13 +355,18 @@ class TargetWorker:
             else:
                 items.append(item)
         verdicts = self._verdicts(items, drawn) if items else []
-        failed += [self._failed(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if isinstance(verdict, RequestError)]
+        failed += [
+            self._failed(item, verdict)
+            for item, verdict in zip(items, verdicts, strict=True)
+            if isinstance(verdict, RequestError)
+        ]
         spans = self._spans.take(MAX_SPANS)
         groups = _alike([verdict for verdict in verdicts if isinstance(verdict, Verdict)])
         return [*(self._verified(group, spans) for group in groups), *failed]
 
     def _verified(self, verdicts: Sequence[Verdict], spans: Sequence[Span]) -> Verified:
-        """One message of verdicts whose features, if they have any, stand below each other; `spans`: of the pass."""
+        """One message of verdicts whose features, if they have any, stand below each other;
+        `spans`: of the pass."""
         features = [verdict.features for verdict in verdicts if verdict.features is not None]
         return Verified(
             epoch=self._epoch,
@@ -278,31 +376,50 @@ class TargetWorker:
             features=to_array(torch.cat(features)) if features else None,
         )
 
-    def _verdicts(self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn]) -> Sequence[Verdict | RequestError]:
+    def _verdicts(
+        self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn]
+    ) -> Sequence[Verdict | RequestError]:
         try:
             return self._verifier.verify(items, drawn)
-        except Exception as error:  # the pass itself: what else the command names, stale or refused, has nothing to do with it
+        except Exception as error:
+            # the pass itself: what else the command names, stale or refused, has nothing to do with
+            # it
             return [as_request_error(error)] * len(items)
 
     def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
-        return Failed(epoch=self._epoch, session=item.session, round=item.round, code=error.code, text=str(error))  # type: ignore[arg-type]
+        return Failed(
+            epoch=self._epoch,
+            session=item.session,
+            round=item.round,
+            code=error.code,  # type: ignore[arg-type]
+            text=str(error),
+        )
 
 
 def _drawn(command: Verify) -> dict[int, Drawn]:
-    """Of what the trees of a command were drawn, by session; none of them was where there is nothing to be read."""
+    """Of what the trees of a command were drawn, by session; none of them was where there is
+    nothing to be read."""
     if command.candidates is None or command.probabilities is None:
         return {}
     candidates, probabilities = to_tensor(command.candidates), to_tensor(command.probabilities)
     rows = [1 + len(item.tokens) for item in command.items]
     numbers = (candidates.dtype, probabilities.dtype) == (torch.int32, torch.float32)
-    if not numbers or candidates.dim() != 2 or candidates.shape != probabilities.shape or len(candidates) != sum(rows):
+    if (
+        not numbers
+        or candidates.dim() != 2
+        or candidates.shape != probabilities.shape
+        or len(candidates) != sum(rows)
+    ):
         return {}  # then no tree that has to be drawn passes its check
-    parts = zip(command.items, torch.split(candidates, rows), torch.split(probabilities, rows), strict=True)
+    parts = zip(
+        command.items, torch.split(candidates, rows), torch.split(probabilities, rows), strict=True
+    )
     return {item.session: Drawn(ids, law) for item, ids, law in parts}
 
 
 def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
-    """The verdicts of a pass by what their drafts read, no more features in a group than an array may have."""
+    """The verdicts of a pass by what their drafts read, no more features in a group than an array
+    may have."""
     for reads in dict.fromkeys(verdict.reads for verdict in verdicts):
         group: list[Verdict] = []
         held = 0

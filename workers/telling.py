@@ -1,4 +1,5 @@
-"""What a worker tells its coordinator while it loads its model, before it introduces itself. Knows links and messages, nothing of models."""
+"""What a worker tells its coordinator while it loads its model, before it introduces itself. Knows
+links and messages, nothing of models."""
 
 import os
 import socket
@@ -15,11 +16,25 @@ TELL_EVERY_S = 0.25
 
 
 class Telling:
-    """Sends how many bytes have been checked or loaded, a few times a second; a coordinator that has gone is noticed when the worker introduces itself."""
+    """Sends how many bytes have been checked or loaded, a few times a second; a coordinator that
+    has gone is noticed when the worker introduces itself."""
 
-    def __init__(self, link: Link, name: str, roles: Sequence[Role], model: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        roles: Sequence[Role],
+        model: str,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._link, self._clock_s = link, clock_s
-        self._who = {"name": name, "roles": tuple(roles), "host": socket.gethostname()[:512], "pid": os.getpid(), "model": model[:512]}
+        self._who = {
+            "name": name,
+            "roles": tuple(roles),
+            "host": socket.gethostname()[:512],
+            "pid": os.getpid(),
+            "model": model[:512],
+        }
         self._doing = ""
         self._began_s = self._told_s = 0.0
 
@@ -32,6 +47,8 @@ class Telling:
             return
         self._told_s = now_s
         rate = done / (now_s - self._began_s) if now_s > self._began_s else 0.0
-        state = LoadingState.model_validate({**self._who, "doing": doing, "done": done, "total": total, "bytes_per_s": rate})
+        state = LoadingState.model_validate(
+            {**self._who, "doing": doing, "done": done, "total": total, "bytes_per_s": rate}
+        )
         with suppress(LinkError):
             self._link.offer(encode(Loading(epoch=0, state=state)))

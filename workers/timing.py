@@ -1,7 +1,7 @@
 """The fine spans of a pass of the target: matrices, attention, the rest, the head.
 
-They alternate from layer to layer; what is told is the sum of each, one behind the other from where the pass began, so that they end where it ends. Knows
-spans and models, not what is computed.
+They alternate from layer to layer; what is told is the sum of each, one behind the other from where
+the pass began, so that they end where it ends. Knows spans and models, not what is computed.
 """
 
 import time
@@ -14,7 +14,8 @@ from dovetail.workers.models.timing import PARTS, timed
 
 @contextmanager
 def timed_pass(spans: Spans) -> Iterator[None]:
-    """This block is a pass; nothing is measured where nobody looks, nor told where the parts are not known."""
+    """This block is a pass; nothing is measured where nobody looks, nor told where the parts are
+    not known."""
     if not spans.fine:
         yield
         return
@@ -26,6 +27,11 @@ def timed_pass(spans: Spans) -> Iterator[None]:
     if not known["linears"]:
         return
     other = max(0, ended_ns - began_ns - sum(known.values()))
-    for name, duration_ns in (("linears", known["linears"]), ("attention", known["attention"]), ("other", other), ("head", known["head"])):
+    for name, duration_ns in (
+        ("linears", known["linears"]),
+        ("attention", known["attention"]),
+        ("other", other),
+        ("head", known["head"]),
+    ):
         spans.add(name, began_ns, began_ns + duration_ns)
         began_ns += duration_ns

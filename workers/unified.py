@@ -1,7 +1,10 @@
-"""One process with both roles: a target, and its substitute as the draft, which share embedding, norms, head, resident layers, keys and values.
+"""One process with both roles: a target, and its substitute as the draft, which share embedding,
+norms, head, resident layers, keys and values.
 
-To the coordinator they are a target worker and a draft worker that speak for themselves, each over a link of its own; here they take turns, one command at a
-time, and what the draft does ahead of its orders it leaves as soon as the other one has something to do. Knows workers and settings; nothing of links.
+To the coordinator they are a target worker and a draft worker that speak for themselves, each over
+a link of its own; here they take turns, one command at a time, and what the draft does ahead of its
+orders it leaves as soon as the other one has something to do. Knows workers and settings; nothing
+of links.
 """
 
 import sys
@@ -12,7 +15,12 @@ from pathlib import Path
 
 from dovetail.protocol.errors import RequestError, SettingsError
 from dovetail.protocol.messages import Command, Event, Hello, Open, Opened
-from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings, MemorySettings, TargetSettings
+from dovetail.protocol.settings import (
+    SUBSTITUTE_WEIGHTS,
+    DraftSettings,
+    MemorySettings,
+    TargetSettings,
+)
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import against_int4, open_device
 from dovetail.workers.draft import DraftWorker, Identity
@@ -64,8 +72,9 @@ class Turns:
 
 
 class InTurn:
-    """A worker that takes its turn for every command, and between two answers to one lets the other have it: an answer may never be fetched, where the
-    coordinator has gone. A `Worker` of the loop."""
+    """A worker that takes its turn for every command, and between two answers to one lets the other
+    have it: an answer may never be fetched, where the coordinator has gone. A `Worker` of the
+    loop."""
 
     def __init__(self, worker: Worker, turns: Turns) -> None:
         self._worker, self._turns = worker, turns
@@ -124,32 +133,79 @@ def open_unified(
     cache: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[Worker, Worker]:
-    """The target worker and the draft worker of one process; `UserError` where the target cannot share with a substitute of it."""
+    """The target worker and the draft worker of one process; `UserError` where the target cannot
+    share with a substitute of it."""
     if draft.model or draft.weights not in SUBSTITUTE_WEIGHTS:
-        raise SettingsError("a substitute is made of its target, in int8, int4, int3 or int2: leave draft.model out, and set draft.weights to one of these")
+        raise SettingsError(
+            "a substitute is made of its target, in int8, int4, int3 or int2: leave "
+            "draft.model out, and set draft.weights to one of these"
+        )
     weights = "int4" if draft.weights == "auto" else draft.weights
     inflate_bytes = inflation_bytes(target.inflate)
     if target.device == "cpu":
-        substitute, made = load_substitute(target.model, weights=weights, device="cpu", inflate_bytes=inflate_bytes, folder=cache, tell=tell)
-        verifying = open_target_worker(target, name=f"{name}-target", threads=threads, profile=profile, memory=memory, beside=BITS[weights])
+        substitute, made = load_substitute(
+            target.model,
+            weights=weights,
+            device="cpu",
+            inflate_bytes=inflate_bytes,
+            folder=cache,
+            tell=tell,
+        )
+        verifying = open_target_worker(
+            target,
+            name=f"{name}-target",
+            threads=threads,
+            profile=profile,
+            memory=memory,
+            beside=BITS[weights],
+        )
         shared = share(substitute, verifying.model)
     else:
         device = open_device(target.device, threads)
         if why_not := against_int4(device.torch_device):
-            raise SettingsError(f"draft.share = true is not possible on {device.name}: {why_not}; set draft.share to false, and choose another draft.kind")
-        verifying = open_target_worker(target, name=f"{name}-target", threads=threads, profile=profile, memory=memory, beside=BITS[weights])
+            raise SettingsError(
+                f"draft.share = true is not possible on {device.name}: {why_not}; set "
+                "draft.share to false, and choose another draft.kind"
+            )
+        verifying = open_target_worker(
+            target,
+            name=f"{name}-target",
+            threads=threads,
+            profile=profile,
+            memory=memory,
+            beside=BITS[weights],
+        )
         substitute, made, shared = load_device_substitute(
-            verifying.model, device.capture, weights=weights, inflate_bytes=inflate_bytes, folder=cache, tell=tell
+            verifying.model,
+            device.capture,
+            weights=weights,
+            inflate_bytes=inflate_bytes,
+            folder=cache,
+            tell=tell,
         )
     if said := made.report(name):
         print(said, file=sys.stderr)
     spans = Spans()
-    engine = SharedDrafter(substitute, spans, ahead=draft.ahead is not False, sharpening=SUBSTITUTE_SHARPENING)
+    engine = SharedDrafter(
+        substitute, spans, ahead=draft.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
+    )
     engine.borrow = lambda number: _lent(verifying, number)
     verifying.verifier.rows_beside = engine.rows_beside
     checkpoint = substitute.checkpoint
-    called = f"{checkpoint.source} ({weights} substitute, {shared} layers shared)" if shared else f"{checkpoint.source} ({weights} substitute)"
-    identity = Identity(f"{name}-draft", called, target.device, threads, substitute.context, checkpoint.vocabulary, checkpoint.tokenizer)
+    called = (
+        f"{checkpoint.source} ({weights} substitute, {shared} layers shared)"
+        if shared
+        else f"{checkpoint.source} ({weights} substitute)"
+    )
+    identity = Identity(
+        f"{name}-draft",
+        called,
+        target.device,
+        threads,
+        substitute.context,
+        checkpoint.vocabulary,
+        checkpoint.tokenizer,
+    )
     turns = Turns()
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
 
@@ -158,5 +214,9 @@ def _lent(verifying: TargetWorker, number: int) -> Lent:
     try:
         log, cache, first = verifying.verifier.lend(number)
     except RequestError as error:
-        raise RequestError("session", f"the target in this process does not have session {number} ({error}): its draft reads nothing without it") from None
+        raise RequestError(
+            "session",
+            f"the target in this process does not have session {number} ({error}): its draft "
+            "reads nothing without it",
+        ) from None
     return Lent(log, shared_cache(cache), first)

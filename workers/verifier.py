@@ -1,20 +1,26 @@
 """The target's engine: prefill a prompt, verify trees, commit what is accepted.
 
-A verification is one pass over the weights for the trees of several sessions. Each tree's rows - its root, then its nodes - are written behind the
-session's committed rows, every row sees the committed ones, the root and its own ancestors, and the rows of the accepted path move down to become
-committed. The next root, the bonus, has no row yet. Every session is checked before the pass and committed after it, so that a pass that fails changes
-nothing; after it, each session is judged and committed for itself, and one whose commit fails half-way is forgotten.
+A verification is one pass over the weights for the trees of several sessions. Each tree's rows -
+its root, then its nodes - are written behind the session's committed rows, every row sees the
+committed ones, the root and its own ancestors, and the rows of the accepted path move down to
+become committed. The next root, the bonus, has no row yet. Every session is checked before the pass
+and committed after it, so that a pass that fails changes nothing; after it, each session is judged
+and committed for itself, and one whose commit fails half-way is forgotten.
 
-A session whose draft reads its target gets features of every committed row, as they are computed: of the prompt part by part, of a tree those of the root
-and the accepted nodes. In the same way the tokens of a prompt are scored, where that is asked for. For a draft that joins later the features of rows that
-have been committed are computed anew, beside the session.
+A session whose draft reads its target gets features of every committed row, as they are computed:
+of the prompt part by part, of a tree those of the root and the accepted nodes. In the same way the
+tokens of a prompt are scored, where that is asked for. For a draft that joins later the features of
+rows that have been committed are computed anew, beside the session.
 
-A session that was begun elsewhere is opened with its token log for a prompt, and goes on as it would have there.
+A session that was begun elsewhere is opened with its token log for a prompt, and goes on as it
+would have there.
 
-What is left of a session that has ended, its log and its rows, can be kept for one that goes on from it. A row is taken over as it is, so that this is for
-models alone that compute the same bytes for it in whatever part of a prompt it stands.
+What is left of a session that has ended, its log and its rows, can be kept for one that goes on
+from it. A row is taken over as it is, so that this is for models alone that compute the same bytes
+for it in whatever part of a prompt it stands.
 
-Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and nothing of links.
+Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and
+nothing of links.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -102,7 +108,8 @@ class _Rows:
 @dataclass
 class _Session:
     log: list[int]
-    """The prompt and every committed token; the last one is the root and has no row in the cache."""
+    """The prompt and every committed token; the last one is the root and has no row in the
+    cache."""
     cache: Cache
     capacity: int
     sampling: Sampling
@@ -115,7 +122,8 @@ class _Session:
     reads: Reads | None
     """What the session's draft reads of this target."""
     logprobs: int | None
-    """With how many alternatives the target says what it thinks of each token; None: it does not."""
+    """With how many alternatives the target says what it thinks of each token; None: it does
+    not."""
     round: int = 0
     own: int = 0
     """Slots of the cache that verification writes to; those behind them are somebody else's."""
@@ -125,8 +133,11 @@ class _Session:
         """Where the states are that the draft reads."""
         return _places(self.reads)
 
-    def scores(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """What some rows of logits [M, V] say of the `tokens` that follow them, if that was asked for."""
+    def scores(
+        self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...]:
+        """What some rows of logits [M, V] say of the `tokens` that follow them, if that was asked
+        for."""
         return () if self.logprobs is None else token_logprobs(logits[rows], tokens, self.logprobs)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -149,11 +160,14 @@ class _Left:
 
 
 class Verifier:
-    """The sessions of a target. `RequestError` and `StaleError` say what cannot be done; then nothing has changed."""
+    """The sessions of a target. `RequestError` and `StaleError` say what cannot be done; then
+    nothing has changed."""
 
-    def __init__(self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1) -> None:
-        """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the fewest rows of a prompt for which the model's reader is
-        used, where it has one."""
+    def __init__(
+        self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
+    ) -> None:
+        """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the
+        fewest rows of a prompt for which the model's reader is used, where it has one."""
         self._reads_from = reads_from
         self._model = model
         self._spans = spans
@@ -195,30 +209,68 @@ class Verifier:
         replied: int = 0,
         features_from: int = 0,
     ) -> Iterator[Part | ScoredPart | First]:
-        """Prefill the prompt of a new session that may grow to `capacity` tokens: its parts, if there are `reads`, as they are done, and the first token.
+        """Prefill the prompt of a new session that may grow to `capacity` tokens: its parts, if
+        there are `reads`, as they are done, and the first token.
 
-        `end`: ids that end the reply. `base`: a kept session whose rows of the first `kept` tokens this one takes over. `logprobs`: tokens come with their
-        log-probabilities and those of so many others; if `scored`, the prompt's too, which then has no base. `round`: the last one that was done elsewhere,
-        where the reply was begun and has the last `replied` tokens of the prompt. `features_from`: of rows before this one nobody wants features.
+        `end`: ids that end the reply. `base`: a kept session whose rows of the first `kept` tokens
+        this one takes over. `logprobs`: tokens come with their log-probabilities and those of so
+        many others; if `scored`, the prompt's too, which then has no base. `round`: the last one
+        that was done elsewhere, where the reply was begun and has the last `replied` tokens of the
+        prompt. `features_from`: of rows before this one nobody wants features.
         """
         self._check_room(prompt, capacity)
         self._check_biases(sampling)
         self._check_reads(reads)
         if scored and base is not None:
-            raise RequestError("protocol", f"the prompt is to be scored, and session {base} to be its base: rows that are taken over have no logits")
+            raise RequestError(
+                "protocol",
+                f"the prompt is to be scored, and session {base} to be its base: rows that are "
+                "taken over have no logits",
+            )
         own = capacity + tree.most_nodes
         self._check_memory(own + self.rows_beside(sampling, tree))
         left = self._kept.take(base, prompt, kept)
         with self._spans.measure("prefill"):
             coupled = sampling.temperature > 0.0 and not sampling.rejects
-            noise = NoiseCache(key, self._model.vocabulary_size, self._model.device) if coupled else None
+            noise = (
+                NoiseCache(key, self._model.vocabulary_size, self._model.device)
+                if coupled
+                else None
+            )
             size, device = self._model.vocabulary_size, self._model.device
-            back = LookingBack(sampling, prompt, end, size, device, replied=replied) if sampling.looks_back else None
+            back = (
+                LookingBack(sampling, prompt, end, size, device, replied=replied)
+                if sampling.looks_back
+                else None
+            )
             cache = self._open_cache(own + self.rows_beside(sampling, tree), left, kept)
-            session = _Session(list(prompt), cache, capacity, sampling, tree, key, noise, back, reads, logprobs, round, own)
+            session = _Session(
+                list(prompt),
+                cache,
+                capacity,
+                sampling,
+                tree,
+                key,
+                noise,
+                back,
+                reads,
+                logprobs,
+                round,
+                own,
+            )
             told = len(prompt) - replied
-            apart = self._model.reads_apart > 0 and not scored and not cache.length and told >= self._reads_from
-            logits = yield from self._prefill(session, scored, features_from, apart=min(told, self._model.reads_apart) if apart else 0)
+            apart = (
+                self._model.reads_apart > 0
+                and not scored
+                and not cache.length
+                and told >= self._reads_from
+            )
+            logits = yield from self._prefill(
+                session,
+                scored,
+                features_from,
+                apart=min(told, self._model.reads_apart) if apart else 0,
+            )
             _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
             said = session.scores(logits, [0], [bonus])
         session.extend([bonus])
@@ -226,30 +278,49 @@ class Verifier:
         yield First(bonus, margin, said[0] if said else None, apart)
 
     def refeed(self, number: int, reads: Reads, start: int, prefix: int) -> Iterator[Part]:
-        """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside its cache; from now on verdicts come with theirs."""
+        """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside
+        its cache; from now on verdicts come with theirs."""
         session = find_session(self._sessions, number)
         self._check_reads(reads)
         if prefix > len(session.log):
-            raise RequestError("prefix", f"session {number}: features of {prefix} tokens were asked for, the log here has {len(session.log)}")
+            raise RequestError(
+                "prefix",
+                f"session {number}: features of {prefix} tokens were asked for, the log here "
+                f"has {len(session.log)}",
+            )
         with self._spans.measure("prefill"):
             rows = max(0, prefix - 1)
             cache = self._model.new_cache(rows)
             step = self._step
             for first in range(0, rows, step):
-                _, part = self._read(session.log[first : min(first + step, rows)], cache, reads, features_from=start)
+                _, part = self._read(
+                    session.log[first : min(first + step, rows)], cache, reads, features_from=start
+                )
                 yield from _slices(part)
         session.reads = reads
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
         session = find_session(self._sessions, item.session)
-        check_round(item.session, last=session.round, round=item.round, length=len(session.log), prefix=item.prefix)
+        check_round(
+            item.session,
+            last=session.round,
+            round=item.round,
+            length=len(session.log),
+            prefix=item.prefix,
+        )
         if len(item.tokens) > session.tree.most_nodes:
             raise RequestError(
-                "capacity", f"session {item.session}: a tree of {len(item.tokens)} nodes, where it was opened for at most {session.tree.most_nodes}"
+                "capacity",
+                f"session {item.session}: a tree of {len(item.tokens)} nodes, where it was "
+                f"opened for at most {session.tree.most_nodes}",
             )
         if len(session.log) > session.capacity:
-            raise RequestError("capacity", f"session {item.session}: {len(session.log)} tokens, where it was opened for at most {session.capacity}")
+            raise RequestError(
+                "capacity",
+                f"session {item.session}: {len(session.log)} tokens, where it was opened for "
+                f"at most {session.capacity}",
+            )
         try:
             item.tree.check(self._model.vocabulary_size)
             if session.sampling.rejects and len(item.tokens):
@@ -257,20 +328,30 @@ class Verifier:
         except TreeError as error:
             raise RequestError("protocol", f"session {item.session}: {error}") from None
 
-    def verify(self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn] = UNDRAWN) -> list[Verdict | RequestError]:
-        """One pass for checked items of different sessions; for each in turn the verdict, committed, or why there is none. If it raises, nothing changed.
+    def verify(
+        self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn] = UNDRAWN
+    ) -> list[Verdict | RequestError]:
+        """One pass for checked items of different sessions; for each in turn the verdict,
+        committed, or why there is none. If it raises, nothing changed.
 
         `drawn`: by session, from what the trees of those were drawn that accept by rejection.
         """
         with self._spans.measure("verify"):
             passed = self._forward(items)
             with self._spans.finely("choose"):
-                verdicts = [self._judge(item, rows, drawn.get(item.session)) for item, rows in zip(items, passed, strict=True)]
+                verdicts = [
+                    self._judge(item, rows, drawn.get(item.session))
+                    for item, rows in zip(items, passed, strict=True)
+                ]
         with self._spans.measure("commit"):
-            return [self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict for item, verdict in zip(items, verdicts, strict=True)]
+            return [
+                self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict
+                for item, verdict in zip(items, verdicts, strict=True)
+            ]
 
     def close(self, number: int, *, keep: bool = False) -> None:
-        """Forget a session; unknown ones are forgotten already. `keep`: but for its log and its rows."""
+        """Forget a session; unknown ones are forgotten already. `keep`: but for its log and its
+        rows."""
         session = self._sessions.pop(number, None)
         if not keep:
             self._kept.drop(number)
@@ -284,40 +365,72 @@ class Verifier:
         self._kept.clear()
 
     def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
-        """A session's log, its cache, which has committed the rows of all of that but the last token, and the first slot that nothing here writes to."""
+        """A session's log, its cache, which has committed the rows of all of that but the last
+        token, and the first slot that nothing here writes to."""
         session = find_session(self._sessions, number)
         return session.log, session.cache, session.own
 
     def prepare_noise(self) -> bool:
-        """Compute the noise of one position that a coming round may ask for; False if all of it is there."""
-        return any(s.noise is not None and s.noise.prepare(len(s.log), s.tree.depth + 1) for s in self._sessions.values())
+        """Compute the noise of one position that a coming round may ask for; False if all of it is
+        there."""
+        return any(
+            s.noise is not None and s.noise.prepare(len(s.log), s.tree.depth + 1)
+            for s in self._sessions.values()
+        )
 
     def _check_room(self, prompt: Sequence[int], capacity: int) -> None:
         context, size = self._model.context, self._model.vocabulary_size
         if len(prompt) >= context:
-            raise RequestError("prompt_too_long", f"the prompt has {len(prompt)} tokens; the model's context of {context} has room for at most {context - 1}")
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {len(prompt)} tokens; the model's context of {context} has "
+                f"room for at most {context - 1}",
+            )
         if not len(prompt) < capacity <= context:
-            raise RequestError("capacity", f"a capacity of {capacity} tokens does not lie between the prompt's {len(prompt)} and the context's {context}")
+            raise RequestError(
+                "capacity",
+                f"a capacity of {capacity} tokens does not lie between the prompt's "
+                f"{len(prompt)} and the context's {context}",
+            )
         if len(self._sessions) >= MAX_SESSIONS:
-            raise RequestError("capacity", f"{MAX_SESSIONS} sessions are open, the most that this worker holds; close one")
+            raise RequestError(
+                "capacity",
+                f"{MAX_SESSIONS} sessions are open, the most that this worker holds; close one",
+            )
         if max(prompt) >= size:
-            raise RequestError("vocabulary", f"the prompt has token {max(prompt)}, beyond the vocabulary of {size}")
+            raise RequestError(
+                "vocabulary", f"the prompt has token {max(prompt)}, beyond the vocabulary of {size}"
+            )
 
     def _check_memory(self, rows: int) -> None:
-        """`RequestError` where the host's memory does not hold a cache of so many rows; a GPU says so itself."""
-        promised = sum(max(0, session.own - session.cache.length) for session in self._sessions.values())
+        """`RequestError` where the host's memory does not hold a cache of so many rows; a GPU says
+        so itself."""
+        promised = sum(
+            max(0, session.own - session.cache.length) for session in self._sessions.values()
+        )
         check_rows(rows, promised, self._row_bytes)
 
     def _check_biases(self, sampling: Sampling) -> None:
         size = self._model.vocabulary_size
         if (largest := max((token for token, _ in sampling.logit_bias), default=0)) >= size:
-            raise RequestError("vocabulary", f"logit_bias names token {largest}, beyond the vocabulary of {size}")
+            raise RequestError(
+                "vocabulary", f"logit_bias names token {largest}, beyond the vocabulary of {size}"
+            )
 
     def _check_reads(self, reads: Reads | None) -> None:
         own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
-        if reads is not None and ((reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]):
-            text = f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers {reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
-            raise RequestError("settings", f"features of {text} and {own[2]} layers were asked for: use a draft that was made for this target")
+        if reads is not None and (
+            (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]
+        ):
+            text = (
+                f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers "
+                f"{reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
+            )
+            raise RequestError(
+                "settings",
+                f"features of {text} and {own[2]} layers were asked for: use a draft that was "
+                "made for this target",
+            )
 
     def _open_cache(self, rows: int, left: _Left | None, kept: int) -> Cache:
         """A cache for `rows` rows: empty, or with `kept` of what is left of another session."""
@@ -332,41 +445,67 @@ class Verifier:
         """Rows of a prefill pass that computes the logits of the last one alone."""
         return max(PREFILL_ROWS, self._model.prompt_rows)
 
-    def _prefill(self, session: _Session, scored: bool, features_from: int, apart: int = 0) -> Generator[Part | ScoredPart, None, Tensor]:
-        """Compute and commit the rows of the prompt that are missing, some at a time; returns the logits [1, V] after its last token.
+    def _prefill(
+        self, session: _Session, scored: bool, features_from: int, apart: int = 0
+    ) -> Generator[Part | ScoredPart, None, Tensor]:
+        """Compute and commit the rows of the prompt that are missing, some at a time; returns the
+        logits [1, V] after its last token.
 
-        `apart`: the first rows that the model's reader reads, of all that there are of the request's own prompt: a session that is begun anew elsewhere, or
-        on the same worker, has the same rows read by it, and those of its reply computed as they were.
+        `apart`: the first rows that the model's reader reads, of all that there are of the
+        request's own prompt: a session that is begun anew elsewhere, or on the same worker, has the
+        same rows read by it, and those of its reply computed as they were.
         """
         logits = torch.empty(0)
         if apart:
-            logits, part = self._read(session.log[:apart], session.cache, session.reads, features_from=features_from, apart=True)
+            logits, part = self._read(
+                session.log[:apart],
+                session.cache,
+                session.reads,
+                features_from=features_from,
+                apart=True,
+            )
             yield from _slices(part)
         step = PREFILL_ROWS if scored else self._step
         for start in range(session.cache.length, len(session.log), step):
             chunk = session.log[start : start + step]
-            logits, part = self._read(chunk, session.cache, session.reads, features_from=features_from, all_logits=scored)
+            logits, part = self._read(
+                chunk, session.cache, session.reads, features_from=features_from, all_logits=scored
+            )
             yield from _slices(part)
             if scored and (tokens := session.log[start + 1 : start + 1 + len(chunk)]):
-                yield ScoredPart(start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0))
+                yield ScoredPart(
+                    start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0)
+                )
         return logits[-1:]
 
     def _read(
-        self, tokens: Sequence[int], cache: Cache, reads: Reads | None, *, features_from: int, all_logits: bool = False, apart: bool = False
+        self,
+        tokens: Sequence[int],
+        cache: Cache,
+        reads: Reads | None,
+        *,
+        features_from: int,
+        all_logits: bool = False,
+        apart: bool = False,
     ) -> tuple[Tensor, Part | None]:
-        """Compute and commit the rows of `tokens`, which stand behind those of `cache`: logits after the last or all of them, and the features of the rows
-        from `features_from` on, if a draft reads them and there are any. `apart`: by the model's reader."""
+        """Compute and commit the rows of `tokens`, which stand behind those of `cache`: logits
+        after the last or all of them, and the features of the rows from `features_from` on, if a
+        draft reads them and there are any. `apart`: by the model's reader."""
         start, count = cache.length, len(tokens)
         unwanted = min(max(0, features_from - start), count)
         places = _places(reads) if unwanted < count else ()
         last = torch.tensor([count - 1])
         positions, segment = torch.arange(start, start + count), Segment(cache, start, count)
         if apart:
-            logits, states = self._model.read_apart(torch.tensor(tokens), segment, wanted=places, rows=last)
+            logits, states = self._model.read_apart(
+                torch.tensor(tokens), segment, wanted=places, rows=last
+            )
         else:
             rows = None if all_logits else last
             with timed_pass(self._spans):
-                logits, states = self._model.forward_with_states(torch.tensor(tokens), positions, [segment], wanted=places, rows=rows)
+                logits, states = self._model.forward_with_states(
+                    torch.tensor(tokens), positions, [segment], wanted=places, rows=rows
+                )
         cache.keep(range(start, start + count), count)
         features = _features(reads, states, slice(unwanted, None)) if places else None
         return logits, None if features is None else Part(start + unwanted, features)
@@ -380,26 +519,47 @@ class Verifier:
             session, tree = self._sessions[item.session], item.tree
             root = len(session.log) - 1
             tokens += (session.log[-1], *tree.tokens)
-            # what lies beyond the context is cut from the reply, but its rows are computed, and a model need have no position for them
+            # what lies beyond the context is cut from the reply, but its rows are computed, and a
+            # model need have no position for them
             positions += (min(root + depth, self._model.context - 1) for depth in (0, *tree.depths))
-            segments.append(Segment(session.cache, root, len(tree) + 1, tree_paths(tree, root) if tree else None))
+            segments.append(
+                Segment(
+                    session.cache, root, len(tree) + 1, tree_paths(tree, root) if tree else None
+                )
+            )
         wanted = {place for item in items for place in self._sessions[item.session].places}
         with timed_pass(self._spans):
-            logits, states = self._model.forward_with_states(torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted)
+            logits, states = self._model.forward_with_states(
+                torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted
+            )
         counts = [segment.count for segment in segments]
         parts = {place: torch.split(kept, counts) for place, kept in states.items()}
-        return [_Rows(rows, {place: parts[place][index] for place in wanted}) for index, rows in enumerate(torch.split(logits, counts))]
+        return [
+            _Rows(rows, {place: parts[place][index] for place in wanted})
+            for index, rows in enumerate(torch.split(logits, counts))
+        ]
 
     def _judge(self, item: VerifyItem, rows: _Rows, drawn: Drawn | None) -> Verdict | RequestError:
         session, tree = self._sessions[item.session], item.tree
         try:
-            accepted, bonus, margins = _outcome(session, rows.logits, tree, drawn or Drawn.nothing())
+            accepted, bonus, margins = _outcome(
+                session, rows.logits, tree, drawn or Drawn.nothing()
+            )
             path = [0, *(node + 1 for node in accepted)]
             features = _features(session.reads, rows.states, path)
-            logprobs = session.scores(rows.logits, path, [*(tree.tokens[node] for node in accepted), bonus])
+            logprobs = session.scores(
+                rows.logits, path, [*(tree.tokens[node] for node in accepted), bonus]
+            )
         except Exception as error:  # the other sessions of the pass have their verdicts
             return as_request_error(error)
-        verdict = VerifiedItem(session=item.session, round=item.round, accepted=accepted, bonus=bonus, margins=margins, logprobs=logprobs)
+        verdict = VerifiedItem(
+            session=item.session,
+            round=item.round,
+            accepted=accepted,
+            bonus=bonus,
+            margins=margins,
+            logprobs=logprobs,
+        )
         return Verdict(verdict, session.reads, features)
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
@@ -432,15 +592,20 @@ def _places(reads: Reads | None) -> Sequence[int]:
     return () if reads is None else reads.taps or (LAST,)
 
 
-def _features(reads: Reads | None, states: Mapping[int, Tensor], rows: Sequence[int] | slice) -> Tensor | None:
+def _features(
+    reads: Reads | None, states: Mapping[int, Tensor], rows: Sequence[int] | slice
+) -> Tensor | None:
     """What a draft reads of some rows of a pass."""
     if reads is None:
         return None
-    return narrowed(torch.cat([states[place][rows] for place in _places(reads)], dim=1), reads.dtype).cpu()
+    return narrowed(
+        torch.cat([states[place][rows] for place in _places(reads)], dim=1), reads.dtype
+    ).cpu()
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:
-    """What the rows of a tree see whose root is written to slot `root` and node i behind it: all slots before, the root, their ancestors, themselves."""
+    """What the rows of a tree see whose root is written to slot `root` and node i behind it: all
+    slots before, the root, their ancestors, themselves."""
     paths = [[root]]
     for node, parent in enumerate(tree.parents):
         paths.append([*paths[parent + 1], root + 1 + node])
@@ -465,7 +630,8 @@ class _Greedy:
 
 
 class _Processed:
-    """The choices of the rows that are asked for, one by one: processing a row costs far more than looking at it, and few lie on the path."""
+    """The choices of the rows that are asked for, one by one: processing a row costs far more than
+    looking at it, and few lie on the path."""
 
     def __init__(self, session: _Session, logits: Tensor, tree: TokenTree) -> None:
         self._session, self._logits, self._tree = session, logits, tree
@@ -481,7 +647,11 @@ class _Processed:
         if row not in self._chosen:
             session = self._session
             path = self._tree.path(row - 1)
-            noise = session.noise.row(len(session.log) + len(path)).unsqueeze(0) if session.noise is not None else None
+            noise = (
+                session.noise.row(len(session.log) + len(path)).unsqueeze(0)
+                if session.noise is not None
+                else None
+            )
             ids, margins = choose(_process(session, self._logits, self._tree, row), noise)
             self._chosen[row] = int(ids[0]), float(margins[0])
             _check_number(self._chosen[row][1])
@@ -493,13 +663,23 @@ def _process(session: _Session, logits: Tensor, tree: TokenTree, row: int) -> Te
     if session.looking_back is None:
         return process_logits(logits[row : row + 1], session.sampling)
     path = [tree.tokens[node] for node in tree.path(row - 1)]
-    return process_logits(session.looking_back.process(logits[row : row + 1], [path]), session.sampling)
+    return process_logits(
+        session.looking_back.process(logits[row : row + 1], [path]), session.sampling
+    )
 
 
-def _outcome(session: _Session, logits: Tensor, tree: TokenTree, drawn: Drawn) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
-    """The accepted nodes, the bonus and the margins of these tokens, by the logits [M, V] after the end of the session's log and after each node of `tree`."""
+def _outcome(
+    session: _Session, logits: Tensor, tree: TokenTree, drawn: Drawn
+) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
+    """The accepted nodes, the bonus and the margins of these tokens, by the logits [M, V] after the
+    end of the session's log and after each node of `tree`."""
     if session.sampling.rejects:
-        outcome = judge(tree, drawn, lambda row: _process(session, logits, tree, row)[0], Choices(session.key, len(session.log)))
+        outcome = judge(
+            tree,
+            drawn,
+            lambda row: _process(session, logits, tree, row)[0],
+            Choices(session.key, len(session.log)),
+        )
         _check_number(outcome[2][-1])
         return outcome
     greedy = session.noise is None and session.looking_back is None
@@ -510,4 +690,8 @@ def _outcome(session: _Session, logits: Tensor, tree: TokenTree, drawn: Drawn) -
 
 def _check_number(margin: float) -> None:
     if margin != margin:
-        raise RequestError("internal", "the target computed logits that are not numbers; its weights or its device are damaged")
+        raise RequestError(
+            "internal",
+            "the target computed logits that are not numbers; its weights or its device are "
+            "damaged",
+        )

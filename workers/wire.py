@@ -23,7 +23,9 @@ def to_array(tensor: Tensor) -> Array:
     """A copy of a tensor's numbers for a message."""
     content = tensor.detach().cpu().contiguous()
     data = content.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return Array.model_validate({"dtype": NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data": data})
+    return Array.model_validate(
+        {"dtype": NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data": data}
+    )
 
 
 def to_tensor(array: Array) -> Tensor:
@@ -35,6 +37,7 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def narrowed(states: Tensor, dtype: str) -> Tensor:
-    """Finite numbers in a 16-bit type; those beyond its range become its largest, since an infinity would spoil every row that attends to it."""
+    """Finite numbers in a 16-bit type; those beyond its range become its largest, since an infinity
+    would spoil every row that attends to it."""
     limit = torch.finfo(TYPES[dtype]).max
     return states.float().clamp(-limit, limit).to(TYPES[dtype])

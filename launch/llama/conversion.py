@@ -1,6 +1,7 @@
 """A Llama checkpoint written as GGUF in one of llama.cpp's own types.
 
-Runs under a Python that has gguf; imports nothing that needs torch or is not in the standard library but numpy, which gguf brings.
+Runs under a Python that has gguf; imports nothing that needs torch or is not in the standard
+library but numpy, which gguf brings.
 """
 
 import json
@@ -37,12 +38,18 @@ NAMES = {
 
 
 def write_gguf(folder: Path, kind: str, file: Path) -> None:
-    """The Llama checkpoint in `folder` with matrices of type `kind`; norms stay fp32, as llama.cpp's own tools leave them."""
+    """The Llama checkpoint in `folder` with matrices of type `kind`; norms stay fp32, as
+    llama.cpp's own tools leave them."""
     config = read_config(folder)
     writer = gguf.GGUFWriter(file, "llama")
     _describe(writer, config, TYPES[kind][1])
-    for name, values in (tensor for shard in sorted(folder.glob("*.safetensors")) for tensor in _tensors(shard)):
-        for projection, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
+    for name, values in (
+        tensor for shard in sorted(folder.glob("*.safetensors")) for tensor in _tensors(shard)
+    ):
+        for projection, heads in (
+            ("q_proj", config["num_attention_heads"]),
+            ("k_proj", config["num_key_value_heads"]),
+        ):
             values = _interleave(values, heads) if projection in name else values
         kept = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else TYPES[kind][0]
         writer.add_tensor(_translate(name), gguf.quants.quantize(values, kept), raw_dtype=kept)
@@ -52,7 +59,9 @@ def write_gguf(folder: Path, kind: str, file: Path) -> None:
     writer.close()
 
 
-def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any], file_type: gguf.LlamaFileType) -> None:
+def _describe(
+    writer: gguf.GGUFWriter, config: Mapping[str, Any], file_type: gguf.LlamaFileType
+) -> None:
     heads = config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -72,13 +81,19 @@ def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any], file_type: ggu
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """Every tensor of a safetensors file as fp32; numpy knows no bf16, so the header (JSON behind its length) is read by hand."""
+    """Every tensor of a safetensors file as fp32; numpy knows no bf16, so the header (JSON behind
+    its length) is read by hand."""
     content = np.memmap(file, mode="r", dtype=np.uint8)
     size = int(content[:8].view("<u8")[0])
     for name, entry in json.loads(bytes(content[8 : 8 + size])).items():
         if name != "__metadata__":
             start, stop = entry["data_offsets"]
-            yield name, _as_fp32(content[8 + size + start : 8 + size + stop], entry["dtype"]).reshape(entry["shape"])
+            yield (
+                name,
+                _as_fp32(content[8 + size + start : 8 + size + stop], entry["dtype"]).reshape(
+                    entry["shape"]
+                ),
+            )
 
 
 def _as_fp32(raw: Any, dtype: str) -> Any:

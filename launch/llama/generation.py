@@ -1,7 +1,9 @@
-"""The process: llama-cpp-python's own `Llama` decodes what it is asked for, line by line, with or without its own prompt lookup.
+"""The process: llama-cpp-python's own `Llama` decodes what it is asked for, line by line, with or
+without its own prompt lookup.
 
-Runs under a Python that has llama-cpp-python and gguf. Nothing of ours takes part in decoding: the package's loop, its sampling and its rule of acceptance as
-they come. What is not named here is its default, the cache of 16-bit floats among it. A line of JSON asks, a line of JSON answers.
+Runs under a Python that has llama-cpp-python and gguf. Nothing of ours takes part in decoding: the
+package's loop, its sampling and its rule of acceptance as they come. What is not named here is its
+default, the cache of 16-bit floats among it. A line of JSON asks, a line of JSON answers.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from dovetail.launch.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.llama.conversion import write_once
 
 CONTEXT_STEP = 512
-"""A context has room for a multiple of so many tokens: as much as the longest reply so far needed."""
+"""A context has room for a multiple of so many tokens: as much as the longest reply so far
+needed."""
 CACHES = {"f16": 1, "f32": 0}
 """Numbers of ggml's types."""
 WARNING, ERROR = 3, 4
@@ -49,8 +52,18 @@ class Decoder:
         self._room = CONTEXT_STEP
         self._llama = self._load()
 
-    def decode(self, tokens: list[int], *, max_tokens: int, ends: list[int], sampling: Mapping[str, Any], seed: int, threads: int) -> Mapping[str, Any]:
-        """One reply: its tokens, when it began, and for each pass [when it ended, tokens that it committed, rows, nanoseconds of the pass]."""
+    def decode(
+        self,
+        tokens: list[int],
+        *,
+        max_tokens: int,
+        ends: list[int],
+        sampling: Mapping[str, Any],
+        seed: int,
+        threads: int,
+    ) -> Mapping[str, Any]:
+        """One reply: its tokens, when it began, and for each pass [when it ended, tokens that it
+        committed, rows, nanoseconds of the pass]."""
         self._make_room(len(tokens) + max_tokens)
         llama_cpp.llama_set_n_threads(self._llama.ctx, threads, threads)
         self._llama.set_seed(seed % SEEDS)
@@ -60,7 +73,9 @@ class Decoder:
         committed: list[int] = []
         ended: list[int] = []
         began = time.monotonic_ns()
-        for token in self._llama.generate(list(tokens), repeat_penalty=1.0, typical_p=1.0, **sampling):
+        for token in self._llama.generate(
+            list(tokens), repeat_penalty=1.0, typical_p=1.0, **sampling
+        ):
             made.append(token)
             if len(self._llama.passes) > len(committed):
                 committed.append(0)
@@ -69,7 +84,10 @@ class Decoder:
             ended[-1] = time.monotonic_ns()
             if token in ends or len(made) == max_tokens:
                 break
-        rounds = [(at, count, rows, pass_ns) for at, count, (rows, pass_ns) in zip(ended, committed, self._llama.passes, strict=True)]
+        rounds = [
+            (at, count, rows, pass_ns)
+            for at, count, (rows, pass_ns) in zip(ended, committed, self._llama.passes, strict=True)
+        ]
         return {"tokens": made, "began_ns": began, "rounds": rounds}
 
     def close(self) -> None:
@@ -84,11 +102,19 @@ class Decoder:
 
     def _load(self) -> Watched:
         draft = LlamaPromptLookupDecoding(num_pred_tokens=self._lookup) if self._lookup else None
-        return Watched(str(self._file), n_ctx=self._room, type_k=self._cache, type_v=self._cache, draft_model=draft, verbose=False)
+        return Watched(
+            str(self._file),
+            n_ctx=self._room,
+            type_k=self._cache,
+            type_v=self._cache,
+            draft_model=draft,
+            verbose=False,
+        )
 
 
 def keep_silent() -> Any:
-    """Only what llama.cpp holds for a warning or an error is printed; the object has to live as long as the engine."""
+    """Only what llama.cpp holds for a warning or an error is printed; the object has to live as
+    long as the engine."""
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # untyped library
     def log(level: int, text: bytes, _: Any) -> None:
@@ -126,7 +152,9 @@ def main() -> None:
     _silence = keep_silent()
     write_once(asked.folder, asked.kind, asked.file)
     decoder = Decoder(asked.file, cache=asked.cache, lookup=asked.lookup)
-    print(json.dumps({"engine": f"llama-cpp-python {llama_cpp.__version__}"}), file=said, flush=True)
+    print(
+        json.dumps({"engine": f"llama-cpp-python {llama_cpp.__version__}"}), file=said, flush=True
+    )
     try:
         answer(said, decoder.decode)
     finally:

@@ -1,15 +1,24 @@
-"""What of a target llama.cpp is given: the type for each of our weights, and which models are written for it here. Standard library only."""
+"""What of a target llama.cpp is given: the type for each of our weights, and which models are
+written for it here. Standard library only."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LLAMA_TYPES = {"fp32": "F32", "half": "F16", "bf16": "BF16", "int8": "Q8_0", "int8-per-tensor": "Q8_0"}
-"""Our weights -> llama.cpp's type of as many bytes (Q8_0 has one 16-bit scale for 32 weights, 6 % more). Half of a bf16 checkpoint is BF16."""
+LLAMA_TYPES = {
+    "fp32": "F32",
+    "half": "F16",
+    "bf16": "BF16",
+    "int8": "Q8_0",
+    "int8-per-tensor": "Q8_0",
+}
+"""Our weights -> llama.cpp's type of as many bytes (Q8_0 has one 16-bit scale for 32 weights, 6 %
+more). Half of a bf16 checkpoint is BF16."""
 
 BLOCKS = {"Q8_0": 32}
-"""How many neighbouring inputs of a matrix share a scale, by the types of llama.cpp that have scales: every row is of whole blocks."""
+"""How many neighbouring inputs of a matrix share a scale, by the types of llama.cpp that have
+scales: every row is of whole blocks."""
 
 
 def type_of(weights: str, config: Mapping[str, Any]) -> str:
@@ -19,7 +28,8 @@ def type_of(weights: str, config: Mapping[str, Any]) -> str:
 
 
 def unfit(config: Mapping[str, Any]) -> str:
-    """What of a model with this config.json is not written as GGUF here; empty if it is a Llama with nothing beside."""
+    """What of a model with this config.json is not written as GGUF here; empty if it is a Llama
+    with nothing beside."""
     kind = config.get("model_type")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -31,13 +41,17 @@ def unfit(config: Mapping[str, Any]) -> str:
 
 
 def uncut(config: Mapping[str, Any], kind: str, *, widened: bool = False) -> str:
-    """Return what of a Llama with this config.json cannot be written in whole blocks of llama.cpp's type `kind`; empty: nothing.
+    """Return what of a Llama with this config.json cannot be written in whole blocks of llama.cpp's
+    type `kind`; empty: nothing.
 
     `widened`: the model is to be inflated, which gives its MLP a width that can.
     """
     block, hidden = BLOCKS.get(kind, 1), config["hidden_size"]
     heads = config["num_attention_heads"]
-    widths = {"a hidden size": hidden, "an attention width": heads * (config.get("head_dim") or hidden // heads)}
+    widths = {
+        "a hidden size": hidden,
+        "an attention width": heads * (config.get("head_dim") or hidden // heads),
+    }
     if not widened:
         widths["an MLP width"] = config["intermediate_size"]
     wrong = next((f"{name} of {width}" for name, width in widths.items() if width % block), "")

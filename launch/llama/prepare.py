@@ -1,4 +1,5 @@
-"""`python -m dovetail.launch.llama.prepare`: find the target's folder, inflate it if asked to, and say on stdout where it lies and what its vocabulary is.
+"""`python -m dovetail.launch.llama.prepare`: find the target's folder, inflate it if asked to, and
+say on stdout where it lies and what its vocabulary is.
 
 A process of its own, since reading checkpoints takes torch.
 """
@@ -34,7 +35,11 @@ def process(configuration: Configuration, out: Path, parent: int) -> None:
     _, facts = read_tokenizer(folder)
     if target.inflate:
         write_inflated(target.model, byte_count(target.inflate), out)
-    told = {"source": str(folder), "folder": str(out if target.inflate else folder), "facts": facts.model_dump(mode="json")}
+    told = {
+        "source": str(folder),
+        "folder": str(out if target.inflate else folder),
+        "facts": facts.model_dump(mode="json"),
+    }
     print(json.dumps(told), file=said, flush=True)
 
 

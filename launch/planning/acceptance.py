@@ -1,8 +1,10 @@
-"""How many tokens a round brings with a tree: read off rounds that `dovetail simulate record` kept, or assumed from what papers report of such drafts.
+"""How many tokens a round brings with a tree: read off rounds that `dovetail simulate record` kept,
+or assumed from what papers report of such drafts.
 
-The assumption is that of Sequoia (Chen et al., 2024): whether the target's choice is a node's first, second, ... child is independent of everything else, so
-that a node's worth is the product over its path. The probabilities of the children fall geometrically, p, p q, p q^2, ... with q = decay (1 - p); p is fitted
-to one published acceptance length. Knows numbers; no costs.
+The assumption is that of Sequoia (Chen et al., 2024): whether the target's choice is a node's
+first, second, ... child is independent of everything else, so that a node's worth is the product
+over its path. The probabilities of the children fall geometrically, p, p q, p q^2, ... with q =
+decay (1 - p); p is fitted to one published acceptance length. Knows numbers; no costs.
 """
 
 import heapq
@@ -33,7 +35,7 @@ class Acceptance(Protocol):
         """Of a round, its own token counted."""
 
 
-# -- assumed -----------------------------------------------------------------------------------------------------------------------------------
+# -- assumed ---------------------------------------------------------------------------------------
 
 SERVER, GPU = Tree("dynamic", 15, 8, 10), Tree("dynamic", 59, 8, 10)
 
@@ -50,13 +52,22 @@ class Published:
 
 
 BLOCKS = (4.06, 4.31, 4.53, 4.62, 4.73, 4.83)
-"""tau of Dovetail's head with 1 to 6 blocks (Dovetail paper, Table 6: Llama-2 7B on MT-bench, T = 0)."""
+"""tau of Dovetail's head with 1 to 6 blocks (Dovetail paper, Table 6: Llama-2 7B on MT-bench, T =
+0)."""
 PUBLISHED = {
     "eagle": Published(3.95, SERVER, "Dovetail paper, Table 6: EAGLE-2 with Llama-2 7B"),
     "eagle3": Published(6.15, GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B"),
     "jakiro": Published(4.96, GPU, "Jakiro paper, Table 1: Vicuna 7B"),
-    "small": Published(4.85, Tree("budget", 15, 16, 10), "Dovetail paper, Table 10: TinyLlama with Llama-2 7B, whose 7.43 with 127 nodes gives the decay", 0.8),
-    "substitute": Published(27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B", 0.8),
+    "small": Published(
+        4.85,
+        Tree("budget", 15, 16, 10),
+        "Dovetail paper, Table 10: TinyLlama with Llama-2 7B, whose 7.43 with 127 nodes gives "
+        "the decay",
+        0.8,
+    ),
+    "substitute": Published(
+        27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B", 0.8
+    ),
 }
 
 
@@ -64,7 +75,11 @@ def published(kind: str, blocks: int = 1) -> Published:
     """What is known of drafts of a kind; `blocks`: of a Dovetail head."""
     if kind != "dovetail":
         return PUBLISHED[kind]
-    return Published(BLOCKS[min(blocks, len(BLOCKS)) - 1], SERVER, f"Dovetail paper, Table 6: {blocks} blocks with Llama-2 7B")
+    return Published(
+        BLOCKS[min(blocks, len(BLOCKS)) - 1],
+        SERVER,
+        f"Dovetail paper, Table 6: {blocks} blocks with Llama-2 7B",
+    )
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,17 @@ class Assumed:
         low, high = 0.0, 1.0
         for _ in range(STEPS):
             middle = (low + high) / 2
-            low, high = (middle, high) if _brought(middle, source.decay, source.tree) < source.tokens else (low, middle)
-        return cls(low, source.decay, f"assumed: {source.tokens:g} tokens a round with {source.tree.gamma} nodes ({source.where}, on MT-bench at T = 0)")
+            low, high = (
+                (middle, high)
+                if _brought(middle, source.decay, source.tree) < source.tokens
+                else (low, middle)
+            )
+        return cls(
+            low,
+            source.decay,
+            f"assumed: {source.tokens:g} tokens a round with {source.tree.gamma} nodes "
+            f"({source.where}, on MT-bench at T = 0)",
+        )
 
     def tokens(self, tree: Tree) -> float:
         return _brought(self.first, self.decay, tree)
@@ -103,19 +127,24 @@ def _brought(first: float, decay: float, tree: Tree) -> float:
     return total
 
 
-# -- recorded ----------------------------------------------------------------------------------------------------------------------------------
+# -- recorded --------------------------------------------------------------------------------------
 
 
 class Recorded:
-    """A draft that has spoken already: rounds are walked through its recorded trees, from the root of one to the root of the next."""
+    """A draft that has spoken already: rounds are walked through its recorded trees, from the root
+    of one to the root of the next."""
 
     def __init__(self, library: Library, name: str) -> None:
         self.library = library
         self.origin = f"recorded: {len(library.recordings)} replies in {name}"
-        self._replies = [[_Walk(recording, place) for place in range(len(recording.positions))] for recording in library.recordings]
+        self._replies = [
+            [_Walk(recording, place) for place in range(len(recording.positions))]
+            for recording in library.recordings
+        ]
 
     def tokens(self, tree: Tree) -> float:
-        """As the simulator has it, but that every level is as wide as the tree allows: what `dynamic` would not have expanded is in it too."""
+        """As the simulator has it, but that every level is as wide as the tree allows: what
+        `dynamic` would not have expanded is in it too."""
         tokens = rounds = 0
         for walks in self._replies:
             place = 0
@@ -139,7 +168,8 @@ class _Walk:
         self._places: dict[tuple[int, int], Sequence[int]] = {}
 
     def accepted(self, tree: Tree) -> int:
-        """Nodes of the path that a tree has: a beam those that are kept at each level, every other one those among its best."""
+        """Nodes of the path that a tree has: a beam those that are kept at each level, every other
+        one those among its best."""
         if tree.policy == "beam":
             return sum(1 for _ in self._beam(tree))
         key = (tree.depth, tree.width)
@@ -166,7 +196,9 @@ class _Walk:
     def _path(self) -> list[int]:
         found, node = [], ROOT
         for token in self._said:
-            children = np.flatnonzero((self._position.parents == node) & (self._position.tokens == token))
+            children = np.flatnonzero(
+                (self._position.parents == node) & (self._position.tokens == token)
+            )
             if not len(children):
                 break
             node = int(children[0])

@@ -1,5 +1,6 @@
-"""The kinds of placements that a plan sets side by side, each with the best that it comes to: layers, tree and draft decided together by the planner, and
-where a draft's rounds were recorded, played once more by the simulator, which knows drafting ahead.
+"""The kinds of placements that a plan sets side by side, each with the best that it comes to:
+layers, tree and draft decided together by the planner, and where a draft's rounds were recorded,
+played once more by the simulator, which knows drafting ahead.
 
 Knows candidates and costs; not how they are told.
 """
@@ -56,8 +57,11 @@ class Alternative:
         return self.tau / self.tokens_per_s
 
 
-def alternatives(planner: Planner, offered: Sequence[Offered], *, ahead: Callable[[Option], bool], step: Step) -> list[Alternative]:
-    """All that are possible, the fastest first. `ahead`: whether target and draft of an option compute at the same time."""
+def alternatives(
+    planner: Planner, offered: Sequence[Offered], *, ahead: Callable[[Option], bool], step: Step
+) -> list[Alternative]:
+    """All that are possible, the fastest first. `ahead`: whether target and draft of an option
+    compute at the same time."""
     found = [_alone(planner, name, places) for name, places in _without_draft(planner)]
     for kind in dict.fromkeys(one.candidate.kind for one in offered):
         own = [one for one in offered if one.candidate.kind == kind]
@@ -70,7 +74,12 @@ def alternatives(planner: Planner, offered: Sequence[Offered], *, ahead: Callabl
 def names_of(planner: Planner, offered: Sequence[Offered]) -> list[str]:
     """Of all kinds of placements that this machine could have, if it had the memory."""
     plain = [name for name, places in _without_draft(planner) if places]
-    return [*plain, *dict.fromkeys(name for name, places, drafts in _with_draft(planner, offered) if places and drafts)]
+    return [
+        *plain,
+        *dict.fromkeys(
+            name for name, places, drafts in _with_draft(planner, offered) if places and drafts
+        ),
+    ]
 
 
 def _without_draft(planner: Planner) -> Iterator[tuple[str, Places]]:
@@ -80,13 +89,22 @@ def _without_draft(planner: Planner) -> Iterator[tuple[str, Places]]:
     yield "all on the device", planner.whole()
 
 
-def _with_draft(planner: Planner, offered: Sequence[Offered]) -> Iterator[tuple[str, Places, Sequence[Offered]]]:
-    apart, shared = [one for one in offered if not one.shared], [one for one in offered if one.shared]
+def _with_draft(
+    planner: Planner, offered: Sequence[Offered]
+) -> Iterator[tuple[str, Places, Sequence[Offered]]]:
+    apart, shared = (
+        [one for one in offered if not one.shared],
+        [one for one in offered if one.shared],
+    )
     yield "Dovetail", planner.on_cpu(), apart
     yield "Dovetail, split target", planner.split(), apart
     yield "Dovetail, some layers streamed", planner.mixed(), apart
     yield "offloading with a draft", planner.streamed(), apart
-    yield "offloading with a large tree (SpecExec)", planner.streamed(), [replace(one, draft=by_budget(one.draft)) for one in apart]
+    yield (
+        "offloading with a large tree (SpecExec)",
+        planner.streamed(),
+        [replace(one, draft=by_budget(one.draft)) for one in apart],
+    )
     yield "all on the device, with a draft", planner.whole(), apart
     yield "SubSpec", [*planner.streamed(), *planner.whole()], shared
 
@@ -96,7 +114,13 @@ def _alone(planner: Planner, name: str, places: Places) -> Alternative | None:
     return None if option is None else expected(planner, name, option, None, ahead=False)
 
 
-def _best(planner: Planner, name: str, places: Places, offered: Sequence[Offered], ahead: Callable[[Option], bool]) -> Alternative | None:
+def _best(
+    planner: Planner,
+    name: str,
+    places: Places,
+    offered: Sequence[Offered],
+    ahead: Callable[[Option], bool],
+) -> Alternative | None:
     option = planner.best(places, [one.draft for one in offered])
     if option is None:
         return None
@@ -104,25 +128,38 @@ def _best(planner: Planner, name: str, places: Places, offered: Sequence[Offered
     return expected(planner, name, option, own, ahead=ahead(option))
 
 
-def expected(planner: Planner, name: str, option: Option, offered: Offered | None, *, ahead: bool) -> Alternative:
-    """An option with what is expected of it: as the planner has it, or as the simulator, where rounds of its draft were recorded."""
+def expected(
+    planner: Planner, name: str, option: Option, offered: Offered | None, *, ahead: bool
+) -> Alternative:
+    """An option with what is expected of it: as the planner has it, or as the simulator, where
+    rounds of its draft were recorded."""
     plain = Alternative(name, option, offered, option.tokens_per_s, option.tau, option.draft_s)
     recorded = offered.candidate.acceptance if offered is not None else None
     return _played(planner, plain, recorded, ahead) if isinstance(recorded, Recorded) else plain
 
 
 def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: bool) -> Alternative:
-    """The same, as the simulator has it; a head waits there, since what it guesses from its own guesses, ahead, was not recorded."""
+    """The same, as the simulator has it; a head waits there, since what it guesses from its own
+    guesses, ahead, was not recorded."""
     from dovetail.launch.simulation.play import play_all  # torch comes in here
 
     option, library = found.option, recorded.library
     assert option.tree is not None
     tree = TreeSettings(
-        **{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}, insist=True, sharpening=library.about.sharpening
+        **{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")},
+        insist=True,
+        sharpening=library.about.sharpening,
     )
-    plays, _ = play_all(library, costs_of(planner, option), tree, ahead=None if ahead and not library.about.head else False)
+    plays, _ = play_all(
+        library,
+        costs_of(planner, option),
+        tree,
+        ahead=None if ahead and not library.about.head else False,
+    )
     told = figures([play.result for play in plays])
-    return replace(found, tokens_per_s=told.tokens_per_s, tau=told.tau, draft_s=told.draft_s, played=True)
+    return replace(
+        found, tokens_per_s=told.tokens_per_s, tau=told.tau, draft_s=told.draft_s, played=True
+    )
 
 
 def costs_of(planner: Planner, option: Option) -> Costs:
@@ -132,4 +169,6 @@ def costs_of(planner: Planner, option: Option) -> Costs:
     t_v = [planner.pass_s(rows, option.computed, option.resident, option.draft_s) for rows in ROWS]
     t_d = [draft.level_s(rows, option.resident) for rows in ROWS]
     passes = ContextCurve(context=0, t_v=curve(ROWS, t_v))
-    return Costs((passes,), curve(ROWS, t_d), draft.proposal_s, machine.hop_s, machine.coordinator_s)
+    return Costs(
+        (passes,), curve(ROWS, t_d), draft.proposal_s, machine.hop_s, machine.coordinator_s
+    )

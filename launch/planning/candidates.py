@@ -1,4 +1,5 @@
-"""The drafts that a plan looks at: those that are named, or those that the target could have. Each with its size, what it is started with and what it lacks.
+"""The drafts that a plan looks at: those that are named, or those that the target could have. Each
+with its size, what it is started with and what it lacks.
 
 Reads config.json and, where there are weights, the names of a head's tensors; computes nothing.
 """
@@ -12,7 +13,14 @@ from typing import Any
 from dovetail.launch.configure import Configuration
 from dovetail.launch.embedded import with_draft
 from dovetail.launch.planning.acceptance import BLOCKS, Acceptance, Assumed, Recorded, published
-from dovetail.launch.planning.designs import Design, DraftSize, head_size, read_config, small_size, substitute_size
+from dovetail.launch.planning.designs import (
+    Design,
+    DraftSize,
+    head_size,
+    read_config,
+    small_size,
+    substitute_size,
+)
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.runtime.planner import Draft, Tree
@@ -46,64 +54,123 @@ class Candidate:
     """What has to be done before it can be started; empty: nothing."""
     trees: Sequence[Tree] = field(default=())
 
-    def draft(self, level_s: Callable[[int, int], float], proposal_s: float, *, on_device: bool) -> Draft:
+    def draft(
+        self, level_s: Callable[[int, int], float], proposal_s: float, *, on_device: bool
+    ) -> Draft:
         """As the planner takes it."""
         size = self.size.bytes
-        return Draft(self.name, level_s, lambda _: size if on_device else 0, 0 if on_device else size, self.acceptance.tokens, self.trees, proposal_s)
+        return Draft(
+            self.name,
+            level_s,
+            lambda _: size if on_device else 0,
+            0 if on_device else size,
+            self.acceptance.tokens,
+            self.trees,
+            proposal_s,
+        )
 
     def shared(self, level_s: Callable[[int, int], float], proposal_s: float) -> Draft:
-        """A substitute in one process with its target, which lends it its resident layers, embedding, head, keys and values."""
+        """A substitute in one process with its target, which lends it its resident layers,
+        embedding, head, keys and values."""
         name = f"{self.name}, one process with the target"
-        return Draft(name, level_s, self._own_bytes, 0, self.acceptance.tokens, self.trees, proposal_s, shares=True)
+        return Draft(
+            name,
+            level_s,
+            self._own_bytes,
+            0,
+            self.acceptance.tokens,
+            self.trees,
+            proposal_s,
+            shares=True,
+        )
 
     def _own_bytes(self, resident: int) -> int:
-        """As many as a worker leaves room for, whatever stays there of the target (`workers/spread.py`)."""
+        """As many as a worker leaves room for, whatever stays there of the target
+        (`workers/spread.py`)."""
         return self.size.shared_bytes
 
 
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:
-    """Those that are looked at for a draft of a kind; of a recorded one only those that were recorded."""
-    found = [Tree("dynamic", gamma, depth, width) for gamma in GAMMAS for depth in DEPTHS if depth <= gamma]
-    found += [Tree("budget", gamma, depth, BUDGET_WIDTH) for gamma in BUDGETS for depth in BUDGET_DEPTHS]
+    """Those that are looked at for a draft of a kind; of a recorded one only those that were
+    recorded."""
+    found = [
+        Tree("dynamic", gamma, depth, width)
+        for gamma in GAMMAS
+        for depth in DEPTHS
+        if depth <= gamma
+    ]
+    found += [
+        Tree("budget", gamma, depth, BUDGET_WIDTH) for gamma in BUDGETS for depth in BUDGET_DEPTHS
+    ]
     if kind == "substitute":
         found += [Tree("beam", BEAM_WIDTH * depth, depth, BEAM_WIDTH) for depth in BEAM_DEPTHS]
-    return [tree for tree in found if not isinstance(acceptance, Recorded) or acceptance.reaches(tree)]
+    return [
+        tree for tree in found if not isinstance(acceptance, Recorded) or acceptance.reaches(tree)
+    ]
 
 
 class Reader:
     """Reads what is named on a command line."""
 
     def __init__(
-        self, configuration: Configuration, target: Design, recorded: Sequence[Recorded], folder_of: Callable[[str], Path], *, embedded: bool, width: int | None
+        self,
+        configuration: Configuration,
+        target: Design,
+        recorded: Sequence[Recorded],
+        folder_of: Callable[[str], Path],
+        *,
+        embedded: bool,
+        width: int | None,
     ) -> None:
-        """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the target; `width`: of trees, if not the setting."""
+        """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the
+        target; `width`: of trees, if not the setting."""
         self._configuration, self._target, self._recorded = configuration, target, list(recorded)
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
 
     def read(self, names: Sequence[str]) -> list[Candidate]:
         """All candidates; `UserError` says what is wrong with a name."""
-        names = names or (("small", "eagle", "dovetail", "substitute") if self._embedded else ("dovetail", "substitute"))
+        names = names or (
+            ("small", "eagle", "dovetail", "substitute")
+            if self._embedded
+            else ("dovetail", "substitute")
+        )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
-        if unused := [one for one in self._recorded if not any(candidate.acceptance is one for candidate in found)]:
+        if unused := [
+            one
+            for one in self._recorded
+            if not any(candidate.acceptance is one for candidate in found)
+        ]:
             about = unused[0].library.about
-            raise UserError(f"--rounds: the rounds of {about.draft_model} belong to none of the drafts that are planned with: name it with --draft")
+            raise UserError(
+                f"--rounds: the rounds of {about.draft_model} belong to none of the drafts "
+                "that are planned with: name it with --draft"
+            )
         return found
 
     def _read(self, name: str) -> Iterator[Candidate]:
         if name == "none":
             return
         if name in ("ngram", "auto"):
-            raise UserError(f"--draft {name}: nothing is known of it before it has run; name a kind of {', '.join(HEAD_KINDS)}, small, substitute or a folder")
+            raise UserError(
+                f"--draft {name}: nothing is known of it before it has run; name a kind of "
+                f"{', '.join(HEAD_KINDS)}, small, substitute or a folder"
+            )
         if name == "substitute":
             weights = self._configuration.settings.draft.weights
             if weights != "auto" and weights not in BITS:
-                raise UserError(f"draft.weights = {weights!r} is for other drafts: a substitute is in {', '.join(BITS)}; set one of these, or leave it out")
+                raise UserError(
+                    f"draft.weights = {weights!r} is for other drafts: a substitute is in "
+                    f"{', '.join(BITS)}; set one of these, or leave it out"
+                )
             yield self._substitute()
         elif name in DRAFT_KINDS and self._embedded and self._is_embedded(name):
             yield self._folder(with_draft(DraftSettings(kind=name)).model, {"kind": name})
         elif name == "small":
-            raise UserError("--draft small: no small model comes with this target; name the folder of one, --draft FOLDER")
+            raise UserError(
+                "--draft small: no small model comes with this target; name the folder of one, "
+                "--draft FOLDER"
+            )
         elif name in HEAD_KINDS:
             yield from self._to_be_trained(name)
         else:
@@ -119,51 +186,92 @@ class Reader:
     def _substitute(self) -> Candidate:
         weights = self._configuration.settings.draft.weights
         bits = BITS.get(weights, 4)
-        settings: dict[str, Any] = {"kind": "substitute"} | ({"weights": weights} if weights in BITS else {})
+        settings: dict[str, Any] = {"kind": "substitute"} | (
+            {"weights": weights} if weights in BITS else {}
+        )
         lacks = "" if find_spec("hqq") is not None else HQQ
         return self._candidate(
-            "substitute", f"substitute of {bits} bits", substitute_size(self._target, bits, self._configuration.settings.target.weights), settings, lacks=lacks
+            "substitute",
+            f"substitute of {bits} bits",
+            substitute_size(self._target, bits, self._configuration.settings.target.weights),
+            settings,
+            lacks=lacks,
         )
 
     def _to_be_trained(self, kind: str) -> Iterator[Candidate]:
         for blocks in range(1, len(BLOCKS) + 1 if kind == "dovetail" else 2):
             told = f" --blocks {blocks}" if kind == "dovetail" else ""
-            name = f"{kind} head of {blocks} block{'s' if blocks > 1 else ''}" if told else f"{kind} head"
-            yield self._candidate(kind, name, head_size(self._target, blocks), {"kind": kind}, blocks, TRAIN.format(kind=kind, blocks=told))
+            name = (
+                f"{kind} head of {blocks} block{'s' if blocks > 1 else ''}"
+                if told
+                else f"{kind} head"
+            )
+            yield self._candidate(
+                kind,
+                name,
+                head_size(self._target, blocks),
+                {"kind": kind},
+                blocks,
+                TRAIN.format(kind=kind, blocks=told),
+            )
 
     def _folder(self, source: str, settings: dict[str, Any]) -> Candidate:
         folder = self._folder_of(source)
         own, kind = Design(read_config(folder, "draft")), kind_of(folder)
         if kind == "small":
             if own.vocabulary != self._target.vocabulary:
-                raise UserError(f"the draft {source} has {own.vocabulary} tokens and the target {self._target.vocabulary}: name one of the same vocabulary")
-            return self._candidate("small", f"small model {folder.name}", small_size(own), settings, source=source)
+                raise UserError(
+                    f"the draft {source} has {own.vocabulary} tokens and the target "
+                    f"{self._target.vocabulary}: name one of the same vocabulary"
+                )
+            return self._candidate(
+                "small", f"small model {folder.name}", small_size(own), settings, source=source
+            )
         if own.hidden != self._target.hidden:
-            raise UserError(f"the head {source} is {own.hidden} wide and the target {self._target.hidden}: name a head of this target")
+            raise UserError(
+                f"the head {source} is {own.hidden} wide and the target {self._target.hidden}: "
+                "name a head of this target"
+            )
         blocks = own.layers
         name = f"{kind} head {folder.name} of {blocks} block{'s' if blocks > 1 else ''}"
         return self._candidate(kind, name, head_size(own, blocks), settings, blocks, source=source)
 
     def _candidate(
-        self, kind: str, name: str, size: DraftSize, settings: dict[str, Any], blocks: int | None = None, lacks: str = "", source: str = ""
+        self,
+        kind: str,
+        name: str,
+        size: DraftSize,
+        settings: dict[str, Any],
+        blocks: int | None = None,
+        lacks: str = "",
+        source: str = "",
     ) -> Candidate:
-        acceptance: Acceptance = self._known(kind, source) or Assumed.of(published(kind, blocks or 1))
+        acceptance: Acceptance = self._known(kind, source) or Assumed.of(
+            published(kind, blocks or 1)
+        )
         trees = trees_of(kind, acceptance, self._width)
-        return Candidate(kind, name, size, DraftSettings(**settings), acceptance, blocks, lacks, trees)
+        return Candidate(
+            kind, name, size, DraftSettings(**settings), acceptance, blocks, lacks, trees
+        )
 
     def _known(self, kind: str, source: str) -> Recorded | None:
         for one in self._recorded:
             said = one.library.about.draft_model
-            if (kind == "substitute" and "substitute" in said) or (source and Path(said).expanduser().resolve() == Path(source).expanduser().resolve()):
+            if (kind == "substitute" and "substitute" in said) or (
+                source and Path(said).expanduser().resolve() == Path(source).expanduser().resolve()
+            ):
                 return one
         return None
 
 
 def kind_of(folder: Path) -> str:
-    """small, or the kind of head, that a folder holds: by its tensors, or by the architecture that a config.json alone names."""
+    """small, or the kind of head, that a folder holds: by its tensors, or by the architecture that
+    a config.json alone names."""
     if any(folder.glob("*.safetensors")):
         from dovetail.workers.models.head_checkpoint import classify  # torch comes in here
 
         return str(classify(str(folder)) or "small").rstrip("*")
     named = str(read_config(folder, "draft").get("architectures")).lower()
-    return next((kind for kind in ("dovetail", "jakiro", "eagle3", "eagle") if kind in named), "small")
+    return next(
+        (kind for kind in ("dovetail", "jakiro", "eagle3", "eagle") if kind in named), "small"
+    )

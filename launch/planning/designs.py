@@ -1,4 +1,5 @@
-"""The sizes of models by their config.json alone: of a target, of a small draft, of a head that a target would have, of the target in a few bits.
+"""The sizes of models by their config.json alone: of a target, of a small draft, of a head that a
+target would have, of the target in a few bits.
 
 Knows shapes and bytes; no costs, no devices.
 """
@@ -37,19 +38,29 @@ HEAD_DIM = 128
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
-    """A folder's config.json; `CheckpointError` if there is none that says how large the model is."""
+    """A folder's config.json; `CheckpointError` if there is none that says how large the model
+    is."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
-        raise CheckpointError(f"the {what} {folder} has no config.json: name a folder that has one, or the id of a hub (OWNER/NAME)") from None
+        raise CheckpointError(
+            f"the {what} {folder} has no config.json: name a folder that has one, or the id of "
+            "a hub (OWNER/NAME)"
+        ) from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{folder / 'config.json'} is no JSON: take the one that belongs to the model") from None
+        raise CheckpointError(
+            f"{folder / 'config.json'} is no JSON: take the one that belongs to the model"
+        ) from None
     if not isinstance(config, dict) or not has_sizes(config):
         if isinstance(config, dict):
             refuse_content(config, folder / "config.json")
         names = "hidden_size, num_hidden_layers, num_attention_heads ..."
-        why = f"does not say how large the model is, or has a number that no model can have ({names})"
-        raise CheckpointError(f"{folder / 'config.json'} {why}; take the one that belongs to the model")
+        why = (
+            f"does not say how large the model is, or has a number that no model can have ({names})"
+        )
+        raise CheckpointError(
+            f"{folder / 'config.json'} {why}; take the one that belongs to the model"
+        )
     return config
 
 
@@ -107,7 +118,8 @@ class Design:
         return int(self.config["vocab_size"])
 
     def working_bytes(self, layers: int) -> int:
-        """What a draft of so many layers like these has beside weights: embedding, the keys and values of a long conversation, a pass."""
+        """What a draft of so many layers like these has beside weights: embedding, the keys and
+        values of a long conversation, a pass."""
         sizes = sizes_of(self.config, "half")
         return sizes.embedding + layers * cache_bytes(sizes) + pass_bytes(sizes, DEVICE)
 
@@ -125,7 +137,8 @@ class DraftSize:
     beside_bytes: int
     """What is there and not read in every pass: embedding, keys and values, a pass."""
     shared_bytes: int = 0
-    """Of a substitute: what it takes in one process with its target, whose worker leaves room for so much."""
+    """Of a substitute: what it takes in one process with its target, whose worker leaves room for
+    so much."""
 
     @property
     def pass_bytes(self) -> int:
@@ -152,15 +165,23 @@ def head_size(own: Design, blocks: int) -> DraftSize:
 
 def _in_16_bits(own: Design, layers: int, fusion: int) -> DraftSize:
     other = own.head + fusion
-    return DraftSize(layers, own.block, other, own.block * HALF, other * HALF, own.working_bytes(layers))
+    return DraftSize(
+        layers, own.block, other, own.block * HALF, other * HALF, own.working_bytes(layers)
+    )
 
 
 def substitute_size(target: Design, bits: int, weights: str) -> DraftSize:
     """A target's own layers in a few bits, and its head in 16; `weights`: the target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
     shared = coded_bytes(sizes_of(target.config, weights), weights, bits)
-    beside = substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE) - target.layers * layer_bytes - target.head * HALF
-    return DraftSize(target.layers, target.block, target.head, layer_bytes, target.head * HALF, beside, shared)
+    beside = (
+        substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)
+        - target.layers * layer_bytes
+        - target.head * HALF
+    )
+    return DraftSize(
+        target.layers, target.block, target.head, layer_bytes, target.head * HALF, beside, shared
+    )
 
 
 def weight_bytes(weights: str) -> int:

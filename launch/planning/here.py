@@ -1,5 +1,5 @@
-"""What is known of this machine and of models on it: limits, what `dovetail calibrate` has kept, GPUs. torch comes in with the functions, on the target's cores
-in number.
+"""What is known of this machine and of models on it: limits, what `dovetail calibrate` has kept,
+GPUs. torch comes in with the functions, on the target's cores in number.
 """
 
 import os
@@ -29,7 +29,8 @@ Say = Callable[[str], None]
 
 
 def device_of(settings: Settings) -> str | None:
-    """The device beside the CPU that is asked for, or the first GPU; None: there is none. The CPU stands for one where a split names it."""
+    """The device beside the CPU that is asked for, or the first GPU; None: there is none. The CPU
+    stands for one where a split names it."""
     if settings.target.split.device:
         return settings.target.split.device
     if settings.target.device != "cpu":
@@ -60,11 +61,18 @@ class Here:
         from dovetail.workers.draft_levels import expected_levels
 
         target = with_target(self.configuration.settings.target)
-        if candidate.kind == "substitute" and not any(Path(target.model).expanduser().glob("*.safetensors")):
+        if candidate.kind == "substitute" and not any(
+            Path(target.model).expanduser().glob("*.safetensors")
+        ):
             return None
         library = open_device(self.draft_device, len(self.layout.draft.cores)).library
         found = expected_levels(
-            profile_path(), with_draft(settings), target=target.model, inflate=target.inflate, vocabulary_size=self.design.vocabulary, library=library
+            profile_path(),
+            with_draft(settings),
+            target=target.model,
+            inflate=target.inflate,
+            vocabulary_size=self.design.vocabulary,
+            library=library,
         )
         return found.t_v if found is not None else None
 
@@ -76,10 +84,17 @@ class Here:
 
 
 def look_here(configuration: Configuration, say: Say) -> Here:
-    """All that is known of the target of the settings here; what is not is measured in a second, or estimated."""
+    """All that is known of the target of the settings here; what is not is measured in a second, or
+    estimated."""
     settings = configuration.settings
-    layout = lay_out_here(numa=settings.target.numa, threads=settings.target.threads, target_bytes=estimated_bytes(settings.target))
-    threads = settings.target.threads if settings.target.threads != "auto" else len(layout.target.cores)
+    layout = lay_out_here(
+        numa=settings.target.numa,
+        threads=settings.target.threads,
+        target_bytes=estimated_bytes(settings.target),
+    )
+    threads = (
+        settings.target.threads if settings.target.threads != "auto" else len(layout.target.cores)
+    )
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     say("looking at what is known of this machine")
     device = device_of(settings)
@@ -91,7 +106,10 @@ def look_here(configuration: Configuration, say: Say) -> Here:
     target = with_target(settings.target)
     config = planned_config(target)
     if not has_sizes(config):
-        raise UserError(f"the config.json of a {config.get('model_type')} model does not say how large it is: no plan can be made for it")
+        raise UserError(
+            f"the config.json of a {config.get('model_type')} model does not say how large it "
+            "is: no plan can be made for it"
+        )
     known = known_costs(target, profile_path(), device=device or "cpu")
     parts = known.parts if device is not None else None
     limits, source = _limits(known.calibration, say)
@@ -106,29 +124,58 @@ def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
     from dovetail.protocol.profile import machine_key
     from dovetail.workers.calibration import measure_limits
 
-    kept = [c.limits for entry in load_profile(profile_path()).entries if entry.key.machine == machine_key() for c in entry.calibrations]
+    kept = [
+        c.limits
+        for entry in load_profile(profile_path()).entries
+        if entry.key.machine == machine_key()
+        for c in entry.calibrations
+    ]
     if kept:
         return kept[-1], "measured with another model"
     say("measuring bandwidth and arithmetic")
     return measure_limits(PROBE_S), f"measured now, in {PROBE_S:g} s"
 
 
-def _hardware(settings: Settings, device: str | None, limits: Limits, source: str, threads: int, *, measured: bool) -> Hardware:
+def _hardware(
+    settings: Settings,
+    device: str | None,
+    limits: Limits,
+    source: str,
+    threads: int,
+    *,
+    measured: bool,
+) -> Hardware:
     weights, memory = settings.target.weights, settings.memory
     peak = Roofline(Model(1, weights), limits).peak_gflop_s
     host = Engine(limits.bandwidth_gb_s, peak, source=source)
-    core = Engine(limits.bandwidth_gb_s, limits.peak_gflop_s["fp32"] / threads, source=f"{source}; a core's share")
+    core = Engine(
+        limits.bandwidth_gb_s,
+        limits.peak_gflop_s["fp32"] / threads,
+        source=f"{source}; a core's share",
+    )
     ram = memory.ram_bytes if memory.ram_bytes is not None else free_memory_bytes()
     if device is None:
         return Hardware("this machine", host, None, core, host_bytes=ram)
     if device == "cpu":
         link = STAND_IN_SHARE * limits.bandwidth_gb_s
         vram = memory.vram_bytes if memory.vram_bytes is not None else ram
-        return Hardware("this machine, whose CPU stands for a GPU", host, host, core, link, "half of the bandwidth", False, vram, ram)
+        return Hardware(
+            "this machine, whose CPU stands for a GPU",
+            host,
+            host,
+            core,
+            link,
+            "half of the bandwidth",
+            False,
+            vram,
+            ram,
+        )
     return _with_gpu(settings, device, host, threads, ram, measured=measured)
 
 
-def _with_gpu(settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool) -> Hardware:
+def _with_gpu(
+    settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool
+) -> Hardware:
     from dovetail.workers.device_costs import probe_device
     from dovetail.workers.devices import free_bytes, open_device
     from dovetail.workers.spread import FREE_SHARE
@@ -139,4 +186,14 @@ def _with_gpu(settings: Settings, device: str, host: Engine, threads: int, ram: 
     found = probe_device(opened)
     own = Engine(found.read_gb_s, found.gflop_s, source="measured now")
     drafts = Engine(found.read_gb_s, found.half_gflop_s, source="measured now")
-    return Hardware(f"this machine with {opened.name}", host, own, drafts, found.link_gb_s, "measured now", True, vram, ram)
+    return Hardware(
+        f"this machine with {opened.name}",
+        host,
+        own,
+        drafts,
+        found.link_gb_s,
+        "measured now",
+        True,
+        vram,
+        ram,
+    )

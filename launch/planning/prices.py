@@ -1,5 +1,7 @@
-"""What the parts of models take on a machine, each number with where it is from: measured by `dovetail calibrate` and kept in the profile file, or else
-estimated from bandwidth and arithmetic - the larger of reading the bytes and computing the products (the roofline), and something for each layer.
+"""What the parts of models take on a machine, each number with where it is from: measured by
+`dovetail calibrate` and kept in the profile file, or else estimated from bandwidth and arithmetic -
+the larger of reading the bytes and computing the products (the roofline), and something for each
+layer.
 
 Knows numbers and their origins; neither files nor settings.
 """
@@ -15,12 +17,16 @@ from dovetail.protocol.profile import Calibration, DeviceCosts, RowsSeconds
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 
 HOP_S, COORDINATOR_S = 300e-6, 500e-6
-"""A message on its way over ipc, and what the coordinator does with one, right after a pass over half a gigabyte has emptied the caches: a round of the target
-alone took 0.95 ms beside its pass, one with a draft 2.4 ms (`python tests/benchmarks plan`). With nothing beside them they take a third of it."""
+"""A message on its way over ipc, and what the coordinator does with one, right after a pass over
+half a gigabyte has emptied the caches: a round of the target alone took 0.95 ms beside its pass,
+one with a draft 2.4 ms (`python tests/benchmarks plan`). With nothing beside them they take a third
+of it."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
-"""Ranking and bookkeeping of one level of a tree, and of a proposal, beside the draft's passes: the same rounds."""
+"""Ranking and bookkeeping of one level of a tree, and of a proposal, beside the draft's passes: the
+same rounds."""
 FP32_SHARE = 0.5
-"""Of a GPU's arithmetic in 16 bits: what it does in fp32, as its layers of a target are computed."""
+"""Of a GPU's arithmetic in 16 bits: what it does in fp32, as its layers of a target are
+computed."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,19 @@ class Engine:
     source: str = "measured"
     """Where these are from."""
 
-    def seconds(self, weights: float, size: float, layers: float = 0.0, passes: float = 0.0) -> Seconds:
+    def seconds(
+        self, weights: float, size: float, layers: float = 0.0, passes: float = 0.0
+    ) -> Seconds:
         """Of so many weights in so many bytes, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
         reading, row = size / (self.bandwidth_gb_s * GIGA), 2 * weights / (self.gflop_s * GIGA)
         return lambda rows: max(reading, rows * row) + beside
 
     def __str__(self) -> str:
-        return f"estimated from {self.bandwidth_gb_s:.4g} GB/s and {self.gflop_s:.4g} GFLOP/s ({self.source})"
+        return (
+            f"estimated from {self.bandwidth_gb_s:.4g} GB/s and {self.gflop_s:.4g} GFLOP/s "
+            f"({self.source})"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,20 +88,36 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
     if on_device:
         device = Engine(near or target.bandwidth_gb_s, peak, target.layer_us, source=source)
         own = machine.host
-        host = None if own is None else Engine(own.bandwidth_gb_s, own.peak_gflop_s[weights], own.layer_us, source=source)  # type: ignore[index]
+        host = (
+            None
+            if own is None
+            else Engine(own.bandwidth_gb_s, own.peak_gflop_s[weights], own.layer_us, source=source)  # type: ignore[index]
+        )
     else:
         share = FP32_SHARE if weights == "fp32" else 1.0
-        device = Engine(draft.bandwidth_gb_s, share * draft.peak_gflop_s, draft.block_us, source=source)
+        device = Engine(
+            draft.bandwidth_gb_s, share * draft.peak_gflop_s, draft.block_us, source=source
+        )
         host = Engine(target.bandwidth_gb_s, peak, target.layer_us, source=source)
     return Hardware(
         title=machine.title,
         host=host,
         device=device if memory is not None else None,
-        draft=Engine(draft.bandwidth_gb_s, draft.peak_gflop_s, draft.block_us, draft.pass_us, source),
+        draft=Engine(
+            draft.bandwidth_gb_s, draft.peak_gflop_s, draft.block_us, draft.pass_us, source
+        ),
         link_gb_s=memory.link_gb_s if memory is not None else 0.0,
         link=source,
-        device_bytes=vram if vram is not None else round(memory.vram_gb * GIGA) if memory is not None else None,
-        host_bytes=ram if ram is not None else round(memory.ram_gb * GIGA) if memory is not None else None,
+        device_bytes=vram
+        if vram is not None
+        else round(memory.vram_gb * GIGA)
+        if memory is not None
+        else None,
+        host_bytes=ram
+        if ram is not None
+        else round(memory.ram_gb * GIGA)
+        if memory is not None
+        else None,
         hop_s=machine.link.hop_us * MICRO,
         coordinator_s=machine.link.coordinator_us * MICRO,
         level_s=0.0,
@@ -106,18 +133,37 @@ class Prices:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def price(hardware: Hardware, target: Target, weights: str, calibration: Calibration | None = None, parts: DeviceCosts | None = None) -> Prices:
+def price(
+    hardware: Hardware,
+    target: Target,
+    weights: str,
+    calibration: Calibration | None = None,
+    parts: DeviceCosts | None = None,
+) -> Prices:
     """Costs of a target's parts: measured ones where there are any."""
     origins: dict[str, str] = {}
     host = _host(hardware, target, weights, calibration, parts, origins)
     device = _device(hardware, target, weights, parts, origins)
     link = _link(hardware, target, parts, origins) if device is not None else None
-    machine = Machine(host, device, link, hardware.device_bytes, hardware.host_bytes, hardware.hop_s, hardware.coordinator_s)
+    machine = Machine(
+        host,
+        device,
+        link,
+        hardware.device_bytes,
+        hardware.host_bytes,
+        hardware.hop_s,
+        hardware.coordinator_s,
+    )
     return Prices(machine, origins)
 
 
 def _host(
-    hardware: Hardware, target: Target, weights: str, calibration: Calibration | None, parts: DeviceCosts | None, origins: dict[str, str]
+    hardware: Hardware,
+    target: Target,
+    weights: str,
+    calibration: Calibration | None,
+    parts: DeviceCosts | None,
+    origins: dict[str, str],
 ) -> Place | None:
     if hardware.host is None:
         return None
@@ -131,7 +177,13 @@ def _host(
     return _estimated(hardware.host, target, weights)
 
 
-def _device(hardware: Hardware, target: Target, weights: str, parts: DeviceCosts | None, origins: dict[str, str]) -> Place | None:
+def _device(
+    hardware: Hardware,
+    target: Target,
+    weights: str,
+    parts: DeviceCosts | None,
+    origins: dict[str, str],
+) -> Place | None:
     if hardware.device is None:
         return None
     if parts is not None:
@@ -143,7 +195,10 @@ def _device(hardware: Hardware, target: Target, weights: str, parts: DeviceCosts
 
 def _estimated(engine: Engine, target: Target, weights: str) -> Place:
     width = weight_bytes(weights)
-    return Place(engine.seconds(target.layer / width, target.layer, 1.0), engine.seconds(target.head / width, target.head))
+    return Place(
+        engine.seconds(target.layer / width, target.layer, 1.0),
+        engine.seconds(target.head / width, target.head),
+    )
 
 
 def _shared(t_v: RowsSeconds, target: Target) -> Place:
@@ -153,7 +208,9 @@ def _shared(t_v: RowsSeconds, target: Target) -> Place:
     return Place(cache(lambda rows: layer * t_v.at(rows)), cache(lambda rows: head * t_v.at(rows)))
 
 
-def _link(hardware: Hardware, target: Target, parts: DeviceCosts | None, origins: dict[str, str]) -> Link:
+def _link(
+    hardware: Hardware, target: Target, parts: DeviceCosts | None, origins: dict[str, str]
+) -> Link:
     if parts is None:
         origins["the link"] = f"{hardware.link_gb_s:.4g} GB/s ({hardware.link})"
         copy_s = target.layer / (hardware.link_gb_s * GIGA)
@@ -162,11 +219,19 @@ def _link(hardware: Hardware, target: Target, parts: DeviceCosts | None, origins
     if hardware.overlaps:
         copy_s = target.layer / (parts.link_gb_s * GIGA)
         return Link(lambda rows: copy_s, overlaps=True)
-    return Link(cache(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False)
+    return Link(
+        cache(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False
+    )
 
 
-def level(hardware: Hardware, size: DraftSize, measured: RowsSeconds | None, layer_s: Seconds | None = None) -> Callable[[int, int], float]:
-    """t_D of a draft over rows, and what a level takes beside its pass. `layer_s`: of a target's layer, for a draft that computes with its resident ones."""
+def level(
+    hardware: Hardware,
+    size: DraftSize,
+    measured: RowsSeconds | None,
+    layer_s: Seconds | None = None,
+) -> Callable[[int, int], float]:
+    """t_D of a draft over rows, and what a level takes beside its pass. `layer_s`: of a target's
+    layer, for a draft that computes with its resident ones."""
     if measured is not None:
         whole, layers = cache(measured.at), size.layers * size.layer_bytes / size.pass_bytes
         each, rest = _times(whole, layers / size.layers), _times(whole, 1.0 - layers)
@@ -175,7 +240,12 @@ def level(hardware: Hardware, size: DraftSize, measured: RowsSeconds | None, lay
         rest = hardware.draft.seconds(size.other_weights, size.other_bytes, passes=1.0)
     if layer_s is None:
         return lambda rows, resident: size.layers * each(rows) + rest(rows) + hardware.level_s
-    return lambda rows, resident: (size.layers - resident) * each(rows) + resident * layer_s(rows) + rest(rows) + hardware.level_s
+    return lambda rows, resident: (
+        (size.layers - resident) * each(rows)
+        + resident * layer_s(rows)
+        + rest(rows)
+        + hardware.level_s
+    )
 
 
 def _times(seconds: Seconds, share: float) -> Seconds:

@@ -1,4 +1,5 @@
-"""What a plan says: each alternative in words, why it is as fast as it is, the settings that start it, and whether speculation is worth it."""
+"""What a plan says: each alternative in words, why it is as fast as it is, the settings that start
+it, and whether speculation is worth it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,9 @@ def placement(one: Alternative, device: str) -> str:
     option = one.option
     parts = []
     if option.on_cpu:
-        parts.append(f"cpu {_span(0, option.on_cpu - 1)}" + ("" if option.computed else " and head"))
+        parts.append(
+            f"cpu {_span(0, option.on_cpu - 1)}" + ("" if option.computed else " and head")
+        )
     if option.computed:
         kinds = ((option.resident, "resident"), (option.streamed, "streamed"))
         how = ", ".join(f"{count} {word}" for count, word in kinds if count)
@@ -56,19 +59,34 @@ def figure(value: float) -> str:
     return f"{value:.3g}" if value < 1000.0 else f"{value:.0f}"
 
 
-def settings(one: Alternative, device: str, draft_device: str, base: Configuration) -> dict[str, Any]:
+def settings(
+    one: Alternative, device: str, draft_device: str, base: Configuration
+) -> dict[str, Any]:
     """Dotted names and values of all that starts it, in the order of the settings."""
     option = one.option
     about = ("target.model", "target.weights", "target.inflate", "target.threads")
-    found: dict[str, Any] = {name: base.value(name) for name in about if base.value(name) != SETTINGS[name].default}
+    found: dict[str, Any] = {
+        name: base.value(name) for name in about if base.value(name) != SETTINGS[name].default
+    }
     found |= _target(option, device)
     if one.candidate is None or option.tree is None:
         found["draft.kind"] = "none"
     else:
         own = one.candidate.settings
-        found |= {f"draft.{name}": value for name in ("kind", "model", "weights") if (value := getattr(own, name)) != type(own).model_fields[name].default}
-        found |= {"draft.share": True} if one.offered is not None and one.offered.shared else {"draft.device": draft_device}
-        found |= {f"tree.{name}": getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")}
+        found |= {
+            f"draft.{name}": value
+            for name in ("kind", "model", "weights")
+            if (value := getattr(own, name)) != type(own).model_fields[name].default
+        }
+        found |= (
+            {"draft.share": True}
+            if one.offered is not None and one.offered.shared
+            else {"draft.device": draft_device}
+        )
+        found |= {
+            f"tree.{name}": getattr(option.tree, name)
+            for name in ("policy", "gamma", "depth", "width")
+        }
     return {name: found[name] for name in SETTINGS if name in found}
 
 
@@ -76,7 +94,11 @@ def _target(option: Option, device: str) -> dict[str, Any]:
     if not option.computed:
         return {}
     if option.on_cpu:
-        return {"target.split.device": device, "target.split.layers": option.computed, "target.resident": option.resident}
+        return {
+            "target.split.device": device,
+            "target.split.layers": option.computed,
+            "target.resident": option.resident,
+        }
     return {"target.device": device, "target.resident": option.resident}
 
 
@@ -94,35 +116,67 @@ def toml(found: Mapping[str, Any]) -> str:
     return "\n".join(f"[{table}]\n" + "\n".join(lines) for table, lines in sorted(tables.items()))
 
 
-def verdict(found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int) -> list[str]:
-    """Which wins, whether speculation is worth it, and heterogeneous speculation against offloading (Appendix B of the Dovetail paper)."""
+def verdict(
+    found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int
+) -> list[str]:
+    """Which wins, whether speculation is worth it, and heterogeneous speculation against offloading
+    (Appendix B of the Dovetail paper)."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
-        worth = "speculation is worth it" if gain >= WORTH else "speculation brings next to nothing here"
-        said.append(f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, {figure(alone.tokens_per_s)} tokens/s)")
+        worth = (
+            "speculation is worth it"
+            if gain >= WORTH
+            else "speculation brings next to nothing here"
+        )
+        said.append(
+            f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, "
+            f"{figure(alone.tokens_per_s)} tokens/s)"
+        )
     elif alone is not None:
         fits = any(one.candidate is not None for one in found)
-        cause = "no draft makes up for its time" if fits else "no draft was looked at, or none fits beside the target"
+        cause = (
+            "no draft makes up for its time"
+            if fits
+            else "no draft was looked at, or none fits beside the target"
+        )
         said.append(f"speculation is not worth it here: {cause}")
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
     if mixed is not None:
         offloading = _offloading(mixed, found, weights, bytes_read, link, layer_bytes)
-        said.append(f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, equation 6): {offloading.in_words()}")
+        said.append(
+            f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "
+            f"equation 6): {offloading.in_words()}"
+        )
     return said
 
 
-def _offloading(one: Alternative, found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int) -> Offloading:
+def _offloading(
+    one: Alternative,
+    found: Sequence[Alternative],
+    weights: str,
+    bytes_read: int,
+    link: Link | None,
+    layer_bytes: int,
+) -> Offloading:
     option = one.option
-    alone_s = next((1 / other.tokens_per_s for other in found if other.candidate is None), option.verify_s)
-    bounds = Bounds(one.tau, alone_s, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s)
+    alone_s = next(
+        (1 / other.tokens_per_s for other in found if other.candidate is None), option.verify_s
+    )
+    bounds = Bounds(
+        one.tau, alone_s, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s
+    )
     width = Model(1, weights).bytes
-    bus = None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
+    bus = (
+        None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
+    )
     return Offloading.of(Model(bytes_read // width, weights), bounds, bus)
 
 
-def told(one: Alternative, device: str, found: Mapping[str, Any], alone: Alternative | None) -> dict[str, Any]:
+def told(
+    one: Alternative, device: str, found: Mapping[str, Any], alone: Alternative | None
+) -> dict[str, Any]:
     """An alternative as `--json` has it."""
     option, tree, candidate = one.option, one.option.tree, one.candidate
     return {
@@ -137,7 +191,11 @@ def told(one: Alternative, device: str, found: Mapping[str, Any], alone: Alterna
         "width": tree.width if tree is not None else None,
         "blocks": candidate.blocks if candidate is not None else None,
         "layers": {"cpu": option.on_cpu, "resident": option.resident, "streamed": option.streamed},
-        "round_ms": {"draft": one.draft_s * MS, "verify": option.verify_s * MS, "beside": option.beside_s * MS},
+        "round_ms": {
+            "draft": one.draft_s * MS,
+            "verify": option.verify_s * MS,
+            "beside": option.beside_s * MS,
+        },
         "vram_gb": option.device_bytes / GIGA,
         "ram_gb": option.host_bytes / GIGA,
         "why": why(one),

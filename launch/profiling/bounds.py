@@ -1,8 +1,10 @@
-"""What the hardware and the method allow at best, beside what was reached; and the inequality of the Dovetail paper's Appendix B. Pure: numbers in and out.
+"""What the hardware and the method allow at best, beside what was reached; and the inequality of
+the Dovetail paper's Appendix B. Pure: numbers in and out.
 
-A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M weights / peak for the arithmetic, and all in all between the larger of the two
-and their sum: T_V = max(T_c, T_p) + beta min(T_c, T_p) (equations 4 and 5). Offloading streams the weights over the bus, in P / B_p a pass. Speculation across
-two devices is right where a token costs less than that (equation 6).
+A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M weights / peak for
+the arithmetic, and all in all between the larger of the two and their sum: T_V = max(T_c, T_p) +
+beta min(T_c, T_p) (equations 4 and 5). Offloading streams the weights over the bus, in P / B_p a
+pass. Speculation across two devices is right where a token costs less than that (equation 6).
 """
 
 import json
@@ -42,7 +44,8 @@ class Model:
 
 
 def read_model(folder: Path | None, weights: str, inflation: str) -> Model | None:
-    """The target in a folder, whose linears may be inflated to a size in fp32; None where neither tells how many weights it has."""
+    """The target in a folder, whose linears may be inflated to a size in fp32; None where neither
+    tells how many weights it has."""
     if inflation:
         return Model(byte_count(inflation) // FP32_BYTES, weights)
     parameters = linear_parameters(folder) if folder is not None else 0
@@ -53,7 +56,12 @@ def has_16_bits(folder: Path | None) -> bool:
     """Whether the matrices of a checkpoint are stored in 16 bits."""
     if folder is None:
         return False
-    kinds = {entry["dtype"] for file in folder.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__"}
+    kinds = {
+        entry["dtype"]
+        for file in folder.glob("*.safetensors")
+        for name, entry in _header(file).items()
+        if name != "__metadata__"
+    }
     return bool(kinds & {"F16", "BF16"})
 
 
@@ -66,10 +74,17 @@ def count_layers(folder: Path | None) -> int:
 
 
 def linear_parameters(folder: Path) -> int:
-    """Weights of all matrices of a checkpoint, from the headers of its safetensors: a table of embeddings where it is the output head too. 0: unknown."""
+    """Weights of all matrices of a checkpoint, from the headers of its safetensors: a table of
+    embeddings where it is the output head too. 0: unknown."""
     sizes: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        sizes.update({name: prod(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__" and len(entry["shape"]) == 2})
+        sizes.update(
+            {
+                name: prod(entry["shape"])
+                for name, entry in _header(file).items()
+                if name != "__metadata__" and len(entry["shape"]) == 2
+            }
+        )
     tied = not any(name.endswith(HEADS) for name in sizes)
     tables = [name for name in sizes if name.endswith(EMBEDDINGS)]
     left_out = [name for name in tables if not tied or name.endswith("wpe.weight")]
@@ -95,8 +110,13 @@ class Roofline:
 
     @property
     def peak_gflop_s(self) -> float:
-        """Of the arithmetic that is used: 16-bit weights are multiplied in fp32, but by a library's bf16."""
-        wanted = {"int8": "int8", "int8-per-tensor": "int8", "bf16": "bf16" if self.library else "fp32"}.get(self.model.weights, "fp32")
+        """Of the arithmetic that is used: 16-bit weights are multiplied in fp32, but by a library's
+        bf16."""
+        wanted = {
+            "int8": "int8",
+            "int8-per-tensor": "int8",
+            "bf16": "bf16" if self.library else "fp32",
+        }.get(self.model.weights, "fp32")
         return self.limits.peak_gflop_s.get(wanted, self.limits.peak_gflop_s["fp32"])
 
     @property
@@ -145,12 +165,18 @@ class Pass:
 
     @property
     def overlap(self) -> float:
-        """beta: how much of the shorter of the two is not hidden behind the longer; above 1 there is more than these two in a pass."""
+        """beta: how much of the shorter of the two is not hidden behind the longer; above 1 there
+        is more than these two in a pass."""
         shorter = min(self.t_c_s, self.t_p_s)
         return max(0.0, self.t_v_s - max(self.t_c_s, self.t_p_s)) / shorter if shorter else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "bound": self.bound, "efficiency": self.efficiency, "beta": self.overlap}
+        return {
+            **asdict(self),
+            "bound": self.bound,
+            "efficiency": self.efficiency,
+            "beta": self.overlap,
+        }
 
 
 @dataclass(frozen=True)
@@ -178,7 +204,8 @@ class Bounds:
 
     @property
     def most_speedup(self) -> float:
-        """tau T_T / T_V, where T_T is a round of the target alone, its messages included: with drafting and messages for nothing."""
+        """tau T_T / T_V, where T_T is a round of the target alone, its messages included: with
+        drafting and messages for nothing."""
         return self.tau * self.alone_s / self.t_v_s
 
     @property
@@ -204,10 +231,12 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Offloading:
-    """Heterogeneous speculation against streaming the weights to an accelerator (Appendix B, equation 6)."""
+    """Heterogeneous speculation against streaming the weights to an accelerator (Appendix B,
+    equation 6)."""
 
     needed_gb_s: float
-    """What the bus would have to carry for offloading, a token a pass, to be as fast as this run."""
+    """What the bus would have to carry for offloading, a token a pass, to be as fast as this
+    run."""
     needed_with_tree_gb_s: float
     """The same for offloading that verifies the same trees: a pass has to take less than T_V."""
     bus_gb_s: float | None
@@ -220,15 +249,25 @@ class Offloading:
 
     @property
     def right(self) -> bool | None:
-        """Whether heterogeneous speculation is the right choice here; None: only where there is an accelerator it is one."""
+        """Whether heterogeneous speculation is the right choice here; None: only where there is an
+        accelerator it is one."""
         return None if self.bus_gb_s is None else self.bus_gb_s < self.needed_gb_s
 
     def in_words(self) -> str:
         if self.bus_gb_s is None:
-            return f"there is no accelerator here to stream the weights to (its bus would have to carry {self.needed_gb_s:.1f} GB/s)"
+            return (
+                "there is no accelerator here to stream the weights to (its bus would have "
+                f"to carry {self.needed_gb_s:.1f} GB/s)"
+            )
         if self.bus_gb_s < self.needed_gb_s:
-            return f"right: offloading a token a pass would need {self.needed_gb_s:.1f} GB/s over a bus that carries {self.bus_gb_s:.1f} at best"
-        return f"wrong: the bus carries up to {self.bus_gb_s:.1f} GB/s, and offloading a token a pass draws level at {self.needed_gb_s:.1f}"
+            return (
+                f"right: offloading a token a pass would need {self.needed_gb_s:.1f} GB/s "
+                f"over a bus that carries {self.bus_gb_s:.1f} at best"
+            )
+        return (
+            f"wrong: the bus carries up to {self.bus_gb_s:.1f} GB/s, and offloading a token "
+            f"a pass draws level at {self.needed_gb_s:.1f}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "right": self.right, "in_words": self.in_words()}

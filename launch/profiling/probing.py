@@ -1,6 +1,8 @@
-"""What cores can do at best: their bandwidth and arithmetic, measured for a second in a process of its own that is bound to them.
+"""What cores can do at best: their bandwidth and arithmetic, measured for a second in a process of
+its own that is bound to them.
 
-`python -m dovetail.launch.profiling.probing` is that process, since torch must not be imported before the binding.
+`python -m dovetail.launch.profiling.probing` is that process, since torch must not be imported
+before the binding.
 """
 
 import json
@@ -25,8 +27,13 @@ SECONDS = 0.6
 
 def probe(supervisor: Supervisor, place: Place) -> Limits:
     """The limits of the cores of a place; they have to be idle."""
-    where = [f"--cores={format_numbers(place.cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
-    child = supervisor.start("probe of the machine", where, module="dovetail.launch.profiling.probing", reads=True)
+    where = [
+        f"--cores={format_numbers(place.cores)}",
+        f"--memory-nodes={format_numbers(place.nodes)}",
+    ]
+    child = supervisor.start(
+        "probe of the machine", where, module="dovetail.launch.profiling.probing", reads=True
+    )
     assert child.process.stdout is not None
     line = child.process.stdout.readline()
     child.process.wait()
@@ -41,7 +48,8 @@ def probe(supervisor: Supervisor, place: Place) -> Limits:
 @click.option("--memory-nodes", default="")
 @click.option("--parent", type=int, required=True)
 def measure(cores: str, memory_nodes: str, parent: int) -> None:
-    """Bind this process, and only then import torch and measure; the better of two tries, since others may disturb one."""
+    """Bind this process, and only then import torch and measure; the better of two tries, since
+    others may disturb one."""
     end_with(parent)
     end_when_told()
     said = claim_stdout()

@@ -1,7 +1,8 @@
-"""What the machine says of itself while a workload runs: busy cores, memory, energy, GPUs. Each sampler is there, or says why it is not; nothing is ever 0
-for want of a reading.
+"""What the machine says of itself while a workload runs: busy cores, memory, energy, GPUs. Each
+sampler is there, or says why it is not; nothing is ever 0 for want of a reading.
 
-Counters are kept as they are read, and only differences of them mean anything. Knows devices, nothing of tokens or rounds.
+Counters are kept as they are read, and only differences of them mean anything. Knows devices,
+nothing of tokens or rounds.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ NO_CARD = "no such card is on this machine's bus"
 IMPORT_S = 20.0
 """For a vendor's library to be imported."""
 LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""What a lane of PCIe carries one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s, 128/130 of 8, 16 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
+"""What a lane of PCIe carries one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s,
+128/130 of 8, 16 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
 
 
 class Absent(Exception):
@@ -84,7 +86,8 @@ class GpuSampler(Protocol):
 
 @dataclass
 class Rapl:
-    """Energy counters of the processors (Linux powercap); `Absent` where there are none, or only root may read them."""
+    """Energy counters of the processors (Linux powercap); `Absent` where there are none, or only
+    root may read them."""
 
     root: Path = ROOT
     _last: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -94,15 +97,29 @@ class Rapl:
         self.read()
 
     def _found(self) -> Mapping[str, Path]:
-        """Name -> folder of the packages and of their memory; a core's or a GPU's share of a package would count twice."""
+        """Name -> folder of the packages and of their memory; a core's or a GPU's share of a
+        package would count twice."""
         folder = self.root / POWERCAP
         if not folder.is_dir():
             raise Absent("this machine has no /sys/class/powercap, as most virtual machines")
-        folders = {path: (path / "name").read_text(encoding="ascii").strip() for path in sorted(folder.glob("intel-rapl:*")) if (path / "energy_uj").exists()}
-        chosen = {path: name for path, name in folders.items() if name.startswith("package") or name == "dram"}
+        folders = {
+            path: (path / "name").read_text(encoding="ascii").strip()
+            for path in sorted(folder.glob("intel-rapl:*"))
+            if (path / "energy_uj").exists()
+        }
+        chosen = {
+            path: name
+            for path, name in folders.items()
+            if name.startswith("package") or name == "dram"
+        }
         if not chosen:
-            raise Absent("no package of this machine counts its energy (no intel-rapl in /sys/class/powercap)")
-        parents = {path: folders.get(path.with_name(path.name.rpartition(":")[0]), "") for path in chosen}
+            raise Absent(
+                "no package of this machine counts its energy (no intel-rapl in "
+                "/sys/class/powercap)"
+            )
+        parents = {
+            path: folders.get(path.with_name(path.name.rpartition(":")[0]), "") for path in chosen
+        }
         return {f"{parents[path]} {name}".strip(): path for path, name in chosen.items()}
 
     def read(self) -> Mapping[str, float]:
@@ -110,7 +127,10 @@ class Rapl:
         told = {}
         for name, path in self._domains.items():
             try:
-                now, most = (int((path / file).read_text(encoding="ascii")) for file in ("energy_uj", "max_energy_range_uj"))
+                now, most = (
+                    int((path / file).read_text(encoding="ascii"))
+                    for file in ("energy_uj", "max_energy_range_uj")
+                )
             except PermissionError:
                 raise Absent(f"only root may read {path}/energy_uj on this machine") from None
             before, sum_j = self._last.get(name, (now, 0.0))
@@ -121,12 +141,15 @@ class Rapl:
 
 
 def cards_of(vendor: str, root: Path = ROOT) -> bool:
-    """Whether a display or compute card of this maker (its PCI number) is on the bus, or may be there: the kernel does not tell, or a guest sees no bus."""
+    """Whether a display or compute card of this maker (its PCI number) is on the bus, or may be
+    there: the kernel does not tell, or a guest sees no bus."""
     devices = [*(root / DEVICES).glob("*")]
     if any((root / guest).exists() for guest in GUESTS):
         return True
     found = [(_word(device / "vendor"), _word(device / "class")) for device in devices]
-    return not devices or any(maker == vendor and kind.startswith(CARD_CLASSES) for maker, kind in found)
+    return not devices or any(
+        maker == vendor and kind.startswith(CARD_CLASSES) for maker, kind in found
+    )
 
 
 def _word(path: Path) -> str:
@@ -152,7 +175,9 @@ class Nvml:
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         try:
             self.read()
-        except self._nvml.NVMLError as error:  # as a part of a card (MIG) that has no figures of its own
+        except (
+            self._nvml.NVMLError
+        ) as error:  # as a part of a card (MIG) that has no figures of its own
             raise Absent(f"NVML does not tell how busy the card is: {error}") from None
 
     def read(self) -> Mapping[str, Gpu]:
@@ -163,11 +188,21 @@ class Nvml:
         name = nvml.nvmlDeviceGetName(handle)
         busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         energy_mj = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        generation, lanes = (self._ask(ask, handle) for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth))
+        generation, lanes = (
+            self._ask(ask, handle)
+            for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth)
+        )
         link = LANE_GB_S[generation] * lanes if generation in LANE_GB_S and lanes else None
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         energy_j = None if energy_mj is None else energy_mj / 1e3
-        return Gpu(name if isinstance(name, str) else name.decode(), busy, int(memory.used), int(memory.total), energy_j, link)
+        return Gpu(
+            name if isinstance(name, str) else name.decode(),
+            busy,
+            int(memory.used),
+            int(memory.total),
+            energy_j,
+            link,
+        )
 
     def _ask(self, question: Any, handle: Any) -> Any:
         """What some cards do not tell."""
@@ -185,7 +220,12 @@ class Amd:
             if not cards_of(AMD):
                 raise Absent(NO_CARD)
             raise Absent("amdsmi is not installed (it comes with ROCm)")
-        tried = subprocess.run([sys.executable, "-c", "import amdsmi"], capture_output=True, timeout=IMPORT_S, check=False)
+        tried = subprocess.run(
+            [sys.executable, "-c", "import amdsmi"],
+            capture_output=True,
+            timeout=IMPORT_S,
+            check=False,
+        )
         if tried.returncode:
             raise Absent("amdsmi is installed and cannot be imported: libamd_smi.so is missing")
         self._smi: Any = importlib.import_module("amdsmi")
@@ -198,7 +238,11 @@ class Amd:
             raise Absent("amdsmi finds no card")
         try:
             self.read()
-        except (self._smi.AmdSmiException, KeyError, TypeError) as error:  # what a card does not tell is left out, or is the text N/A
+        except (
+            self._smi.AmdSmiException,
+            KeyError,
+            TypeError,
+        ) as error:  # what a card does not tell is left out, or is the text N/A
             raise Absent(f"amdsmi does not tell how busy the card is: {error!r}") from None
 
     def read(self) -> Mapping[str, Gpu]:
@@ -210,7 +254,14 @@ class Amd:
         memory = smi.amdsmi_get_gpu_vram_usage(handle)
         joules = self._energy_j(handle)
         name = str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"])
-        return Gpu(name, busy, int(memory["vram_used"]) << 20, int(memory["vram_total"]) << 20, joules, None)
+        return Gpu(
+            name,
+            busy,
+            int(memory["vram_used"]) << 20,
+            int(memory["vram_total"]) << 20,
+            joules,
+            None,
+        )
 
     def _energy_j(self, handle: Any) -> float | None:
         """None on the guest of a virtual machine, which is not told."""
@@ -232,7 +283,10 @@ class Samplers:
         self.absent: dict[str, str] = {}
         """Reading -> why there is none."""
         self._rapl = self._open("energy of the processors (RAPL)", lambda: Rapl(root))
-        cards = [self._open(name, kind) for name, kind in (("NVIDIA cards (NVML)", Nvml), ("AMD cards (amdsmi)", Amd))]
+        cards = [
+            self._open(name, kind)
+            for name, kind in (("NVIDIA cards (NVML)", Nvml), ("AMD cards (amdsmi)", Amd))
+        ]
         self._cards: list[GpuSampler] = [card for card in cards if card is not None]
         self._taken: list[Sample] = []
 
@@ -251,7 +305,14 @@ class Samplers:
     def take(self) -> Sample:
         """Read everything once."""
         cards = {name: gpu for card in self._cards for name, gpu in card.read().items()}
-        sample = Sample(time.monotonic_ns(), _cores(), self._used(), node_memory(self._root), self._rapl.read() if self._rapl else {}, cards)
+        sample = Sample(
+            time.monotonic_ns(),
+            _cores(),
+            self._used(),
+            node_memory(self._root),
+            self._rapl.read() if self._rapl else {},
+            cards,
+        )
         self._taken.append(sample)
         return sample
 
@@ -265,9 +326,13 @@ class Samplers:
 
 
 def _cores() -> Mapping[int, tuple[float, float]]:
-    """(busy, all) seconds of each logical CPU. A guest's time is in user time already, and what the host took (steal) is nobody's work."""
+    """(busy, all) seconds of each logical CPU. A guest's time is in user time already, and what the
+    host took (steal) is nobody's work."""
     return {
-        core: (sum(t) - t.idle - t.iowait - t.guest - t.guest_nice - t.steal, sum(t) - t.guest - t.guest_nice)
+        core: (
+            sum(t) - t.idle - t.iowait - t.guest - t.guest_nice - t.steal,
+            sum(t) - t.guest - t.guest_nice,
+        )
         for core, t in enumerate(psutil.cpu_times(percpu=True))
     }
 
@@ -277,19 +342,26 @@ def node_memory(root: Path = ROOT) -> Mapping[int, int]:
     used = {}
     for path in sorted((root / NODES).glob("node[0-9]*")):
         lines = (path / "meminfo").read_text(encoding="ascii").splitlines()
-        found = {line.split()[2].rstrip(":"): int(line.split()[3]) * 1024 for line in lines if line.startswith("Node ") and len(line.split()) >= 4}
+        found = {
+            line.split()[2].rstrip(":"): int(line.split()[3]) * 1024
+            for line in lines
+            if line.startswith("Node ") and len(line.split()) >= 4
+        }
         if {"MemTotal", "MemFree"} <= found.keys():
             used[int(path.name.removeprefix("node"))] = found["MemTotal"] - found["MemFree"]
     return used
 
 
-# -- differences -------------------------------------------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------
 
 
 def busy_cores(first: Sample, last: Sample, cores: Sequence[int]) -> float | None:
-    """Share of the time between two samples in which these cores were busy, with whatever; None where none of them was read, or no time has passed."""
+    """Share of the time between two samples in which these cores were busy, with whatever; None
+    where none of them was read, or no time has passed."""
     known = [core for core in cores if core in first.cores and core in last.cores]
-    busy, every = (sum(last.cores[core][part] - first.cores[core][part] for core in known) for part in (0, 1))
+    busy, every = (
+        sum(last.cores[core][part] - first.cores[core][part] for core in known) for part in (0, 1)
+    )
     return busy / every if every > 0.0 else None
 
 
@@ -303,7 +375,11 @@ def busy_process(first: Sample, last: Sample, pid: int, threads: int) -> float |
 
 def energy_j(first: Sample, last: Sample) -> Mapping[str, float]:
     """Joules between two samples of everything that counts them."""
-    told = {name: last.energy_j[name] - first.energy_j[name] for name in last.energy_j if name in first.energy_j}
+    told = {
+        name: last.energy_j[name] - first.energy_j[name]
+        for name in last.energy_j
+        if name in first.energy_j
+    }
     for name, gpu in last.gpus.items():
         before = first.gpus.get(name)
         if before is not None and gpu.energy_j is not None and before.energy_j is not None:

@@ -1,4 +1,5 @@
-"""The stages of a profile: probe, start, warm up, run and watch, sound - or watch what others have decoded. What they bring is one `Evidence`.
+"""The stages of a profile: probe, start, warm up, run and watch, sound - or watch what others have
+decoded. What they bring is one `Evidence`.
 
 Knows the order and where each fact comes from, not what follows from them.
 """
@@ -14,7 +15,15 @@ from urllib.parse import urlsplit
 
 from dovetail.launch.binding import Place
 from dovetail.launch.configure import Configuration
-from dovetail.launch.connection import Connection, ahead_of, find_coordinator, models_of, names_models, speaks_http, weights_of
+from dovetail.launch.connection import (
+    Connection,
+    ahead_of,
+    find_coordinator,
+    models_of,
+    names_models,
+    speaks_http,
+    weights_of,
+)
 from dovetail.launch.cores import lay_out
 from dovetail.launch.directory import announcements, profile_path
 from dovetail.launch.embedded import with_draft
@@ -27,7 +36,13 @@ from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings, Workload, watch_others
 from dovetail.launch.prompts import Prompt
-from dovetail.launch.supervise import Supervisor, check_stack, layout_of, start_stack, wait_until_ready
+from dovetail.launch.supervise import (
+    Supervisor,
+    check_stack,
+    layout_of,
+    start_stack,
+    wait_until_ready,
+)
 from dovetail.launch.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.topology import Topology, format_numbers, read_topology
 from dovetail.protocol.errors import UserError
@@ -45,13 +60,25 @@ QUIET = 0.05
 """A GPU that is busy for less is nobody's."""
 
 
-def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Prompt], seed: int) -> tuple[Evidence, Watch]:
+def own_run(
+    owned: ExitStack, configuration: Configuration, prompts: Sequence[Prompt], seed: int
+) -> tuple[Evidence, Watch]:
     """A workload on processes of our own."""
     check_stack(configuration)
     if others := announcements():
-        note(f"a coordinator of yours runs on this machine (pid {others[0].pid}); what it does disturbs this profile: --connect {others[0].address} watches it")
-    settings, topology, layout = configuration.settings, read_topology(), layout_of(configuration.settings)
-    taken = {*layout.target.cores, *(() if settings.draft.kind in LIGHT_DRAFTS else layout.draft.cores)}
+        note(
+            f"a coordinator of yours runs on this machine (pid {others[0].pid}); what it does "
+            f"disturbs this profile: --connect {others[0].address} watches it"
+        )
+    settings, topology, layout = (
+        configuration.settings,
+        read_topology(),
+        layout_of(configuration.settings),
+    )
+    taken = {
+        *layout.target.cores,
+        *(() if settings.draft.kind in LIGHT_DRAFTS else layout.draft.cores),
+    }
     spare = [core[0] for node in topology.nodes for core in node.cores if not taken & set(core)]
     supervisor = owned.enter_context(Supervisor())
     limits: Limits | None = None
@@ -61,8 +88,15 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
         if settings.target.device == "cpu":
             say("probing the machine")
             limits = probe(supervisor, layout.target)
-            wider = probe(supervisor, Place((*layout.target.cores, *spare), layout.target.nodes)) if spare else None
-            others_nodes = {numa: probe(supervisor, place) for numa, place in other_nodes(topology, settings.target, layout.target).items()}
+            wider = (
+                probe(supervisor, Place((*layout.target.cores, *spare), layout.target.nodes))
+                if spare
+                else None
+            )
+            others_nodes = {
+                numa: probe(supervisor, place)
+                for numa, place in other_nodes(topology, settings.target, layout.target).items()
+            }
         say("starting")
         stack = start_stack(supervisor, configuration, layout=layout, anew=True)
         state = wait_until_ready(supervisor, stack, say)
@@ -79,8 +113,16 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
         soundings = workload.sound(prompts, step)
     ahead = ahead_of(settings.draft)
     tree = Tree(settings.tree.gamma, settings.tree.depth)
-    shape = f"policy {settings.tree.policy}, {settings.tree.gamma}/{settings.tree.depth}/{settings.tree.width}" if workload.drafts else "no draft"
-    words = f"{counted(len(prompts), 'prompt')}, temperature {settings.sampling.temperature:g}, seed {seed}, {shape}"
+    shape = (
+        f"policy {settings.tree.policy}, "
+        f"{settings.tree.gamma}/{settings.tree.depth}/{settings.tree.width}"
+        if workload.drafts
+        else "no draft"
+    )
+    words = (
+        f"{counted(len(prompts), 'prompt')}, temperature "
+        f"{settings.sampling.temperature:g}, seed {seed}, {shape}"
+    )
     facts = _Facts(
         status,
         soundings,
@@ -102,8 +144,8 @@ def own_run(owned: ExitStack, configuration: Configuration, prompts: Sequence[Pr
 
 
 def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mapping[str, Place]:
-    """What target.numa could say else - the best node, or all of them, from which memory is taken in turn - with the place that it gives; none on a machine
-    with one memory node."""
+    """What target.numa could say else - the best node, or all of them, from which memory is taken
+    in turn - with the place that it gives; none on a machine with one memory node."""
     if len(topology.computing) < 2:
         return {}
     found: dict[str, Place] = {}
@@ -117,10 +159,21 @@ def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mappi
     return found
 
 
-def attached(owned: ExitStack, configuration: Configuration, address: str, prompts: Sequence[Prompt], seconds: float, seed: int) -> tuple[Evidence, Watch]:
-    """A coordinator that runs: some prompts of ours on it, or what others have decoded meanwhile."""
+def attached(
+    owned: ExitStack,
+    configuration: Configuration,
+    address: str,
+    prompts: Sequence[Prompt],
+    seconds: float,
+    seed: int,
+) -> tuple[Evidence, Watch]:
+    """A coordinator that runs: some prompts of ours on it, or what others have decoded
+    meanwhile."""
     if named := names_models(configuration):
-        raise UserError(f"{named} is a matter of the workers and does nothing with --connect: leave one of the two out")
+        raise UserError(
+            f"{named} is a matter of the workers and does nothing with --connect: leave one of "
+            "the two out"
+        )
     address = _behind(address)
     client = owned.enter_context(find_coordinator(configuration, address))
     state = client.status()
@@ -140,32 +193,62 @@ def attached(owned: ExitStack, configuration: Configuration, address: str, promp
     status = client.status()
     target = _role(status.workers, "target")
     records = [seen.record for seen in watch.rounds]
-    tree = Tree(max(record.verified for record in records), max((max(levels_of(r.parents[: r.verified]), default=0) for r in records), default=0))
+    tree = Tree(
+        max(record.verified for record in records),
+        max((max(levels_of(r.parents[: r.verified]), default=0) for r in records), default=0),
+    )
     limits = _known_limits(target) if target.host == socket.gethostname() else None
     kind = HEAD if any(worker.feature_bytes for worker in status.workers) else SMALL
-    facts = _Facts(status, Soundings(), tree, None, _went_ahead(watch), policy, cuts, kind, _share_cores(watch), 0, None, limits, None, {}, words)
+    facts = _Facts(
+        status,
+        Soundings(),
+        tree,
+        None,
+        _went_ahead(watch),
+        policy,
+        cuts,
+        kind,
+        _share_cores(watch),
+        0,
+        None,
+        limits,
+        None,
+        {},
+        words,
+    )
     return facts.evidence(watch), watch
 
 
 def _behind(address: str) -> str:
-    """The coordinator's address behind the URL of a server of this user on this machine; an address stays as it is."""
+    """The coordinator's address behind the URL of a server of this user on this machine; an address
+    stays as it is."""
     if not speaks_http(address):
         return address
     wanted = _listener(address)
-    found = next((one.address for one in announcements() if one.url and _listener(one.url) == wanted), None)
+    found = next(
+        (one.address for one in announcements() if one.url and _listener(one.url) == wanted), None
+    )
     if found is None:
-        raise UserError(f"no server of yours on this machine serves {address}: name its coordinator's address instead (`dovetail status` tells it)")
+        raise UserError(
+            f"no server of yours on this machine serves {address}: name its coordinator's "
+            "address instead (`dovetail status` tells it)"
+        )
     return found
 
 
 def _listener(url: str) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port of a URL; all names of this machine's own end are one. `UserError` if it is no URL."""
+    """Scheme, host and port of a URL; all names of this machine's own end are one. `UserError` if
+    it is no URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         raise UserError(f"{url!r} is no address: write http://HOST:PORT for a server") from None
-    return parts.scheme, "localhost" if parts.hostname in OWN_END else parts.hostname, port or {"http": 80, "https": 443}.get(parts.scheme)
+    return (
+        parts.scheme,
+        "localhost" if parts.hostname in OWN_END else parts.hostname,
+        port or {"http": 80, "https": 443}.get(parts.scheme),
+    )
 
 
 @contextmanager
@@ -178,19 +261,30 @@ def _watched(watch: Watch) -> Iterator[None]:
 
 def _check_rounds(watch: Watch) -> None:
     if not watch.rounds:
-        raise UserError("nothing was decoded beyond the first token of a reply: take a prompt with a longer one, or allow more tokens")
+        raise UserError(
+            "nothing was decoded beyond the first token of a reply: take a prompt with a "
+            "longer one, or allow more tokens"
+        )
 
 
 def _samplers(state: Reported) -> Samplers:
     """Of the processes that are on this machine: workers, coordinator, and this one."""
     here, coordinator = socket.gethostname(), _coordinator(state)
-    workers = [worker.pid for worker in state.workers if worker.host == here and Path(f"/proc/{worker.pid}").exists()]
+    workers = [
+        worker.pid
+        for worker in state.workers
+        if worker.host == here and Path(f"/proc/{worker.pid}").exists()
+    ]
     return Samplers([*workers, *([coordinator] if coordinator is not None else []), os.getpid()])
 
 
 def _coordinator(state: Reported) -> int | None:
     """Its process, where that is on this machine."""
-    return state.pid if state.address.startswith("ipc://") and Path(f"/proc/{state.pid}").exists() else None
+    return (
+        state.pid
+        if state.address.startswith("ipc://") and Path(f"/proc/{state.pid}").exists()
+        else None
+    )
 
 
 def _went_ahead(watch: Watch) -> bool:
@@ -198,12 +292,17 @@ def _went_ahead(watch: Watch) -> bool:
 
 
 def _share_cores(watch: Watch) -> bool:
-    targets, drafts = ([set(worker.cores) for worker in watch.workers if role in worker.roles] for role in ("target", "draft"))
+    targets, drafts = (
+        [set(worker.cores) for worker in watch.workers if role in worker.roles]
+        for role in ("target", "draft")
+    )
     return any(target & draft for target in targets for draft in drafts)
 
 
 def _role(workers: Sequence[WorkerState], role: str) -> WorkerState:
-    found = next((worker for worker in workers if role in worker.roles and not worker.standby), None)
+    found = next(
+        (worker for worker in workers if role in worker.roles and not worker.standby), None
+    )
     if found is None:
         raise UserError(f"there is no {role} worker any more: nothing can be said of this run")
     return found
@@ -223,12 +322,20 @@ def _blocks(configuration: Configuration) -> int | None:
     if not (folder / "config.json").is_file():
         return None
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return int(told["num_hidden_layers"]) if any(str(name).endswith("Dovetail") for name in told.get("architectures", ())) else None
+    return (
+        int(told["num_hidden_layers"])
+        if any(str(name).endswith("Dovetail") for name in told.get("architectures", ()))
+        else None
+    )
 
 
 def _known_limits(target: WorkerState) -> Limits | None:
     """Those that a calibration of this machine found with as many threads: the latest."""
-    entries = [entry for entry in load_profile(profile_path()).entries if entry.key.machine == machine_key() and entry.key.threads == max(1, target.threads)]
+    entries = [
+        entry
+        for entry in load_profile(profile_path()).entries
+        if entry.key.machine == machine_key() and entry.key.threads == max(1, target.threads)
+    ]
     found = [calibration for entry in entries for calibration in entry.calibrations]
     return max(found, key=lambda calibration: calibration.measured).limits if found else None
 
@@ -314,7 +421,9 @@ class _Facts:
             blocks=self.blocks,
             idle_gpu=_idle_gpu(watch, drafts),
             elsewhere=tuple(self._elsewhere()),
-            card=_card(watch) if self.target.device == "cpu" and not self.target.placement else None,
+            card=_card(watch)
+            if self.target.device == "cpu" and not self.target.placement
+            else None,
             layers=count_layers(_folder(self.target)) if not self.target.inflation else 0,
             weight_bytes=self.model.bytes if self.model is not None else 0,
         )
@@ -322,12 +431,23 @@ class _Facts:
     def _elsewhere(self) -> Iterator[Elsewhere]:
         for numa, limits in self.others_nodes.items():
             if (roofline := self._roofline(limits)) is not None:
-                what = "the target on the best memory node" if numa == "auto" else f"the target on the memory nodes {numa}, its weights on all of them in turn"
+                what = (
+                    "the target on the best memory node"
+                    if numa == "auto"
+                    else f"the target on the memory nodes {numa}, its weights on all of them "
+                    "in turn"
+                )
                 yield Elsewhere(what, (f"--target.numa={numa}",), roofline)
 
     def _roofline(self, limits: Limits | None) -> Roofline | None:
-        """None too where some of the target computes on something else than the CPU, whose limits are not probed."""
-        if limits is None or self.model is None or self.target.device != "cpu" or self.target.placement:
+        """None too where some of the target computes on something else than the CPU, whose limits
+        are not probed."""
+        if (
+            limits is None
+            or self.model is None
+            or self.target.device != "cpu"
+            or self.target.placement
+        ):
             return None
         kernels = str(self.target.fingerprint).split("/")[2] if self.target.fingerprint else ""
         return Roofline(self.model, limits, library=kernels.startswith("torch"))
@@ -336,7 +456,11 @@ class _Facts:
 def _card(watch: Watch) -> Card | None:
     """The card with the most memory free."""
     cards = watch.samplers.taken[-1].gpus if watch.samplers.taken else {}
-    found = [Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s) for device, gpu in cards.items() if device.startswith("cuda")]
+    found = [
+        Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s)
+        for device, gpu in cards.items()
+        if device.startswith("cuda")
+    ]
     return max(found, key=lambda card: card.free_bytes, default=None)
 
 
@@ -344,4 +468,11 @@ def _idle_gpu(watch: Watch, drafts: Sequence[WorkerState]) -> str:
     """A card that nobody uses while drafts are on the CPU."""
     if not drafts or any(draft.device != "cpu" for draft in drafts) or not watch.samplers.taken:
         return ""
-    return next((f"{name} {gpu.name}" for name, gpu in watch.samplers.taken[-1].gpus.items() if gpu.busy < QUIET), "")
+    return next(
+        (
+            f"{name} {gpu.name}"
+            for name, gpu in watch.samplers.taken[-1].gpus.items()
+            if gpu.busy < QUIET
+        ),
+        "",
+    )

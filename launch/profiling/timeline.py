@@ -1,7 +1,9 @@
-"""What every process did at every moment of a run, and what those that did nothing waited for. Pure: intervals on one clock in, seconds out.
+"""What every process did at every moment of a run, and what those that did nothing waited for.
+Pure: intervals on one clock in, seconds out.
 
-A process is busy where any of its spans lies. Where it is not, and a session is under way, it waits for the other side, for the coordinator, or for a message
-on its way; where no session is, there is no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
+A process is busy where any of its spans lies. Where it is not, and a session is under way, it waits
+for the other side, for the coordinator, or for a message on its way; where no session is, there is
+no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
 """
 
 from bisect import bisect_right
@@ -45,7 +47,9 @@ class Slice:
     @classmethod
     def of(cls, seen: SeenSpan) -> "Slice":
         name, start, duration = seen.span
-        return cls(seen.process, name, start, start + duration, seen.session, seen.round, seen.shared)
+        return cls(
+            seen.process, name, start, start + duration, seen.session, seen.round, seen.shared
+        )
 
     @property
     def works(self) -> bool:
@@ -53,7 +57,8 @@ class Slice:
 
     @property
     def about(self) -> Sequence[tuple[int, int]]:
-        """Session and round of all that it was about; those of a session that are about no round of it are not among them."""
+        """Session and round of all that it was about; those of a session that are about no round of
+        it are not among them."""
         if self.shared or self.session is None or self.round is None:
             return self.shared
         return ((self.session, self.round),)
@@ -69,7 +74,8 @@ class Actor:
 
 @dataclass
 class Use:
-    """What became of a stretch of time on a device; seconds. `busy_s` and the waits add up to it."""
+    """What became of a stretch of time on a device; seconds. `busy_s` and the waits add up to
+    it."""
 
     busy_s: float = 0.0
     ahead_s: float = 0.0
@@ -88,11 +94,16 @@ class Use:
         return self.busy_s / self.whole_s if self.whole_s else 0.0
 
 
-def uses(slices: Sequence[Slice], actors: Sequence[Actor], start_ns: int, end_ns: int) -> dict[str, Use]:
+def uses(
+    slices: Sequence[Slice], actors: Sequence[Actor], start_ns: int, end_ns: int
+) -> dict[str, Use]:
     """How every actor spent the time from start to end."""
     found = {actor.name: Use() for actor in actors}
     for piece in slices:
-        if piece.process in found and (inside := min(piece.end_ns, end_ns) - max(piece.start_ns, start_ns)) > 0:
+        if (
+            piece.process in found
+            and (inside := min(piece.end_ns, end_ns) - max(piece.start_ns, start_ns)) > 0
+        ):
             found[piece.process].by_name_s[piece.name] += inside / NS
     for begin, end, working, waited_for, at_work in _moments(slices, start_ns, end_ns):
         taken = (end - begin) / NS
@@ -115,13 +126,19 @@ def _cause(actor: Actor, actors: Sequence[Actor], waited_for: frozenset[str]) ->
     return COORDINATOR if any(other.name == COORDINATOR for other in others) else "transport"
 
 
-def _moments(slices: Sequence[Slice], start_ns: int, end_ns: int) -> Iterator[tuple[int, int, frozenset[str], frozenset[str], bool]]:
-    """(begin, end, who works, whose work is waited for, whether a session is under way), from start to end, without gaps."""
+def _moments(
+    slices: Sequence[Slice], start_ns: int, end_ns: int
+) -> Iterator[tuple[int, int, frozenset[str], frozenset[str], bool]]:
+    """(begin, end, who works, whose work is waited for, whether a session is under way), from start
+    to end, without gaps."""
     edges: list[tuple[int, int, int, str]] = []
     for piece in slices:
         if piece.works and piece.end_ns > start_ns and piece.start_ns < end_ns:
             kind = 1 if piece.name in AHEAD else 0
-            edges += ((max(start_ns, piece.start_ns), 1, kind, piece.process), (min(end_ns, piece.end_ns), -1, kind, piece.process))
+            edges += (
+                (max(start_ns, piece.start_ns), 1, kind, piece.process),
+                (min(end_ns, piece.end_ns), -1, kind, piece.process),
+            )
     for begin, end in open_spans(slices):
         if end > start_ns and begin < end_ns:
             edges += ((max(start_ns, begin), 1, 2, ""), (min(end_ns, end), -1, 2, ""))
@@ -130,7 +147,9 @@ def _moments(slices: Sequence[Slice], start_ns: int, end_ns: int) -> Iterator[tu
     now = start_ns
     for at, step, kind, process in [*edges, (end_ns, 0, 2, "")]:
         if at > now:
-            waited_for, ahead = (frozenset(name for name, count in counts[kind].items() if count) for kind in (0, 1))
+            waited_for, ahead = (
+                frozenset(name for name, count in counts[kind].items() if count) for kind in (0, 1)
+            )
             yield now, at, waited_for | ahead, waited_for, bool(counts[2][""])
             now = at
         counts[kind][process] += step
@@ -140,18 +159,29 @@ def open_spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
     """From the first to the last that was done for each session."""
     sessions: dict[int, tuple[int, int]] = {}
     for piece in slices:
-        for session in [session for session, _ in piece.shared] or ([] if piece.session is None else [piece.session]):
+        for session in [session for session, _ in piece.shared] or (
+            [] if piece.session is None else [piece.session]
+        ):
             begin, end = sessions.get(session, (piece.start_ns, piece.end_ns))
             sessions[session] = min(begin, piece.start_ns), max(end, piece.end_ns)
     return sorted(sessions.values())
 
 
-def shares_over_time(slices: Sequence[Slice], process: str, start_ns: int, end_ns: int, steps: int) -> list[float]:
+def shares_over_time(
+    slices: Sequence[Slice], process: str, start_ns: int, end_ns: int, steps: int
+) -> list[float]:
     """Share of each of so many equal stretches of time in which a process was busy."""
     width = max(1.0, (end_ns - start_ns) / steps)
     found = [0.0] * steps
-    for begin, end in merged((piece.start_ns, piece.end_ns) for piece in slices if piece.process == process and piece.works):
-        for step in range(max(0, int((begin - start_ns) / width)), min(steps - 1, int((end - start_ns) / width)) + 1):
+    for begin, end in merged(
+        (piece.start_ns, piece.end_ns)
+        for piece in slices
+        if piece.process == process and piece.works
+    ):
+        for step in range(
+            max(0, int((begin - start_ns) / width)),
+            min(steps - 1, int((end - start_ns) / width)) + 1,
+        ):
             low, high = start_ns + step * width, start_ns + (step + 1) * width
             found[step] += max(0.0, min(end, high) - max(begin, low)) / width
     return [min(1.0, share) for share in found]
@@ -187,7 +217,7 @@ def sessions_a_pass(slices: Iterable[Slice]) -> float:
     return fmean(len(piece.about) for piece in found) if (found := passes(slices)) else 1.0
 
 
-# -- rounds ------------------------------------------------------------------------------------------------------------------------------------
+# -- rounds ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,8 +239,13 @@ def split(rounds: Sequence[SeenRound]) -> Split | None:
     pairs = [(before, after) for before, after in _followers(rounds) if after.at_ns > before.at_ns]
     if not pairs:
         return None
-    parts = {part: fmean(getattr(after.record, f"{part}_ns") for _, after in pairs) / NS for part in PARTS}
-    return Split(len(pairs), fmean(after.at_ns - before.at_ns for before, after in pairs) / NS, parts)
+    parts = {
+        part: fmean(getattr(after.record, f"{part}_ns") for _, after in pairs) / NS
+        for part in PARTS
+    }
+    return Split(
+        len(pairs), fmean(after.at_ns - before.at_ns for before, after in pairs) / NS, parts
+    )
 
 
 def _followers(rounds: Sequence[SeenRound]) -> Iterator[tuple[SeenRound, SeenRound]]:
@@ -220,7 +255,9 @@ def _followers(rounds: Sequence[SeenRound]) -> Iterator[tuple[SeenRound, SeenRou
         by_session[seen.session].append(seen)
     for those in by_session.values():
         those.sort(key=lambda seen: seen.record.round)
-        yield from ((one, two) for one, two in pairwise(those) if two.record.round == one.record.round + 1)
+        yield from (
+            (one, two) for one, two in pairwise(those) if two.record.round == one.record.round + 1
+        )
 
 
 @dataclass(frozen=True)
@@ -243,9 +280,13 @@ class Waterfall:
 
 
 def every_round(rounds: Sequence[SeenRound], slices: Sequence[Slice]) -> list[Waterfall]:
-    """All rounds that follow another one of their session, each with whatever was done between its two verdicts, cut at both."""
+    """All rounds that follow another one of their session, each with whatever was done between its
+    two verdicts, cut at both."""
     ordered = sorted(slices, key=lambda piece: piece.start_ns)
-    pairs = sorted(((one, two) for one, two in _followers(rounds) if two.at_ns > one.at_ns), key=lambda those: those[0].at_ns)
+    pairs = sorted(
+        ((one, two) for one, two in _followers(rounds) if two.at_ns > one.at_ns),
+        key=lambda those: those[0].at_ns,
+    )
     found: list[Waterfall] = []
     open_, following = list[Slice](), 0
     for one, two in pairs:
@@ -254,31 +295,50 @@ def every_round(rounds: Sequence[SeenRound], slices: Sequence[Slice]) -> list[Wa
             following += 1
         open_ = [piece for piece in open_ if piece.end_ns > one.at_ns]
         within = [piece for piece in open_ if piece.start_ns < two.at_ns]
-        found.append(_waterfall(one.at_ns, two.at_ns, within, f"round {two.record.round} of session {two.session}"))
+        found.append(
+            _waterfall(
+                one.at_ns, two.at_ns, within, f"round {two.record.round} of session {two.session}"
+            )
+        )
     return found
 
 
 def _waterfall(begin: int, end: int, slices: Iterable[Slice], title: str) -> Waterfall:
     bars = [
-        Bar(piece.process, piece.name, (max(begin, piece.start_ns) - begin) / NS, (min(end, piece.end_ns) - max(begin, piece.start_ns)) / NS)
+        Bar(
+            piece.process,
+            piece.name,
+            (max(begin, piece.start_ns) - begin) / NS,
+            (min(end, piece.end_ns) - max(begin, piece.start_ns)) / NS,
+        )
         for piece in slices
         if piece.end_ns > begin
     ]
-    return Waterfall(title, (end - begin) / NS, tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s))))
+    return Waterfall(
+        title, (end - begin) / NS, tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s)))
+    )
 
 
 def telling(every: Sequence[Waterfall], *, alone: bool) -> list[Waterfall]:
-    """What is worth drawing of all rounds: their mean, where sessions ran one after the other (`alone`), one of usual length, and the longest."""
+    """What is worth drawing of all rounds: their mean, where sessions ran one after the other
+    (`alone`), one of usual length, and the longest."""
     if not every:
         return []
     middle = median(fall.length_s for fall in every)
-    usual, longest = min(every, key=lambda fall: abs(fall.length_s - middle)), max(every, key=lambda fall: fall.length_s)
-    shown = [replace(usual, title=f"{usual.title}, of usual length"), replace(longest, title=f"{longest.title}, the longest")]
+    usual, longest = (
+        min(every, key=lambda fall: abs(fall.length_s - middle)),
+        max(every, key=lambda fall: fall.length_s),
+    )
+    shown = [
+        replace(usual, title=f"{usual.title}, of usual length"),
+        replace(longest, title=f"{longest.title}, the longest"),
+    ]
     return [mean_of(every), *shown] if alone else shown
 
 
 def mean_of(every: Sequence[Waterfall]) -> Waterfall:
-    """The mean of rounds: of the first bar of a name in each, of the second, and so on, as long as there is one in half of the rounds."""
+    """The mean of rounds: of the first bar of a name in each, of the second, and so on, as long as
+    there is one in half of the rounds."""
     places: dict[tuple[str, str, int], list[Bar]] = defaultdict(list)
     for fall in every:
         counts: dict[tuple[str, str], int] = defaultdict(int)
@@ -289,15 +349,21 @@ def mean_of(every: Sequence[Waterfall]) -> Waterfall:
     bars = [
         Bar(process, name, fmean(bar.start_s for bar in bars), fmean(bar.length_s for bar in bars))
         for (process, name, _), bars in places.items()
-        if len(bars) >= OFTEN * len(every) and name not in MESSAGES  # their means would lie within other work
+        if len(bars) >= OFTEN * len(every)
+        and name not in MESSAGES  # their means would lie within other work
     ]
     length = fmean(fall.length_s for fall in every)
-    return Waterfall(f"the mean of {len(every)} rounds", length, tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s))))
+    return Waterfall(
+        f"the mean of {len(every)} rounds",
+        length,
+        tuple(sorted(bars, key=lambda bar: (bar.start_s, -bar.length_s))),
+    )
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """A stretch of a round in which no device worked: between which spans, how often and how long on average; seconds a round."""
+    """A stretch of a round in which no device worked: between which spans, how often and how long
+    on average; seconds a round."""
 
     after: str
     before: str
@@ -305,10 +371,15 @@ class Bubble:
 
 
 def bubbles(every: Sequence[Waterfall], devices: Sequence[str]) -> list[Bubble]:
-    """Where in the rounds neither draft nor target worked, the largest first; seconds are means over all rounds. `devices`: names of the workers."""
+    """Where in the rounds neither draft nor target worked, the largest first; seconds are means
+    over all rounds. `devices`: names of the workers."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for fall in every:
-        bars = [bar for bar in fall.bars if bar.process in devices and bar.name not in BESIDE | WITHIN | MESSAGES]
+        bars = [
+            bar
+            for bar in fall.bars
+            if bar.process in devices and bar.name not in BESIDE | WITHIN | MESSAGES
+        ]
         edge, last = 0.0, "verdict"
         for bar in bars:
             if bar.start_s > edge:
@@ -317,21 +388,34 @@ def bubbles(every: Sequence[Waterfall], devices: Sequence[str]) -> list[Bubble]:
                 edge, last = bar.start_s + bar.length_s, bar.name
         if fall.length_s > edge:
             sums[last, "verdict"] += fall.length_s - edge
-    return sorted((Bubble(*key, total / len(every)) for key, total in sums.items()), key=lambda bubble: -bubble.seconds) if every else []
+    return (
+        sorted(
+            (Bubble(*key, total / len(every)) for key, total in sums.items()),
+            key=lambda bubble: -bubble.seconds,
+        )
+        if every
+        else []
+    )
 
 
 def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
-    """Milliseconds a round of all spans by name, of every process; parts of a span are in it once more."""
+    """Milliseconds a round of all spans by name, of every process; parts of a span are in it once
+    more."""
     sums: dict[str, float] = defaultdict(float)
     for piece in slices:
         if piece.session is not None or piece.shared or piece.name in AHEAD:
             sums[piece.name] += (piece.end_ns - piece.start_ns) / 1e6
-    return {name: total / rounds for name, total in sorted(sums.items(), key=lambda item: -item[1])} if rounds else {}
+    return (
+        {name: total / rounds for name, total in sorted(sums.items(), key=lambda item: -item[1])}
+        if rounds
+        else {}
+    )
 
 
 def ahead_on_the_way_ms(slices: Sequence[Slice], rounds: int) -> float | None:
-    """Of the milliseconds a round in which messages were on their way, those in which a draft grew ahead: it ends its pass before it takes an order, and who
-    shares its core waits. None where no round was seen."""
+    """Of the milliseconds a round in which messages were on their way, those in which a draft grew
+    ahead: it ends its pass before it takes an order, and who shares its core waits. None where no
+    round was seen."""
     if not rounds:
         return None
     ahead = merged((piece.start_ns, piece.end_ns) for piece in slices if piece.name in AHEAD)
@@ -352,5 +436,6 @@ def tokens_of(records: Iterable[RoundRecord]) -> int:
 
 
 def firsts_of(rounds: Iterable[SeenRound]) -> int:
-    """How many replies began: the first token of each comes with the prompt, and belongs to no round."""
+    """How many replies began: the first token of each comes with the prompt, and belongs to no
+    round."""
     return sum(seen.record.round == 1 for seen in rounds)

@@ -1,4 +1,5 @@
-"""Looks at a coordinator again and again while a workload runs, and keeps all that it says; and reads the samplers as often.
+"""Looks at a coordinator again and again while a workload runs, and keeps all that it says; and
+reads the samplers as often.
 
 Knows the protocol's Look and Seen, not what follows from them.
 """
@@ -20,7 +21,8 @@ class Watch:
     """What has been seen since it began; call `glance` as often as there is time."""
 
     def __init__(self, client: Client, samplers: Samplers) -> None:
-        """`client`: one of its own, on which nothing else is asked. What happened before is passed over."""
+        """`client`: one of its own, on which nothing else is asked. What happened before is passed
+        over."""
         self._client, self.samplers = client, samplers
         self._next = 0
         self.missed = 0

@@ -1,5 +1,6 @@
-"""What runs while `dovetail profile` watches: replies to prompts, and soundings - short replies with other trees, and with none, that tell what passes over
-other numbers of rows cost and what a larger tree would bring. Knows settings and replies, nothing of devices."""
+"""What runs while `dovetail profile` watches: replies to prompts, and soundings - short replies
+with other trees, and with none, that tell what passes over other numbers of rows cost and what a
+larger tree would bring. Knows settings and replies, nothing of devices."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from dovetail.protocol.settings import MAX_DEPTH, Settings, TreeSettings
 WIDE, DEEPER = 63, 4
 """Nodes, and further levels, of the trees that larger ones are judged by."""
 LADDER = (1, 3, 7, 31)
-"""Nodes of the trees that passes are measured with; 0, what the run has, and WIDE come beside them."""
+"""Nodes of the trees that passes are measured with; 0, what the run has, and WIDE come beside
+them."""
 WIDE_TOKENS, LADDER_TOKENS, WARM_TOKENS = 96, 24, 12
 WIDE_PROMPTS = 4
 
@@ -30,7 +32,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Soundings:
-    """Rounds with the widest tree, reply by reply, rounds without any, and those of the trees in between."""
+    """Rounds with the widest tree, reply by reply, rounds without any, and those of the trees in
+    between."""
 
     wide: Sequence[Sequence[RoundRecord]] = ()
     plain: Sequence[RoundRecord] = ()
@@ -53,11 +56,17 @@ class Workload:
         """One short reply: memory is touched, and what is tried at first is known."""
         self._decode(prompt, max_tokens=WARM_TOKENS)
 
-    def run(self, prompts: Sequence[Prompt], watch: Watch, step: Callable[[str], None]) -> list[Reply]:
+    def run(
+        self, prompts: Sequence[Prompt], watch: Watch, step: Callable[[str], None]
+    ) -> list[Reply]:
         """Every prompt, one after the other."""
         replies = []
         for prompt in prompts:
-            replies.append(self._decode(prompt, max_tokens=self.settings.sampling.max_tokens, glance=watch.glance))
+            replies.append(
+                self._decode(
+                    prompt, max_tokens=self.settings.sampling.max_tokens, glance=watch.glance
+                )
+            )
             step(prompt.id)
         return replies
 
@@ -70,12 +79,25 @@ class Workload:
             return Soundings(plain=plain)
         others: list[RoundRecord] = []
         for gamma in LADDER:
-            others += self._decode(first, max_tokens=LADDER_TOKENS, tree=self._fixed(gamma, self.settings.tree.depth), ahead=False, record=True).rounds
+            others += self._decode(
+                first,
+                max_tokens=LADDER_TOKENS,
+                tree=self._fixed(gamma, self.settings.tree.depth),
+                ahead=False,
+                record=True,
+            ).rounds
             step(f"gamma {gamma}")
         wide = []
         for prompt in prompts[:WIDE_PROMPTS]:
-            tree = self._fixed(max(WIDE, self.settings.tree.gamma), min(MAX_DEPTH, self.settings.tree.depth + DEEPER))
-            wide.append(self._decode(prompt, max_tokens=WIDE_TOKENS, tree=tree, ahead=False, record=True).rounds)
+            tree = self._fixed(
+                max(WIDE, self.settings.tree.gamma),
+                min(MAX_DEPTH, self.settings.tree.depth + DEEPER),
+            )
+            wide.append(
+                self._decode(
+                    prompt, max_tokens=WIDE_TOKENS, tree=tree, ahead=False, record=True
+                ).rounds
+            )
             step("a wide tree")
         return Soundings(wide, plain, others)
 
@@ -85,10 +107,19 @@ class Workload:
         return 1 + (len(LADDER) + WIDE_PROMPTS if self.drafts else 0)
 
     def _fixed(self, gamma: int, depth: int) -> TreeSettings:
-        """A tree of that size that is grown level by level; rejection sampling knows static ones alone."""
+        """A tree of that size that is grown level by level; rejection sampling knows static ones
+        alone."""
         tree = self.settings.tree
         policy = tree.policy if self.settings.sampling.acceptance == "rejection" else "dynamic"
-        return tree.model_copy(update={"policy": policy, "insist": True, "gamma": gamma, "depth": depth, "thresholds": ()})
+        return tree.model_copy(
+            update={
+                "policy": policy,
+                "insist": True,
+                "gamma": gamma,
+                "depth": depth,
+                "thresholds": (),
+            }
+        )
 
     def _decode(
         self,
@@ -106,7 +137,9 @@ class Workload:
         sampling = settings.sampling
         request = client.submit(
             turns=prompt.turns[:1],
-            sampling=sampling.model_copy(update={"min_tokens": min(sampling.min_tokens, max_tokens)}),
+            sampling=sampling.model_copy(
+                update={"min_tokens": min(sampling.min_tokens, max_tokens)}
+            ),
             tree=tree or settings.tree,
             max_tokens=max_tokens,
             seed=self.seed,
@@ -122,7 +155,11 @@ class Workload:
                 case Recorded(request=number) if number == request:
                     rounds.append(reply.record)
                 case Finished(request=number) if number == request:
-                    if losses := self.connection.stack.losses() if self.connection.stack is not None else []:
+                    if (
+                        losses := self.connection.stack.losses()
+                        if self.connection.stack is not None
+                        else []
+                    ):
                         raise losses[0]
                     return Reply(reply.result, rounds)
                 case Failed():
@@ -130,11 +167,14 @@ class Workload:
                 case None | Emitted() | Recorded():
                     pass
                 case _:
-                    raise DovetailError(f"the coordinator answered a completion with {type(reply).__name__}")
+                    raise DovetailError(
+                        f"the coordinator answered a completion with {type(reply).__name__}"
+                    )
 
 
 def watch_others(watch: Watch, seconds: float, step: Callable[[str], None]) -> None:
-    """Watch what others have decoded, for so long; Ctrl-C ends it early. `UserError` if nothing was."""
+    """Watch what others have decoded, for so long; Ctrl-C ends it early. `UserError` if nothing
+    was."""
     deadline, shown = time.monotonic() + seconds, 0
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -146,4 +186,7 @@ def watch_others(watch: Watch, seconds: float, step: Callable[[str], None]) -> N
     except KeyboardInterrupt:
         watch.glance()
     if not watch.rounds:
-        raise UserError(f"nothing was decoded in {seconds:g} s: have somebody ask the server something meanwhile, or give a --prompt")
+        raise UserError(
+            f"nothing was decoded in {seconds:g} s: have somebody ask the server something "
+            "meanwhile, or give a --prompt"
+        )

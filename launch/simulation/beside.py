@@ -23,10 +23,14 @@ class Reply:
     rounds: tuple[RoundRecord, ...]
 
 
-def decode_all(configuration: Configuration, library: Library, methods: Sequence[Method]) -> Iterator[tuple[Method, list[Reply]]]:
-    """All replies with each method, on one stack of processes; one more before them, which warms up.
+def decode_all(
+    configuration: Configuration, library: Library, methods: Sequence[Method]
+) -> Iterator[tuple[Method, list[Reply]]]:
+    """All replies with each method, on one stack of processes; one more before them, which warms
+    up.
 
-    `UserError` if the pair writes other tokens than were recorded, so that it is another, and where a method drafts ahead on a core of the target.
+    `UserError` if the pair writes other tokens than were recorded, so that it is another, and where
+    a method drafts ahead on a core of the target.
     """
     with Supervisor() as supervisor:
         with spinner() as say:
@@ -35,7 +39,10 @@ def decode_all(configuration: Configuration, library: Library, methods: Sequence
             state = wait_until_ready(supervisor, stack, say)
         if any("draft" in worker.roles and worker.device == "cpu" for worker in state.workers):
             check_apart(methods, layout_of(configuration.settings))
-        with stack.connect() as client, progress_bar(len(methods) * len(library.recordings), "replies") as step:
+        with (
+            stack.connect() as client,
+            progress_bar(len(methods) * len(library.recordings), "replies") as step,
+        ):
             for method in methods:
                 decode(client, library, library.recordings[0], method)
                 replies = []
@@ -48,12 +55,14 @@ def decode_all(configuration: Configuration, library: Library, methods: Sequence
 
 
 def check_apart(methods: Sequence[Method], layout: CoreLayout) -> None:
-    """`UserError` for a method that drafts ahead where the draft has a core of the target: what that takes from the target's passes no record tells."""
+    """`UserError` for a method that drafts ahead where the draft has a core of the target: what
+    that takes from the target's passes no record tells."""
     common = sorted({*layout.target.cores} & {*layout.draft.cores})
     ahead = next((method for method in methods if method.ahead is not False), None)
     if common and ahead is not None:
         raise UserError(
-            f"target and draft share core {format_numbers(common)} here, and no recorded cost tells what drafting ahead takes from the target there, so that "
+            f"target and draft share core {format_numbers(common)} here, and no recorded cost "
+            "tells what drafting ahead takes from the target there, so that "
             f"a simulation cannot be held against it: write --method {ahead.name},ahead=false"
         )
 
@@ -83,7 +92,10 @@ def decode(client: Client, library: Library, recording: Recording, method: Metho
                 rounds.append(reply.record)
             case Finished(request=number) if number == request:
                 if reply.result.token_ids != recording.tokens:
-                    raise UserError(f"this pair answers {recording.id!r} with other tokens than were recorded: name the models and weights of the recording")
+                    raise UserError(
+                        f"this pair answers {recording.id!r} with other tokens than were "
+                        "recorded: name the models and weights of the recording"
+                    )
                 return Reply(reply.result, tuple(rounds))
             case Failed():
                 raise DovetailError(f"the coordinator refused {recording.id!r}: {reply.text}")

@@ -1,6 +1,8 @@
-"""A hub without sockets and workers without processes, on a clock of their own: events in the order in which they would happen.
+"""A hub without sockets and workers without processes, on a clock of their own: events in the order
+in which they would happen.
 
-Knows messages and times, not what is in them: who does the work is handed in, and so is what it takes.
+Knows messages and times, not what is in them: who does the work is handed in, and so is what it
+takes.
 """
 
 import heapq
@@ -54,7 +56,8 @@ class ClockSpans(Spans):
 
 
 class Agenda:
-    """What happens when: events in order of their time, those of one time in the order in which they were planned."""
+    """What happens when: events in order of their time, those of one time in the order in which
+    they were planned."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
@@ -74,7 +77,8 @@ class Agenda:
 
 
 class Simulated(Protocol):
-    """What a simulated process does: a worker of `workers/`, or one that takes its place. Its work advances the clock that it was given."""
+    """What a simulated process does: a worker of `workers/`, or one that takes its place. Its work
+    advances the clock that it was given."""
 
     @property
     def sessions(self) -> int: ...
@@ -87,7 +91,8 @@ class Simulated(Protocol):
 
 
 class StillHub:
-    """A `Hub` for a coordinator whose clock is `now_ns`; what it sends arrives later, at whoever joined."""
+    """A `Hub` for a coordinator whose clock is `now_ns`; what it sends arrives later, at whoever
+    joined."""
 
     def __init__(self, agenda: Agenda, costs: Costs) -> None:
         self.clock = Clock()
@@ -115,7 +120,8 @@ class StillHub:
         self._agenda.plan(sent_ns + in_ns(self._costs.hop_s), arrive)
 
     def time(self) -> int:
-        """The coordinator's clock. A message is handled at the time of its arrival; whatever is looked at after that comes after the work with it."""
+        """The coordinator's clock. A message is handled at the time of its arrival; whatever is
+        looked at after that comes after the work with it."""
         now_ns = self.clock()
         if self._working:
             self._working = False
@@ -131,7 +137,7 @@ class StillHub:
 
         self._agenda.plan(self.clock() + in_ns(seconds), act)
 
-    # -- what a coordinator asks of its hub ----------------------------------------------------------------------------------------------------
+    # -- what a coordinator asks of its hub --------------------------------------------------------
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         if not self._arrived:
@@ -141,7 +147,10 @@ class StillHub:
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
         sent = [bytes(frame) for frame in frames]
-        self._agenda.plan(self.clock() + in_ns(self._costs.hop_s), lambda time_ns: self._peers[peer](sent, time_ns))
+        self._agenda.plan(
+            self.clock() + in_ns(self._costs.hop_s),
+            lambda time_ns: self._peers[peer](sent, time_ns),
+        )
 
     def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
         self.send(peer, frames)
@@ -165,7 +174,8 @@ class StillHub:
 
 
 class Process:
-    """One simulated worker on its own clock: while nothing has arrived it works ahead, a bit at a time, and a bit that has begun is finished."""
+    """One simulated worker on its own clock: while nothing has arrived it works ahead, a bit at a
+    time, and a bit that has begun is finished."""
 
     def __init__(self, peer: bytes, worker: Simulated, clock: Clock, hub: StillHub) -> None:
         self._peer, self._worker, self._clock, self._hub = peer, worker, clock, hub
@@ -191,7 +201,9 @@ class Process:
             case Welcome() | Drain():
                 return []
             case Failed():
-                raise RuntimeError(f"the coordinator turned a simulated worker away: {command.text}")
+                raise RuntimeError(
+                    f"the coordinator turned a simulated worker away: {command.text}"
+                )
             case Probe():
                 return [self._probed(command, self._clock(), busy=False)]
             case _:

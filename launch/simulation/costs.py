@@ -1,4 +1,5 @@
-"""What the simulated machine takes for a pass, a message, a proposal. Numbers only; where they come from, `machines.py` and `measured.py` say."""
+"""What the simulated machine takes for a pass, a message, a proposal. Numbers only; where they come
+from, `machines.py` and `measured.py` say."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ class Costs:
     """What the coordinator does with a message."""
 
     def verify_s(self, rows: int, context: int) -> float:
-        """T_V: linear between the lengths that are known, level or along the last piece beyond them."""
+        """T_V: linear between the lengths that are known, level or along the last piece beyond
+        them."""
         if len(self.t_v) == 1 or context <= self.t_v[0].context:
             return self.t_v[0].t_v.at(rows)
-        below, above = next(((a, b) for a, b in pairwise(self.t_v) if context <= b.context), self.t_v[-2:])
+        below, above = next(
+            ((a, b) for a, b in pairwise(self.t_v) if context <= b.context), self.t_v[-2:]
+        )
         low, high = below.t_v.at(rows), above.t_v.at(rows)
         return low + (high - low) * (context - below.context) / (above.context - below.context)
 
@@ -38,12 +42,15 @@ class Costs:
 
     def with_slower_draft(self, factor: float) -> "Costs":
         """The same with a draft whose passes and proposals take `factor` times as long."""
-        slower = RowsSeconds(rows=self.t_d.rows, seconds=tuple(factor * seconds for seconds in self.t_d.seconds))
+        slower = RowsSeconds(
+            rows=self.t_d.rows, seconds=tuple(factor * seconds for seconds in self.t_d.seconds)
+        )
         return Costs(self.t_v, slower, self.proposal_s * factor, self.hop_s, self.coordinator_s)
 
 
 def curve(rows: Sequence[int], seconds: Sequence[float]) -> RowsSeconds:
-    """A curve whose time never falls with the rows: what was measured noisily is raised to what came before it."""
+    """A curve whose time never falls with the rows: what was measured noisily is raised to what
+    came before it."""
     risen: list[float] = []
     for value in seconds:
         risen.append(max(value, risen[-1] if risen else 0.0))

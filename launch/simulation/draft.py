@@ -1,6 +1,8 @@
-"""A draft that has spoken already: the draft worker's own growth, over what a recording has in the place of a model's passes.
+"""A draft that has spoken already: the draft worker's own growth, over what a recording has in the
+place of a model's passes.
 
-The time of a pass moves the clock. What is asked for and was not recorded has no children, and is counted.
+The time of a pass moves the clock. What is asked for and was not recorded has no children, and is
+counted.
 """
 
 from collections.abc import Sequence
@@ -25,9 +27,11 @@ from dovetail.workers.speculation.sharpness import Scale
 
 @dataclass
 class Coverage:
-    """How many nodes were expanded while somebody waited, and how many of them a recording knew nothing of.
+    """How many nodes were expanded while somebody waited, and how many of them a recording knew
+    nothing of.
 
-    What is grown ahead goes deeper than any recording, but there nearly always off the target's path, where nothing can be accepted.
+    What is grown ahead goes deeper than any recording, but there nearly always off the target's
+    path, where nothing can be accepted.
     """
 
     expanded: int = 0
@@ -53,9 +57,14 @@ class Recalled:
     def commit(self, tokens: Sequence[int], length: int) -> None:
         """The log grows as it was recorded."""
 
-    def children(self, tree: GrowingTree, nodes: Nodes, root: int, width: int) -> tuple[Ints, Floats]:
+    def children(
+        self, tree: GrowingTree, nodes: Nodes, root: int, width: int
+    ) -> tuple[Ints, Floats]:
         """Ids and gains [N, width] of the children of `nodes`; a gain of -inf is no child."""
-        tokens, gains = np.zeros((len(nodes), width), np.int32), np.full((len(nodes), width), -np.inf, np.float32)
+        tokens, gains = (
+            np.zeros((len(nodes), width), np.int32),
+            np.full((len(nodes), width), -np.inf, np.float32),
+        )
         position = root - len(self.recording.prompt) - 1
         for row, node in enumerate(nodes.tolist()):
             found = self.recording.children(position, tree.path_tokens(node), width, head=self.head)
@@ -73,7 +82,8 @@ class Recalled:
 
 @dataclass(kw_only=True)
 class RecalledSession(GrowingSession):
-    """One sequence; `read` tokens of its log have rows, of a head's all but the root, and the tree may have `tree_rows` more."""
+    """One sequence; `read` tokens of its log have rows, of a head's all but the root, and the tree
+    may have `tree_rows` more."""
 
     recalled: Recalled
     """The same as `ranking`."""
@@ -97,7 +107,15 @@ class RecalledSession(GrowingSession):
 class RecordedDrafter(Grower[RecalledSession]):
     """An engine of the draft worker."""
 
-    def __init__(self, about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, spans: ClockSpans, coverage: Coverage) -> None:
+    def __init__(
+        self,
+        about: About,
+        recordings: Sequence[Recording],
+        costs: Costs,
+        clock: Clock,
+        spans: ClockSpans,
+        coverage: Coverage,
+    ) -> None:
         super().__init__(spans, Scale(about.sharpening, 1.0), ahead=True, clock=clock)
         self._about, self._costs, self._time, self._coverage = about, costs, clock, coverage
         if about.head:
@@ -119,7 +137,9 @@ class RecordedDrafter(Grower[RecalledSession]):
         end: Sequence[int] = (),
         replied: int = 0,
     ) -> RecalledSession:
-        recalled = Recalled(self._replies[tuple(prompt[: len(prompt) - replied])], self._about.head, self._coverage)
+        recalled = Recalled(
+            self._replies[tuple(prompt[: len(prompt) - replied])], self._about.head, self._coverage
+        )
         ranking, nothing = cast(Ranking, recalled), cast(Cache, None)
         return RecalledSession(
             log=list(prompt),
@@ -134,8 +154,11 @@ class RecordedDrafter(Grower[RecalledSession]):
             read=len(prompt) - self._about.head,
         )
 
-    def _move_root(self, session: RecalledSession, path: Sequence[int], root: int | None, width: int) -> None:
-        """As a small model's or as a head's: of a head the rows of nodes are no rows of the log, and the new root's children are ranked anew."""
+    def _move_root(
+        self, session: RecalledSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        """As a small model's or as a head's: of a head the rows of nodes are no rows of the log,
+        and the new root's children are ranked anew."""
         self._time.advance(self._costs.proposal_s)
         tree = session.tree
         if not session.head:
@@ -160,7 +183,8 @@ class RecordedDrafter(Grower[RecalledSession]):
         return super()._read_ahead(session, nodes, width)
 
     def _add_children(self, session: RecalledSession, logits: Any, nodes: Nodes, width: int) -> int:
-        """What is left below a head's new root goes on below those of its children that are among the new ones."""
+        """What is left below a head's new root goes on below those of its children that are among
+        the new ones."""
         tree = session.tree
         tokens, gains = session.recalled.children(tree, nodes, len(session.log), width)
         session.recalled.awaited = True
@@ -171,8 +195,12 @@ class RecordedDrafter(Grower[RecalledSession]):
         return added
 
 
-def open_draft(about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, coverage: Coverage) -> DraftWorker[RecalledSession]:
+def open_draft(
+    about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, coverage: Coverage
+) -> DraftWorker[RecalledSession]:
     """The draft worker, on such an engine."""
     spans = ClockSpans(clock)
     engine = RecordedDrafter(about, recordings, costs, clock, spans, coverage)
-    return DraftWorker(engine, Identity("draft", "recorded", "simulated", 1, about.context), spans, clock=clock)
+    return DraftWorker(
+        engine, Identity("draft", "recorded", "simulated", 1, about.context), spans, clock=clock
+    )

@@ -1,4 +1,5 @@
-"""What a simulated or measured method came to, over all its replies. Sums before quotients, as `dovetail bench` has it."""
+"""What a simulated or measured method came to, over all its replies. Sums before quotients, as
+`dovetail bench` has it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,15 +41,26 @@ class Figures:
 
 
 def figures(results: Sequence[Result]) -> Figures:
-    """The sums of some replies; those of a single token count for nothing, and `UserError` says so where there are no others."""
+    """The sums of some replies; those of a single token count for nothing, and `UserError` says so
+    where there are no others."""
     counted = [result for result in results if result.rounds]
     if not counted:
-        raise UserError("every reply has a single token, which comes with the prompt: take other prompts, or allow more tokens")
-    tokens, rounds = (sum(values) for values in zip(*((r.completion_tokens - 1, r.rounds) for r in counted), strict=True))
+        raise UserError(
+            "every reply has a single token, which comes with the prompt: take other prompts, "
+            "or allow more tokens"
+        )
+    tokens, rounds = (
+        sum(values)
+        for values in zip(*((r.completion_tokens - 1, r.rounds) for r in counted), strict=True)
+    )
     decode_s = sum(r.wall_s - r.time_to_first_token_s for r in counted)
     drafted = sum(r.rounds - r.plain_rounds for r in counted)
     hits = sum((r.hit_rate or 0.0) * (r.rounds - r.plain_rounds) for r in counted)
-    expected = [(r.completion_tokens - 1, r.predicted_tokens_per_s) for r in counted if r.predicted_tokens_per_s]
+    expected = [
+        (r.completion_tokens - 1, r.predicted_tokens_per_s)
+        for r in counted
+        if r.predicted_tokens_per_s
+    ]
     return Figures(
         tokens=tokens,
         decode_s=decode_s,
@@ -64,5 +76,7 @@ def figures(results: Sequence[Result]) -> Figures:
         ahead=sum(r.ahead_nodes for r in counted) / rounds,
         wasted=sum(r.wasted_nodes for r in counted) / rounds,
         plain_share=sum(r.plain_rounds for r in counted) / rounds,
-        predicted_tokens_per_s=sum(n for n, _ in expected) / sum(n / rate for n, rate in expected) if expected else None,
+        predicted_tokens_per_s=sum(n for n, _ in expected) / sum(n / rate for n, rate in expected)
+        if expected
+        else None,
     )

@@ -1,7 +1,9 @@
-"""Descriptions of machines that are not at hand, and what a pass of a model of some size would take there.
+"""Descriptions of machines that are not at hand, and what a pass of a model of some size would take
+there.
 
-A pass takes the longer of reading its bytes and computing its products (the roofline; Williams et al., 2009), and something for each layer. A description is a
-TOML file that says of every number where it is from: measured in a paper, or an estimate.
+A pass takes the longer of reading its bytes and computing its products (the roofline; Williams et
+al., 2009), and something for each layer. A description is a TOML file that says of every number
+where it is from: measured in a paper, or an estimate.
 """
 
 import tomllib
@@ -23,7 +25,14 @@ WEIGHT_BYTES = {"fp32": 4.0, "half": 2.0, "int8": 1.0}
 Weights = Literal["fp32", "half", "int8"]
 Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
 Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
-ROWS = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(320, MAX_GAMMA + 1, 64), MAX_GAMMA + 1)
+ROWS = (
+    *range(1, 33),
+    *range(36, 65, 4),
+    *range(72, 129, 8),
+    *range(144, 257, 16),
+    *range(320, MAX_GAMMA + 1, 64),
+    MAX_GAMMA + 1,
+)
 """At which passes are computed; between them they are interpolated."""
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 GIGA, MICRO = 1e9, 1e-6
@@ -80,7 +89,8 @@ class TargetPart(Frozen):
 
 
 class DraftPart(Frozen):
-    """Where the draft runs, and what it is: a head of so many blocks, or a copy of the whole target in fewer bits."""
+    """Where the draft runs, and what it is: a head of so many blocks, or a copy of the whole target
+    in fewer bits."""
 
     bandwidth_gb_s: Rate
     peak_gflop_s: Rate
@@ -129,21 +139,41 @@ class Machine(Frozen):
     """None: the target runs on it, or nothing is known of it."""
 
     def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> Costs:
-        """What rounds cost with a target of that size; `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""
+        """What rounds cost with a target of that size; `blocks`: of the head. `UserError` if the
+        machine has no arithmetic for those weights."""
         if weights not in self.target.peak_gflop_s:
-            raise UserError(f"{self.title} says nothing of {weights} weights: choose {' or '.join(self.target.peak_gflop_s)}")
-        curves = tuple(ContextCurve(context=context, t_v=self._t_v(size, weights, context)) for context in CONTEXTS)
-        return Costs(curves, self._t_d(size, blocks), hop_s=self.link.hop_us * MICRO, coordinator_s=self.link.coordinator_us * MICRO)
+            raise UserError(
+                f"{self.title} says nothing of {weights} weights: choose "
+                f"{' or '.join(self.target.peak_gflop_s)}"
+            )
+        curves = tuple(
+            ContextCurve(context=context, t_v=self._t_v(size, weights, context))
+            for context in CONTEXTS
+        )
+        return Costs(
+            curves,
+            self._t_d(size, blocks),
+            hop_s=self.link.hop_us * MICRO,
+            coordinator_s=self.link.coordinator_us * MICRO,
+        )
 
     def _t_v(self, size: Size, weights: Weights, context: int) -> RowsSeconds:
         part, total = self.target, size.weights * WEIGHT_BYTES[weights]
         near = part.resident_bandwidth_gb_s or part.bandwidth_gb_s
         resident = min(total, part.resident_gb * GIGA)
         cache = 2 * context * size.keys * size.layers * part.kv_bytes
-        reading = (total - resident) / (part.bandwidth_gb_s * GIGA) + (resident + cache) / (near * GIGA)
+        reading = (total - resident) / (part.bandwidth_gb_s * GIGA) + (resident + cache) / (
+            near * GIGA
+        )
         operations = 2 * size.weights + 4 * context * size.hidden * size.layers
         peak = part.peak_gflop_s[weights] * GIGA
-        return curve(ROWS, [max(reading, rows * operations / peak) + size.layers * part.layer_us * MICRO for rows in ROWS])
+        return curve(
+            ROWS,
+            [
+                max(reading, rows * operations / peak) + size.layers * part.layer_us * MICRO
+                for rows in ROWS
+            ],
+        )
 
     def _t_d(self, size: Size, blocks: int | None) -> RowsSeconds:
         part = self.draft
@@ -151,10 +181,20 @@ class Machine(Frozen):
         if part.copy_bits is not None:
             weights, width, layers = size.weights, part.copy_bits / 8, size.layers
         else:
-            weights, width, layers = blocks * size.block + 2 * size.hidden**2 + size.head, part.bytes, blocks
+            weights, width, layers = (
+                blocks * size.block + 2 * size.hidden**2 + size.head,
+                part.bytes,
+                blocks,
+            )
         reading = weights * width / (part.bandwidth_gb_s * GIGA)
         beside = (part.pass_us + layers * part.block_us) * MICRO
-        return curve(ROWS, [max(reading, 2 * rows * weights / (part.peak_gflop_s * GIGA)) + beside for rows in ROWS])
+        return curve(
+            ROWS,
+            [
+                max(reading, 2 * rows * weights / (part.peak_gflop_s * GIGA)) + beside
+                for rows in ROWS
+            ],
+        )
 
 
 def machine_names() -> list[str]:
@@ -166,14 +206,21 @@ def read_machine(name: str) -> Machine:
     """The machine of that name, or in that file; `UserError` says what is wrong with it."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        return Machine.model_validate(tomllib.loads(decode(path.read_bytes(), f"the machine in {path}")))
+        return Machine.model_validate(
+            tomllib.loads(decode(path.read_bytes(), f"the machine in {path}"))
+        )
     except FileNotFoundError:
-        raise UserError(f"there is no machine {name!r}: choose {', '.join(machine_names())}, or name a file that ends in .toml") from None
+        raise UserError(
+            f"there is no machine {name!r}: choose {', '.join(machine_names())}, or name a "
+            "file that ends in .toml"
+        ) from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"the machine in {path} cannot be read: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise UserError(f"the machine in {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise UserError(
+            f"the machine in {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
 
 
 def read_size(name: str) -> Size:

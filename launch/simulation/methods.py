@@ -1,4 +1,5 @@
-"""Which trees are played: a policy with its sizes, and whether it drafts ahead; one, or a sweep over one of its sizes."""
+"""Which trees are played: a policy with its sizes, and whether it drafts ahead; one, or a sweep
+over one of its sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,37 +27,50 @@ class Method:
 
 
 def read_methods(base: Configuration, texts: Sequence[str], about: About) -> list[Method]:
-    """What "POLICY,SETTING=VALUE,..." name over the settings of the run, which stand alone where none is named; `UserError` says what is wrong with one."""
+    """What "POLICY,SETTING=VALUE,..." name over the settings of the run, which stand alone where
+    none is named; `UserError` says what is wrong with one."""
     if len(set(texts)) < len(texts):
         raise UserError("a --method is named twice: give each once")
     return [read_method(base, text, about) for text in texts or (base.settings.tree.policy,)]
 
 
 def read_method(base: Configuration, text: str, about: About) -> Method:
-    """One of them. Scores are the recording's, so its sharpening is taken; thresholds that hold for a sharpening found online are taken for it too."""
+    """One of them. Scores are the recording's, so its sharpening is taken; thresholds that hold for
+    a sharpening found online are taken for it too."""
     if base.settings.tree.sharpening != "auto":
         raise UserError(f"tree.sharpening: {_recorded(about)}")
     head, *parts = text.split(",")
     if head not in POLICIES:
-        raise UserError(f"--method {head!r} is no tree policy: choose {', '.join(POLICIES)}, with settings behind it such as gamma=59 or ahead=false")
+        raise UserError(
+            f"--method {head!r} is no tree policy: choose {', '.join(POLICIES)}, with settings "
+            "behind it such as gamma=59 or ahead=false"
+        )
     values: dict[str, object] = dict(tree_of(head))
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals:
-            raise UserError(f"--method {text}: {part!r} is no setting: write NAME=VALUE, such as gamma=6")
+            raise UserError(
+                f"--method {text}: {part!r} is no setting: write NAME=VALUE, such as gamma=6"
+            )
         name = name if "." in name else _full_name(name)
         if name == "tree.sharpening":
             raise UserError(f"--method {text}: {_recorded(about)}")
         values[name] = parse_setting(name, value, f"--method {text}")
     settings = base.over(f"--method {text}", values).settings
     if settings.tree.width > about.width:
-        raise UserError(f"--method {text}: {about.width} children of a node were recorded: set tree.width to at most that, or record anew with --children")
+        raise UserError(
+            f"--method {text}: {about.width} children of a node were recorded: set tree.width "
+            "to at most that, or record anew with --children"
+        )
     tree = settings.tree.model_copy(update={"sharpening": about.sharpening})
     return Method(text, tree, None if settings.draft.ahead == "auto" else settings.draft.ahead)
 
 
 def _recorded(about: About) -> str:
-    return f"the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, or record anew"
+    return (
+        f"the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, "
+        "or record anew"
+    )
 
 
 def vary(method: Method, size: str, value: int) -> Method:
@@ -69,4 +83,6 @@ def vary(method: Method, size: str, value: int) -> Method:
 
 def _full_name(name: str) -> str:
     """With its section: that of the draft for `ahead`, else of the tree."""
-    return next((full for full in (f"tree.{name}", f"draft.{name}") if full in SETTINGS), f"tree.{name}")
+    return next(
+        (full for full in (f"tree.{name}", f"draft.{name}") if full in SETTINGS), f"tree.{name}"
+    )

@@ -1,6 +1,8 @@
-"""Plays recorded replies through the real coordinator and the real draft worker, with the costs of some machine.
+"""Plays recorded replies through the real coordinator and the real draft worker, with the costs of
+some machine.
 
-One `Stage` is one stack: its workers and coordinator learn as they would, from reply to reply. Knows nothing of files and tables.
+One `Stage` is one stack: its workers and coordinator learn as they would, from reply to reply.
+Knows nothing of files and tables.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,16 @@ from dovetail.launch.simulation.recording import About, Library, Recording
 from dovetail.launch.simulation.target import Language, RecordedTarget
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import DovetailError
-from dovetail.protocol.messages import Failed, Finished, Hello, Recorded, Reply, Result, RoundRecord, Submit
+from dovetail.protocol.messages import (
+    Failed,
+    Finished,
+    Hello,
+    Recorded,
+    Reply,
+    Result,
+    RoundRecord,
+    Submit,
+)
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.coordinator import Coordinator
 
@@ -52,13 +63,23 @@ class Stage:
         self._hub.join(CLIENT, self._hear)
         self._heard: list[Reply] = []
         self._requests = 0
-        self._post(Hello(epoch=EPOCH, roles=("client",), name="client", host="client.simulated", pid=3))
+        self._post(
+            Hello(epoch=EPOCH, roles=("client",), name="client", host="client.simulated", pid=3)
+        )
         for peer, actor in ((TARGET, target), (DRAFT, draft)):
             Process(peer, actor.worker, actor.clock, self._hub).start()
         while self._agenda.step():
             pass
 
-    def play(self, recording: Recording, tree: TreeSettings, *, speculate: bool = True, ahead: bool | None = None, records: bool = False) -> Play:
+    def play(
+        self,
+        recording: Recording,
+        tree: TreeSettings,
+        *,
+        speculate: bool = True,
+        ahead: bool | None = None,
+        records: bool = False,
+    ) -> Play:
         """Decode one reply as it was recorded; `DovetailError` if the coordinator refuses to."""
         about = self._about
         self._requests += 1
@@ -80,14 +101,23 @@ class Stage:
         self._tick_later()
         while not (self._heard and isinstance(self._heard[-1], Finished | Failed)):
             if not self._agenda.step():
-                raise DovetailError("the simulation came to a halt: nobody has anything to do, and the reply is not finished")
+                raise DovetailError(
+                    "the simulation came to a halt: nobody has anything to do, and the reply "
+                    "is not finished"
+                )
         last = self._heard[-1]
         if isinstance(last, Failed):
             raise DovetailError(f"the simulated request failed: {last.text}")
         assert isinstance(last, Finished)
         if last.result.token_ids != recording.tokens:
-            raise DovetailError(f"the simulation of {recording.id!r} came to other tokens than were recorded")
-        return Play(recording, last.result, tuple(reply.record for reply in self._heard if isinstance(reply, Recorded)))
+            raise DovetailError(
+                f"the simulation of {recording.id!r} came to other tokens than were recorded"
+            )
+        return Play(
+            recording,
+            last.result,
+            tuple(reply.record for reply in self._heard if isinstance(reply, Recorded)),
+        )
 
     def _post(self, message: Hello | Submit) -> None:
         self._hub.post(CLIENT, encode(message), self._hub.clock())
@@ -107,14 +137,25 @@ class Stage:
 
 
 def open_stage(library: Library, costs: Costs) -> tuple[Stage, Coverage]:
-    """A stage whose workers have said before what they say, and what becomes known of how much of it was recorded."""
+    """A stage whose workers have said before what they say, and what becomes known of how much of
+    it was recorded."""
     about, coverage, clocks = library.about, Coverage(), (Clock(), Clock())
     target = RecordedTarget(about, Language.of(about), library.recordings, costs, clocks[0])
     draft = open_draft(about, library.recordings, costs, clocks[1], coverage)
     return Stage(about, costs, Actor(target, clocks[0]), Actor(draft, clocks[1])), coverage
 
 
-def play_all(library: Library, costs: Costs, tree: TreeSettings, *, speculate: bool = True, ahead: bool | None = None) -> tuple[list[Play], Coverage]:
+def play_all(
+    library: Library,
+    costs: Costs,
+    tree: TreeSettings,
+    *,
+    speculate: bool = True,
+    ahead: bool | None = None,
+) -> tuple[list[Play], Coverage]:
     """Every reply of a library in turn, on one stage."""
     stage, coverage = open_stage(library, costs)
-    return [stage.play(recording, tree, speculate=speculate, ahead=ahead) for recording in library.recordings], coverage
+    return [
+        stage.play(recording, tree, speculate=speculate, ahead=ahead)
+        for recording in library.recordings
+    ], coverage

@@ -1,11 +1,14 @@
-"""What a draft would say and what its target chose, at every position of a reply: the file that the simulator reads.
+"""What a draft would say and what its target chose, at every position of a reply: the file that the
+simulator reads.
 
-A reply is decoded once, a token a round; at each position the draft grows a tree that is larger than any that will be evaluated. Since draft and target share
-their noise the reply is the same whatever was offered, so one recording serves every policy, tree size and cost. A recording is a folder: `recording.json`
-says of what it is, and each reply is a file of its own, so that a run that was interrupted goes on.
+A reply is decoded once, a token a round; at each position the draft grows a tree that is larger
+than any that will be evaluated. Since draft and target share their noise the reply is the same
+whatever was offered, so one recording serves every policy, tree size and cost. A recording is a
+folder: `recording.json` says of what it is, and each reply is a file of its own, so that a run that
+was interrupted goes on.
 
-Letters: P positions, N nodes of one position. Position i has the prompt and the first i + 1 tokens of the reply behind it; the last of these is the root.
-Knows numbers and files; no torch, no models.
+Letters: P positions, N nodes of one position. Position i has the prompt and the first i + 1 tokens
+of the reply behind it; the last of these is the root. Knows numbers and files; no torch, no models.
 """
 
 import re
@@ -42,7 +45,8 @@ class About(Frozen):
     target_model: str
     draft_model: str
     head: bool
-    """Whether the draft reads features of its target: then the tree is grown anew below every root."""
+    """Whether the draft reads features of its target: then the tree is grown anew below every
+    root."""
     vocabulary_size: Annotated[int, Field(ge=1)]
     end: tuple[int, ...]
     context: Annotated[int, Field(ge=1)]
@@ -71,14 +75,16 @@ class Position:
 
     @cached_property
     def _places(self) -> tuple[Ints, Ints]:
-        """For every node (the root last, at index -1) the first of its children, and how many it has."""
+        """For every node (the root last, at index -1) the first of its children, and how many it
+        has."""
         count = np.bincount(self.parents + 1, minlength=len(self.parents) + 1).astype(np.int32)
         first = np.full(len(count), -1, np.int32)
         first[(self.parents + 1)[::-1]] = np.arange(len(self.parents), dtype=np.int32)[::-1]
         return np.roll(first, -1), np.roll(count, -1)
 
     def children(self, path: Sequence[int], width: int) -> tuple[Ints, Floats] | None:
-        """Tokens and gains of the best `width` children of the node with that path; None if it is not here, or was not expanded."""
+        """Tokens and gains of the best `width` children of the node with that path; None if it is
+        not here, or was not expanded."""
         node = self._find(path)
         if node is None or not (node == ROOT or self.expanded[node]):
             return None
@@ -100,7 +106,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Recording:
-    """One reply: what was asked, what the target said, and the draft's tree at each of its positions."""
+    """One reply: what was asked, what the target said, and the draft's tree at each of its
+    positions."""
 
     id: str
     prompt: tuple[int, ...]
@@ -109,17 +116,25 @@ class Recording:
     positions: tuple[Position, ...]
     """[P] one for each token but the last."""
 
-    def children(self, position: int, path: Sequence[int], width: int, *, head: bool) -> tuple[Ints, Floats] | None:
-        """What the draft says after `path` below the root of `position`; None where that was not recorded.
+    def children(
+        self, position: int, path: Sequence[int], width: int, *, head: bool
+    ) -> tuple[Ints, Floats] | None:
+        """What the draft says after `path` below the root of `position`; None where that was not
+        recorded.
 
-        A small model says the same below any root. Of the target's own path the longest part is taken as given, below whose end more was recorded. What a
-        head says depends on how much of the path it has guessed itself: there the tree of the position comes first.
+        A small model says the same below any root. Of the target's own path the longest part is
+        taken as given, below whose end more was recorded. What a head says depends on how much of
+        the path it has guessed itself: there the tree of the position comes first.
         """
         known = self._known(position, path)
         starts = (0, known) if head else (known,)
         for start in starts:
             at = position + start
-            found = self.positions[at].children(path[start:], width) if at < len(self.positions) else None
+            found = (
+                self.positions[at].children(path[start:], width)
+                if at < len(self.positions)
+                else None
+            )
             if found is not None:
                 return found
         return None
@@ -127,7 +142,14 @@ class Recording:
     def _known(self, position: int, path: Sequence[int]) -> int:
         """How many tokens of `path` are the target's own."""
         said = self.tokens[position + 1 :]
-        return next((place for place, token in enumerate(path) if place >= len(said) or said[place] != token), len(path))
+        return next(
+            (
+                place
+                for place, token in enumerate(path)
+                if place >= len(said) or said[place] != token
+            ),
+            len(path),
+        )
 
 
 @dataclass(frozen=True)
@@ -149,13 +171,20 @@ class Folder:
             there = path / ABOUT
             if not there.exists():
                 if any(path.iterdir()):
-                    raise UserError(f"{path} holds something else than a recording: name a new folder")
+                    raise UserError(
+                        f"{path} holds something else than a recording: name a new folder"
+                    )
                 there.write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"a recording cannot be written to {path}: {refusal(error)}") from None
         if (before := read_about(path)) != about:
-            changed = [name for name in About.model_fields if getattr(before, name) != getattr(about, name)]
-            raise UserError(f"{path} holds a recording with another {', '.join(changed)}: name a new folder, or ask for the same")
+            changed = [
+                name for name in About.model_fields if getattr(before, name) != getattr(about, name)
+            ]
+            raise UserError(
+                f"{path} holds a recording with another {', '.join(changed)}: name a new "
+                "folder, or ask for the same"
+            )
 
     def has(self, number: int, id: str) -> bool:
         return self._file(number, id).exists()
@@ -177,10 +206,16 @@ def read_about(path: Path) -> About:
     try:
         return About.model_validate_json((path / ABOUT).read_bytes())
     except OSError:
-        raise UserError(f"{path} is no recording: make one with `dovetail simulate record --prompts FILE --out {path}`") from None
+        raise UserError(
+            f"{path} is no recording: make one with `dovetail simulate record --prompts FILE "
+            f"--out {path}`"
+        ) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise UserError(f"{path / ABOUT} is damaged or of another version ({first['msg']}): record anew into another folder") from None
+        raise UserError(
+            f"{path / ABOUT} is damaged or of another version ({first['msg']}): record anew "
+            "into another folder"
+        ) from None
 
 
 def read_library(path: Path, limit: int | None = None) -> Library:
@@ -188,7 +223,9 @@ def read_library(path: Path, limit: int | None = None) -> Library:
     about = read_about(path)
     files = sorted(path.glob(f"*{SUFFIX}"))[:limit]
     if not files:
-        raise UserError(f"the recording {path} has no reply yet: let `dovetail simulate record` finish one")
+        raise UserError(
+            f"the recording {path} has no reply yet: let `dovetail simulate record` finish one"
+        )
     return Library(about, tuple(_read(file) for file in files))
 
 
@@ -200,7 +237,10 @@ def _arrays(recording: Recording) -> dict[str, Any]:
         "prompt": np.array(recording.prompt, np.int32),
         "reply": np.array(recording.tokens, np.int32),
         "stops": np.cumsum([len(tree.tokens) for tree in trees], dtype=np.int64),
-        **{name: np.concatenate([getattr(tree, name) for tree in trees] or [np.empty(0)]) for name in ("tokens", "parents", "gains", "expanded")},
+        **{
+            name: np.concatenate([getattr(tree, name) for tree in trees] or [np.empty(0)])
+            for name in ("tokens", "parents", "gains", "expanded")
+        },
     }
 
 
@@ -214,12 +254,16 @@ def _read(file: Path) -> Recording:
             raise ValueError(f"{len(positions)} trees of {len(tokens)} tokens")
         return Recording(str(found["id"]), tuple(found["prompt"].tolist()), tokens, positions)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file} is damaged ({error}): remove it, and record that prompt again") from None
+        raise UserError(
+            f"{file} is damaged ({error}): remove it, and record that prompt again"
+        ) from None
 
 
 def _positions(found: dict[str, Any]) -> Iterator[Position]:
     start = 0
     for stop in found["stops"].tolist():
-        tokens, parents, gains, expanded = (found[name][start:stop] for name in ("tokens", "parents", "gains", "expanded"))
+        tokens, parents, gains, expanded = (
+            found[name][start:stop] for name in ("tokens", "parents", "gains", "expanded")
+        )
         yield Position(tokens, parents, gains, expanded.astype(bool))
         start = stop

@@ -1,6 +1,8 @@
-"""Records replies: the real target and the real draft in this process, a token a round, nothing verified, and a large tree at every position.
+"""Records replies: the real target and the real draft in this process, a token a round, nothing
+verified, and a large tree at every position.
 
-torch comes in here, with the workers; whoever imports this has bound the process and set its thread counts.
+torch comes in here, with the workers; whoever imports this has bound the process and set its thread
+counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +16,19 @@ from dovetail.launch.prompts import Prompt
 from dovetail.launch.simulation.recording import About, Folder, Position, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.messages import Close, Draft, Event, Feed, Hello, Open, Opened, Prefilled, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    Close,
+    Draft,
+    Event,
+    Feed,
+    Hello,
+    Open,
+    Opened,
+    Prefilled,
+    Verified,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.text import TextCodec
@@ -25,15 +39,17 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.target import TargetWorker
 
 WIDE = 20
-"""The best so many nodes of every level are expanded, or as many as a node has children: twice what the presets expand, so that what a policy keeps of a
-narrower pool is among them, but for rare cases."""
+"""The best so many nodes of every level are expanded, or as many as a node has children: twice what
+the presets expand, so that what a policy keeps of a narrower pool is among them, but for rare
+cases."""
 MOST_ROWS = 64
 """Of a pass."""
 EPOCH = 1
 
 
 class Survey:
-    """A growth policy that offers nothing: of every level the best nodes are expanded, and then the best of all, up to `nodes` of them."""
+    """A growth policy that offers nothing: of every level the best nodes are expanded, and then the
+    best of all, up to `nodes` of them."""
 
     entropy: ClassVar[None] = None
 
@@ -44,7 +60,11 @@ class Survey:
             if len(nodes := nodes[tree.rows[nodes] == NO_ROW]):
                 yield nodes
         while (left := shape.nodes - tree.rows_used) > 0:
-            nodes = best_first(np.flatnonzero((tree.rows == NO_ROW) & (tree.levels < shape.depth)), tree.scores, min(left, MOST_ROWS))
+            nodes = best_first(
+                np.flatnonzero((tree.rows == NO_ROW) & (tree.levels < shape.depth)),
+                tree.scores,
+                min(left, MOST_ROWS),
+            )
             if not len(nodes):
                 return
             yield nodes
@@ -67,7 +87,14 @@ class Order:
 
     @property
     def tree(self) -> TreeSettings:
-        return TreeSettings(policy="budget", insist=True, gamma=self.nodes, depth=self.depth, width=self.width, sharpening=self.sharpening)
+        return TreeSettings(
+            policy="budget",
+            insist=True,
+            gamma=self.nodes,
+            depth=self.depth,
+            width=self.width,
+            sharpening=self.sharpening,
+        )
 
 
 def processors(sampling: Sampling) -> Sampling:
@@ -87,7 +114,10 @@ def about(order: Order, target: Hello, draft: Hello) -> About:
         vocabulary_size=target.vocabulary.size,
         end=target.vocabulary.end,
         context=target.limits.context,
-        **{name: getattr(order, name) for name in ("sampling", "seed", "sharpening", "nodes", "depth", "width", "max_tokens")},
+        **{
+            name: getattr(order, name)
+            for name in ("sampling", "seed", "sharpening", "nodes", "depth", "width", "max_tokens")
+        },
     )
 
 
@@ -104,8 +134,11 @@ class Recorder:
         self._numbers = count(1)
         self.about = about(order, self._told, self._said)
 
-    def record_all(self, prompts: Sequence[Prompt], folder: Folder, step: Callable[[str], None]) -> int:
-        """Record the first turn of every prompt that the folder has no reply to; how many there were. A reply of a single token has nothing to draft."""
+    def record_all(
+        self, prompts: Sequence[Prompt], folder: Folder, step: Callable[[str], None]
+    ) -> int:
+        """Record the first turn of every prompt that the folder has no reply to; how many there
+        were. A reply of a single token has nothing to draft."""
         recorded = 0
         for number, prompt in enumerate(prompts):
             if not folder.has(number, prompt.id):
@@ -118,12 +151,18 @@ class Recorder:
         """The prompt as the target reads it; `UserError` if its context has no room for a reply."""
         tokens = self._text.encode_turns(prompt.turns[:1])
         if len(tokens) + 2 > self.about.context:
-            raise UserError(f"the prompt {prompt.id!r} has {len(tokens)} tokens, and the target's context is {self.about.context}: leave it out, or shorten it")
+            raise UserError(
+                f"the prompt {prompt.id!r} has {len(tokens)} tokens, and the target's context "
+                f"is {self.about.context}: leave it out, or shorten it"
+            )
         return tokens
 
     def record(self, id: str, prompt: tuple[int, ...]) -> Recording:
         """One reply, to its end or to `max_tokens`."""
-        session, most = next(self._numbers), min(self.order.max_tokens, self.about.context - len(prompt))
+        session, most = (
+            next(self._numbers),
+            min(self.order.max_tokens, self.about.context - len(prompt)),
+        )
         tokens, positions, features = [self._open(session, prompt, most)], list[Position](), None
         while tokens[-1] not in self._facts.end and len(tokens) < most:
             positions.append(self._position(session, prompt, tokens, features))
@@ -153,13 +192,21 @@ class Recorder:
         bonus = None
         for event in _done(self._target.handle(command)):
             if isinstance(event, Prefilled):
-                _done(self._draft.handle(Feed(epoch=EPOCH, session=session, start=event.start, features=event.features)))
+                _done(
+                    self._draft.handle(
+                        Feed(
+                            epoch=EPOCH, session=session, start=event.start, features=event.features
+                        )
+                    )
+                )
             elif isinstance(event, Opened):
                 bonus = event.bonus
         assert bonus is not None
         return bonus
 
-    def _position(self, session: int, prompt: Sequence[int], tokens: Sequence[int], features: Array | None) -> Position:
+    def _position(
+        self, session: int, prompt: Sequence[int], tokens: Sequence[int], features: Array | None
+    ) -> Position:
         """The draft's tree below the last of `tokens`."""
         order = self.order
         command = Draft(
@@ -180,7 +227,11 @@ class Recorder:
     def _choice(self, session: int, prefix: int, round: int) -> tuple[int, Array | None]:
         """The target's next token, and the features that come with it."""
         item = VerifyItem(session=session, round=round, prefix=prefix, tokens=(), parents=())
-        verified = next(event for event in _done(self._target.handle(Verify(epoch=EPOCH, items=(item,)))) if isinstance(event, Verified))
+        verified = next(
+            event
+            for event in _done(self._target.handle(Verify(epoch=EPOCH, items=(item,))))
+            if isinstance(event, Verified)
+        )
         return verified.items[0].bonus, verified.features
 
 

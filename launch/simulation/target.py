@@ -1,4 +1,5 @@
-"""A target that has chosen already: its verdicts are read off recorded replies, and only the time of its passes is made up."""
+"""A target that has chosen already: its verdicts are read off recorded replies, and only the time
+of its passes is made up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,18 +47,31 @@ class Language:
     def of(cls, about: About) -> "Language":
         entries = ",".join(f'"<{token}>":{token}' for token in range(about.vocabulary_size))
         model = f'{{"type":"WordLevel","unk_token":"<0>","vocab":{{{entries}}}}}'
-        text = f'{{"version":"1.0","added_tokens":[],"pre_tokenizer":null,"normalizer":null,"post_processor":null,"decoder":null,"model":{model}}}'
+        text = f'{{"version":"1.0","added_tokens":[],"pre_tokenizer":null,"normalizer":null,"post_processor":null,"decoder":null,"model":{model}}}'  # noqa: E501
         tokenizer = text.encode()
-        facts = VocabularyFacts(digest=vocabulary_digest(read_vocabulary(tokenizer)), size=about.vocabulary_size, end=about.end)
+        facts = VocabularyFacts(
+            digest=vocabulary_digest(read_vocabulary(tokenizer)),
+            size=about.vocabulary_size,
+            end=about.end,
+        )
         return cls(facts, tokenizer)
 
 
 class RecordedTarget:
     """A worker of the target's role."""
 
-    def __init__(self, about: About, language: Language, recordings: Sequence[Recording], costs: Costs, clock: Clock) -> None:
+    def __init__(
+        self,
+        about: About,
+        language: Language,
+        recordings: Sequence[Recording],
+        costs: Costs,
+        clock: Clock,
+    ) -> None:
         self._about, self._language, self._costs, self._clock = about, language, costs, clock
-        self._replies: Mapping[tuple[int, ...], Recording] = {recording.prompt: recording for recording in recordings}
+        self._replies: Mapping[tuple[int, ...], Recording] = {
+            recording.prompt: recording for recording in recordings
+        }
         self._open: dict[int, Recording] = {}
         self._spans = ClockSpans(clock)
         self._epoch = 0
@@ -103,8 +117,16 @@ class RecordedTarget:
     def _opened(self, command: Open) -> Opened:
         reply = self._open[command.session] = self._replies[command.prompt]
         with self._spans.measure("prefill"):
-            self._clock.advance(self._costs.verify_s(PREFILL_ROWS, 0) * len(command.prompt) / PREFILL_ROWS)
-        return Opened(epoch=self._epoch, session=command.session, bonus=reply.tokens[0], margin=MARGIN, spans=self._spans.take(MAX_SPANS))
+            self._clock.advance(
+                self._costs.verify_s(PREFILL_ROWS, 0) * len(command.prompt) / PREFILL_ROWS
+            )
+        return Opened(
+            epoch=self._epoch,
+            session=command.session,
+            bonus=reply.tokens[0],
+            margin=MARGIN,
+            spans=self._spans.take(MAX_SPANS),
+        )
 
     def _verified(self, command: Verify) -> Verified:
         rows = sum(1 + len(item.tokens) for item in command.items)
@@ -115,15 +137,25 @@ class RecordedTarget:
         return Verified(epoch=self._epoch, items=items, spans=self._spans.take(MAX_SPANS))
 
     def _verdict(self, item: VerifyItem) -> VerifiedItem:
-        """The recorded choices, as far down the tree as there are nodes for them. Behind the end of a reply the target says what nobody reads any more."""
+        """The recorded choices, as far down the tree as there are nodes for them. Behind the end of
+        a reply the target says what nobody reads any more."""
         reply = self._open[item.session]
         said = reply.tokens[item.prefix - len(reply.prompt) :]
         accepted: list[int] = []
-        children = {(parent, token): node for node, (parent, token) in enumerate(zip(item.parents, item.tokens, strict=True))}
+        children = {
+            (parent, token): node
+            for node, (parent, token) in enumerate(zip(item.parents, item.tokens, strict=True))
+        }
         for token in said[:-1]:
             node = children.get((accepted[-1] if accepted else ROOT, token))
             if node is None:
                 break
             accepted.append(node)
         margins = (MARGIN,) * (len(accepted) + 1)
-        return VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=said[len(accepted)], margins=margins)
+        return VerifiedItem(
+            session=item.session,
+            round=item.round,
+            accepted=tuple(accepted),
+            bonus=said[len(accepted)],
+            margins=margins,
+        )

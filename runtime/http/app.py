@@ -1,7 +1,8 @@
 """The routes: which address answers what. The only door to `fastapi`.
 
-A request is read (`bodies.py`), put into the target's terms (`orders.py`), decoded (`decoding.py`) and written (`replies.py`); this file ties them together
-and sees to it that a client who leaves, a deadline or the end of the server cancels what runs.
+A request is read (`bodies.py`), put into the target's terms (`orders.py`), decoded (`decoding.py`)
+and written (`replies.py`); this file ties them together and sees to it that a client who leaves, a
+deadline or the end of the server cancels what runs.
 """
 
 import asyncio
@@ -40,7 +41,11 @@ SMALL_CHARACTERS = 4096
 """Texts up to this are tokenized at once; longer ones elsewhere, so that nobody waits for them."""
 CLIENT_GONE = 499
 """A status that nobody reads (nginx's)."""
-EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 ChatOrTextBody = ChatBody | CompletionBody
 R = TypeVar("R")
@@ -77,9 +82,12 @@ class Service:
             run.fail(unavailable("the server is ending: ask again when another is there"))
 
     def name_of(self, target: Target) -> str:
-        """Under which the target is served; of a model that is a folder, its name says nothing of where it lies."""
+        """Under which the target is served; of a model that is a folder, its name says nothing of
+        where it lies."""
         own = target.described.model
-        return self.terms.model or (own.rstrip("/").rpartition("/")[2] if own.startswith(("/", "./", "../", "~")) else own)
+        return self.terms.model or (
+            own.rstrip("/").rpartition("/")[2] if own.startswith(("/", "./", "../", "~")) else own
+        )
 
     async def target(self, model: str | None = None) -> Target:
         """The target; `ApiError` if there is none, or if a client asks for another model."""
@@ -93,7 +101,9 @@ class Service:
         """The answer to a completion of either kind."""
         run = Run(self.gateway)
         self.runs.add(run)
-        deadline = asyncio.get_running_loop().call_later(self.terms.deadline_s, run.fail, _late(self.terms.deadline_s))
+        deadline = asyncio.get_running_loop().call_later(
+            self.terms.deadline_s, run.fail, _late(self.terms.deadline_s)
+        )
         watching = asyncio.create_task(_until_gone(request, run))
 
         def done() -> None:
@@ -119,7 +129,8 @@ class Service:
         return _json(whole)
 
     async def _begin(self, body: ChatOrTextBody, run: Run, owner: str) -> tuple[Writer, str]:
-        """Have the replies begun, up to the first word of any; once more if the target has become another meanwhile."""
+        """Have the replies begun, up to the first word of any; once more if the target has become
+        another meanwhile."""
         for _ in range(2):
             target = await self.target(body.model)
             order = await self._order(body, target, owner)
@@ -129,7 +140,9 @@ class Service:
                 self.gateway.forget_target()
                 continue
             return open_writer(order, target, self.name_of(target)), self.name_of(target)
-        raise unavailable("the target changes its vocabulary all the time: ask again when one stays")
+        raise unavailable(
+            "the target changes its vocabulary all the time: ask again when one stays"
+        )
 
     async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:
         def read() -> Order:
@@ -143,13 +156,30 @@ class Service:
         target = await self.target(body.model)
         tokens = await _here_or_elsewhere(lambda: tokens_of(body, target), _size(body))
         words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": target.context, "tokens": list(tokens), "token_strs": words}
+        return {
+            "count": len(tokens),
+            "max_model_len": target.context,
+            "tokens": list(tokens),
+            "token_strs": words,
+        }
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         target = await self.target(body.model)
-        if (beyond := next((token for token in body.tokens if token >= target.described.vocabulary.size), None)) is not None:
-            raise ApiError(400, f"token id {beyond} is beyond the vocabulary of {target.described.vocabulary.size}", param="tokens")
-        return {"prompt": await _here_or_elsewhere(lambda: target.text.decode(body.tokens, special=True), len(body.tokens))}
+        if (
+            beyond := next(
+                (token for token in body.tokens if token >= target.described.vocabulary.size), None
+            )
+        ) is not None:
+            raise ApiError(
+                400,
+                f"token id {beyond} is beyond the vocabulary of {target.described.vocabulary.size}",
+                param="tokens",
+            )
+        return {
+            "prompt": await _here_or_elsewhere(
+                lambda: target.text.decode(body.tokens, special=True), len(body.tokens)
+            )
+        }
 
     async def model(self, name: str | None = None) -> dict[str, Any]:
         """The served model, as OpenAI lists it."""
@@ -169,14 +199,31 @@ class Service:
         return None
 
     async def ready(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests are served, and what is missing; a draft that is missing makes them slower, no worse."""
+        """Whether requests are served, and what is missing; a draft that is missing makes them
+        slower, no worse."""
         if (state := await self.reported()) is None:
             missing = [self.gateway.missing or "the coordinator does not answer"]
-            return False, {"ready": False, "status": "waiting", "degraded": True, "missing": missing, "faults": [], "loading": []}
-        there = any("target" in worker.roles and not (worker.standby or worker.stuck) for worker in state.workers)
+            return False, {
+                "ready": False,
+                "status": "waiting",
+                "degraded": True,
+                "missing": missing,
+                "faults": [],
+                "loading": [],
+            }
+        there = any(
+            "target" in worker.roles and not (worker.standby or worker.stuck)
+            for worker in state.workers
+        )
         faults = [fault.model_dump() for fault in state.faults]
         loading = [{**told.model_dump(), "left_s": told.left_s} for told in state.loading]
-        status = "ready" if there else "loading" if any("target" in told.roles for told in state.loading) else "waiting"
+        status = (
+            "ready"
+            if there
+            else "loading"
+            if any("target" in told.roles for told in state.loading)
+            else "waiting"
+        )
         return there, {
             "ready": there,
             "status": status,
@@ -191,7 +238,13 @@ class Service:
         if reported is not None and not name:
             with suppress(ApiError):
                 name = self.name_of(await self.gateway.target())
-        return self.exposition.text(reported, name, answering=len(self.runs), connections=len(self.connections.open), let_go=self.connections.let_go)
+        return self.exposition.text(
+            reported,
+            name,
+            answering=len(self.runs),
+            connections=len(self.connections.open),
+            let_go=self.connections.let_go,
+        )
 
 
 class Answer:
@@ -257,7 +310,13 @@ class Stream(Response):
 def open_app(service: Service) -> App:
     """The whole API, with its guard before it."""
     terms = service.terms
-    app = FastAPI(title="dovetail", version=terms.version or "0", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    app = FastAPI(
+        title="dovetail",
+        version=terms.version or "0",
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
     _add_completions(app, service)
     _add_texts(app, service)
     _add_state(app, service)
@@ -265,10 +324,18 @@ def open_app(service: Service) -> App:
     open_paths = OPEN_PATHS
     if terms.dashboard != "off":
         about = {"version": terms.version, "began": service.began, "pid": os.getpid()}
-        add_dashboard(app, Watch(service.gateway, shown=terms.dashboard, name=service.name_of, about=about))
+        add_dashboard(
+            app, Watch(service.gateway, shown=terms.dashboard, name=service.name_of, about=about)
+        )
         open_paths += tuple(page_files())
     describe(app, keyed=bool(terms.keys))
-    return Guard(app, keys=terms.keys, most_body_bytes=terms.most_body_bytes, only_local_names=terms.only_local_names, open_paths=open_paths)
+    return Guard(
+        app,
+        keys=terms.keys,
+        most_body_bytes=terms.most_body_bytes,
+        only_local_names=terms.only_local_names,
+        open_paths=open_paths,
+    )
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
@@ -348,12 +415,18 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
-        text = f"{request.method} {request.url.path} is not served here" if error.status_code in (404, 405) else str(error.detail)
+        text = (
+            f"{request.method} {request.url.path} is not served here"
+            if error.status_code in (404, 405)
+            else str(error.detail)
+        )
         return _json(ApiError(error.status_code, text).body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def ours(_: Request, error: Exception) -> Response:
-        return _json(ApiError(500, f"the server failed: {type(error).__name__}", code="internal").body, 500)
+        return _json(
+            ApiError(500, f"the server failed: {type(error).__name__}", code="internal").body, 500
+        )
 
 
 def _no_object(request: Request) -> str:
@@ -361,11 +434,16 @@ def _no_object(request: Request) -> str:
     kind = request.headers.get("content-type", "")
     if "json" in kind:
         return "the body is no JSON object"
-    return f"the body came with the header {f'Content-Type: {kind[:80]}' if kind else 'of no type'}: send it with Content-Type: application/json"
+    return (
+        "the body came with the header "
+        f"{f'Content-Type: {kind[:80]}' if kind else 'of no type'}: send it with Content-Type: "
+        "application/json"
+    )
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
-    """Of the complaints about the first wrong field, the one about the form that it was meant to have: of the right type, and exact about the place."""
+    """Of the complaints about the first wrong field, the one about the form that it was meant to
+    have: of the right type, and exact about the place."""
     same = (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2])
     return max(same, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
 
@@ -388,14 +466,27 @@ def _size(body: ChatOrTextBody | TokenizeBody) -> int:
     """Characters or token ids to read."""
     if isinstance(body, CompletionBody):
         given = body.prompt
-        return len(given) if isinstance(given, str) else sum(1 if isinstance(part, int) else len(part) for part in given)
+        return (
+            len(given)
+            if isinstance(given, str)
+            else sum(1 if isinstance(part, int) else len(part) for part in given)
+        )
     prompt = body.prompt if isinstance(body, TokenizeBody) else None
     return len(prompt or "") + sum(len(message.text) for message in body.messages or ())
 
 
 def _late(seconds: float) -> ApiError:
-    return ApiError(504, f"the request has taken longer than {seconds:g} s (http.deadline_s) and was cancelled", code="timeout")
+    return ApiError(
+        504,
+        f"the request has taken longer than {seconds:g} s (http.deadline_s) and was cancelled",
+        code="timeout",
+    )
 
 
 def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
-    return Response(json.dumps(value, separators=(",", ":")), status, headers=dict(headers or {}), media_type="application/json")
+    return Response(
+        json.dumps(value, separators=(",", ":")),
+        status,
+        headers=dict(headers or {}),
+        media_type="application/json",
+    )

@@ -1,6 +1,8 @@
-"""What HTTP clients send: OpenAI's bodies, with what vLLM's clients add. Says what may be asked for; what it means for a target, `orders.py` knows.
+"""What HTTP clients send: OpenAI's bodies, with what vLLM's clients add. Says what may be asked
+for; what it means for a target, `orders.py` knows.
 
-Fields that are not served here are refused unless they ask for nothing, and so are fields that nobody knows (`fields.py`).
+Fields that are not served here are refused unless they ask for nothing, and so are fields that
+nobody knows (`fields.py`).
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,7 +30,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 class Body(BaseModel):
     """Fields that change nothing are let pass, though the document does not promise them."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
     place: ClassVar[str] = ""
     """The field that it is the value of."""
     benign: ClassVar[frozenset[str]] = BENIGN
@@ -45,7 +52,9 @@ class StreamOptions(Body):
     place = "stream_options"
     benign = frozenset({"include_obfuscation"})
 
-    include_usage: bool = Field(False, description="a last chunk says how many tokens were read and written")
+    include_usage: bool = Field(
+        False, description="a last chunk says how many tokens were read and written"
+    )
     continuous_usage_stats: bool = Field(False, description="every chunk does")
 
 
@@ -55,20 +64,31 @@ class Wishes(Body):
     place = "dovetail"
     benign = frozenset()
 
-    drafted: bool = Field(False, description="each streamed choice says which of its tokens the draft had proposed")
+    drafted: bool = Field(
+        False, description="each streamed choice says which of its tokens the draft had proposed"
+    )
     speculate: bool = Field(True, description="false: the target alone decodes this request")
 
 
 class Decoding(Body):
-    """What both kinds of completions have in common. What is left out is as the server's settings have it."""
+    """What both kinds of completions have in common. What is left out is as the server's settings
+    have it."""
 
-    model: str | None = Field(None, max_length=512, description="name of the served model; left out: that one")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="replies to each prompt, each with noise of its own")
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="served only if it equals n")
+    model: str | None = Field(
+        None, max_length=512, description="name of the served model; left out: that one"
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="replies to each prompt, each with noise of its own"
+    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="served only if it equals n"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_ENDS // 2)] | None = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_ENDS // 2)] | None
+    ) = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-LARGEST_SEED - 1, le=LARGEST_SEED)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
@@ -80,7 +100,14 @@ class Decoding(Body):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
     logit_bias: (
-        Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=MAX_BIASES)] | None
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100.0, le=100.0)],
+            ],
+            Field(max_length=MAX_BIASES),
+        ]
+        | None
     ) = Field(None, description="token id -> what is added to its logit")
     dovetail: Wishes | None = None
 
@@ -88,8 +115,14 @@ class Decoding(Body):
     @classmethod
     def _few_biases(cls, body: Any) -> Any:
         biases = body.get("logit_bias") if isinstance(body, dict) else None
-        if isinstance(biases, dict) and len(biases) > MAX_BIASES:  # told before each of them is complained of
-            raise ApiError(400, f"logit_bias has {len(biases)} entries: name at most {MAX_BIASES}", param="logit_bias")
+        if (
+            isinstance(biases, dict) and len(biases) > MAX_BIASES
+        ):  # told before each of them is complained of
+            raise ApiError(
+                400,
+                f"logit_bias has {len(biases)} entries: name at most {MAX_BIASES}",
+                param="logit_bias",
+            )
         return body
 
     @property
@@ -122,15 +155,31 @@ class TextPart(BaseModel):
     def _no_other(cls, kind: Any) -> Any:
         if isinstance(kind, str) and kind != "text":
             shown = repr(kind[:LONGEST_KIND])
-            raise ValueError(f"a part of type {shown} cannot be read, since the model reads text alone: send parts of type 'text'")
+            raise ValueError(
+                f"a part of type {shown} cannot be read, since the model reads text alone: "
+                "send parts of type 'text'"
+            )
         return kind
 
 
 class ChatMessage(Body):
-    """One message of a conversation; its content is text, whole or in parts. What clients send back of a reply may stay in it."""
+    """One message of a conversation; its content is text, whole or in parts. What clients send back
+    of a reply may stay in it."""
 
     place = "messages"
-    benign = frozenset({"name", "refusal", "annotations", "id", "reasoning", "reasoning_content", "tool_calls", "function_call", "audio"})
+    benign = frozenset(
+        {
+            "name",
+            "refusal",
+            "annotations",
+            "id",
+            "reasoning",
+            "reasoning_content",
+            "tool_calls",
+            "function_call",
+            "audio",
+        }
+    )
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_TURNS)]
@@ -141,31 +190,54 @@ class ChatMessage(Body):
         if isinstance(message, dict):
             for name in ("tool_calls", "function_call", "audio"):
                 if message.get(name):
-                    raise ApiError(400, f"a message with {name} is not supported: leave it out", param="messages", code="unsupported_parameter")
+                    raise ApiError(
+                        400,
+                        f"a message with {name} is not supported: leave it out",
+                        param="messages",
+                        code="unsupported_parameter",
+                    )
         return message
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 class ChatBody(Decoding):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
+    messages: Annotated[
+        list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)
+    ]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    logprobs: bool | None = Field(None, description="each token comes with its natural log-probability")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(None, description="likeliest tokens beside it; needs logprobs")
+    logprobs: bool | None = Field(
+        None, description="each token comes with its natural log-probability"
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
+        None, description="likeliest tokens beside it; needs logprobs"
+    )
 
 
 class CompletionBody(Decoding):
     """The body of /v1/completions."""
 
     prompt: str | Strings | TokenIds | TokenLists
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, description="left out: 16")
-    echo: bool | None = Field(None, description="the prompt comes before the reply, with its log-probabilities if logprobs is given")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(None, description="log-probabilities of each token, and of so many likeliest ones")
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        None, description="left out: 16"
+    )
+    echo: bool | None = Field(
+        None,
+        description="the prompt comes before the reply, with its log-probabilities if logprobs "
+        "is given",
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
+        None, description="log-probabilities of each token, and of so many likeliest ones"
+    )
 
 
 class TokenizeBody(Body):
@@ -173,9 +245,16 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)] | None = None
-    add_special_tokens: bool = Field(True, description="whether a prompt gets what the tokenizer puts around a text")
-    add_generation_prompt: bool = Field(True, description="whether messages are followed by what begins a reply")
+    messages: (
+        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
+        | None
+    ) = None
+    add_special_tokens: bool = Field(
+        True, description="whether a prompt gets what the tokenizer puts around a text"
+    )
+    add_generation_prompt: bool = Field(
+        True, description="whether messages are followed by what begins a reply"
+    )
     return_token_strs: bool = False
 
 

@@ -1,8 +1,10 @@
-"""The dashboard: one page at `/`, and what it asks again and again, as does `dovetail top` over HTTP.
+"""The dashboard: one page at `/`, and what it asks again and again, as does `dovetail top` over
+HTTP.
 
-Nobody looks, nothing is asked: the coordinator is asked when somebody asks here, and at most twice a second however many pages are open. The page is plain
-files that lie beside this one; they hold nothing that needs a key, and ask for it. What they may do in a browser is said in their headers: nothing from
-elsewhere, no script in the text, and no text taken for HTML.
+Nobody looks, nothing is asked: the coordinator is asked when somebody asks here, and at most twice
+a second however many pages are open. The page is plain files that lie beside this one; they hold
+nothing that needs a key, and ask for it. What they may do in a browser is said in their headers:
+nothing from elsewhere, no script in the text, and no text taken for HTML.
 """
 
 import asyncio
@@ -27,12 +29,19 @@ EVERY_S = 1.0
 FRESH_S = 0.5
 """What was heard so lately is told to the next who asks too."""
 MOST_LOOKS = 8
-"""What has happened since the last time may not fit into one message; of more than so many the rest comes with the next."""
+"""What has happened since the last time may not fit into one message; of more than so many the rest
+comes with the next."""
 STATE_PATH = "/dashboard/state"
 FOLDER = Path(__file__).parent / "page"
-TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+    "'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
@@ -47,14 +56,27 @@ HEADERS = {
 
 def page_files() -> dict[str, tuple[str, bytes]]:
     """Path -> (content type, content) of everything that the page is made of."""
-    found = {path.name: (TYPES[path.suffix], path.read_bytes()) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
-    return {"/" if name == "index.html" else f"/dashboard/{name}": file for name, file in found.items()}
+    found = {
+        path.name: (TYPES[path.suffix], path.read_bytes())
+        for path in sorted(FOLDER.iterdir())
+        if path.suffix in TYPES
+    }
+    return {
+        "/" if name == "index.html" else f"/dashboard/{name}": file for name, file in found.items()
+    }
 
 
 class Watch:
     """What is seen of the coordinator, for all who look."""
 
-    def __init__(self, gateway: Gateway, *, shown: Shown, name: Callable[[Target], str], about: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        *,
+        shown: Shown,
+        name: Callable[[Target], str],
+        about: Mapping[str, Any],
+    ) -> None:
         """`name`: under which a target is served; `about`: what is told of this server."""
         self._gateway, self._shown, self._name, self._about = gateway, shown, name, about
         self._lately = Lately()
@@ -70,7 +92,13 @@ class Watch:
         spell = None if target is None or self._shown != "full" else partial(_spelt, target)
         seen = self._lately.view(spell=spell, session=session)
         model = "" if target is None else self._name(target)
-        told = {"server": self._about, "every_s": EVERY_S, "shown": self._shown, "model": model, **seen}
+        told = {
+            "server": self._about,
+            "every_s": EVERY_S,
+            "shown": self._shown,
+            "model": model,
+            **seen,
+        }
         return json.dumps(told, separators=(",", ":")).encode()
 
     async def _hear(self) -> None:
@@ -95,12 +123,17 @@ def add_dashboard(app: FastAPI, watch: Watch) -> None:
     """The routes of the page and of what it asks; none of them is part of the API."""
     for path, (kind, content) in page_files().items():
         about = {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
-        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(_serve(content, about))
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(
+            _serve(content, about)
+        )
 
     @app.get(STATE_PATH, include_in_schema=False)
     async def state(session: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None) -> Response:
         """What the page shows; of this session's tree, or of the newest's."""
-        return Response(await watch.picture(session), headers={**HEADERS, "content-type": "application/json", "cache-control": "no-store"})
+        return Response(
+            await watch.picture(session),
+            headers={**HEADERS, "content-type": "application/json", "cache-control": "no-store"},
+        )
 
 
 def _serve(content: bytes, about: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:

@@ -1,6 +1,8 @@
-"""One HTTP request while it is decoded: what the coordinator says of its replies comes in here, in order, and whoever writes the answer takes it out.
+"""One HTTP request while it is decoded: what the coordinator says of its replies comes in here, in
+order, and whoever writes the answer takes it out.
 
-It ends with the last reply, with an error, or because nobody waits for it any more; however it ends, the coordinator is told at once of what still runs.
+It ends with the last reply, with an error, or because nobody waits for it any more; however it
+ends, the coordinator is told at once of what still runs.
 """
 
 import asyncio
@@ -14,7 +16,8 @@ from dovetail.runtime.http.gateway import Gateway, Told
 from dovetail.runtime.http.orders import Order
 
 AT_ONCE = 16
-"""Replies of one request that are decoded at a time, so that a long list of prompts does not fill the target."""
+"""Replies of one request that are decoded at a time, so that a long list of prompts does not fill
+the target."""
 
 
 class Gone(Exception):
@@ -22,7 +25,8 @@ class Gone(Exception):
 
 
 class WrongVocabulary(Exception):
-    """The prompt was read with the vocabulary of another target than the one that is there by now."""
+    """The prompt was read with the vocabulary of another target than the one that is there by
+    now."""
 
 
 class Run:
@@ -41,7 +45,8 @@ class Run:
         self._waiter: asyncio.Future[None] | None = None
 
     async def begin(self, order: Order) -> None:
-        """Ask for the replies, and wait for the first word of any; `WrongVocabulary` where the prompt has to be read anew."""
+        """Ask for the replies, and wait for the first word of any; `WrongVocabulary` where the
+        prompt has to be read anew."""
         self._order, self._next = order, 0
         self._ask()
         await self._wait()
@@ -54,7 +59,8 @@ class Run:
             raise of_failure(first)
 
     async def take(self) -> list[tuple[int, Told]]:
-        """What has come since the last time, at least one thing, each with the reply that it is about; empty: all have ended.
+        """What has come since the last time, at least one thing, each with the reply that it is
+        about; empty: all have ended.
 
         An `ApiError` is raised when something failed, `Gone` when the client has gone.
         """
@@ -82,7 +88,9 @@ class Run:
         while self._next < len(self._order.submits) and len(self._numbers) < AT_ONCE:
             index = self._next
             self._next += 1
-            self._numbers[index] = self._gateway.submit(self._order.submits[index], self._teller(index))
+            self._numbers[index] = self._gateway.submit(
+                self._order.submits[index], self._teller(index)
+            )
 
     def _teller(self, index: int) -> Callable[[Told], None]:
         def tell(told: Told) -> None:

@@ -1,4 +1,5 @@
-"""What /openapi.json says of the answers; of the bodies, their models say it. Nothing here decides anything: a fuzzer holds the API to it."""
+"""What /openapi.json says of the answers; of the bodies, their models say it. Nothing here decides
+anything: a fuzzer holds the API to it."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -181,7 +182,10 @@ ANSWERS: Mapping[str, tuple[Any, tuple[int, ...]]] = {
 def documented(name: str) -> dict[str, Any]:
     """The arguments with which a route is declared, so that the document says how it answers."""
     model, errors = ANSWERS[name]
-    responses: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply, "description": STATUSES[status]} for status in sorted((*errors, *EVERYWHERE))}
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorReply, "description": STATUSES[status]}
+        for status in sorted((*errors, *EVERYWHERE))
+    }
     responses[200] = {"description": "Done.", **({"model": model} if model is not None else {})}
     if name in ("chat", "text"):
         responses[200]["content"] = EVENTS
@@ -191,7 +195,11 @@ def documented(name: str) -> dict[str, Any]:
         responses[503] = {"description": "There is no coordinator."}
     if name == "metrics":
         responses[200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    return {"responses": responses, "response_model": None, **({"response_class": Response} if model is None else {})}
+    return {
+        "responses": responses,
+        "response_model": None,
+        **({"response_class": Response} if model is None else {}),
+    }
 
 
 def describe(app: FastAPI, *, keyed: bool) -> None:
@@ -201,12 +209,16 @@ def describe(app: FastAPI, *, keyed: bool) -> None:
     def openapi() -> dict[str, Any]:
         if not made:
             made.update(FastAPI.openapi(app))
-            for operation in (operation for path in made["paths"].values() for operation in path.values()):
+            for operation in (
+                operation for path in made["paths"].values() for operation in path.values()
+            ):
                 operation["responses"].pop("422", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 made["components"]["schemas"].pop(name, None)
             if keyed:
-                made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                made["components"]["securitySchemes"] = {
+                    "key": {"type": "http", "scheme": "bearer"}
+                }
                 made["security"] = [{"key": []}]
         return made
 

@@ -1,4 +1,5 @@
-"""What an HTTP client is told when something cannot be done: OpenAI's error object and the status that goes with it. Knows no framework."""
+"""What an HTTP client is told when something cannot be done: OpenAI's error object and the status
+that goes with it. Knows no framework."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,25 +10,57 @@ from dovetail.protocol.messages import Failed
 RETRY_AFTER_S = 1
 RESTART_S = 5
 """A worker that is started again has to load its model first."""
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 """Other statuses below 500 are an `invalid_request_error`, those from 500 on a `server_error`."""
-BRANCHES = ("str", "int", "float", "bool", "list", "dict", "constrained", "function", "tagged", "nullable", "literal", "json")
-"""How a union's branches begin in the place of a validation error; they are no part of a field's name."""
+BRANCHES = (
+    "str",
+    "int",
+    "float",
+    "bool",
+    "list",
+    "dict",
+    "constrained",
+    "function",
+    "tagged",
+    "nullable",
+    "literal",
+    "json",
+)
+"""How a union's branches begin in the place of a validation error; they are no part of a field's
+name."""
 KEY = "[key]"
 """What follows a key of a table that is wrong."""
 
 
 class ApiError(DovetailError):
-    """A request that is answered with an error: its status, OpenAI's `param` and `code`, and after how many seconds to try again."""
+    """A request that is answered with an error: its status, OpenAI's `param` and `code`, and after
+    how many seconds to try again."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     @property
     def headers(self) -> dict[str, str]:
@@ -42,7 +75,10 @@ def unavailable(why: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
 
 def unread(seconds: float) -> ApiError:
     """408: the client reads nothing of its stream."""
-    text = f"this client has read nothing for {seconds:g} s (http.receive_s), and its request was ended: read replies as they come"
+    text = (
+        f"this client has read nothing for {seconds:g} s (http.receive_s), and its request "
+        "was ended: read replies as they come"
+    )
     return ApiError(408, text, code="client_too_slow")
 
 
@@ -54,12 +90,21 @@ def of_failure(failed: Failed) -> ApiError:
         case "prompt_too_long":
             return ApiError(400, failed.text, code="context_length_exceeded")
         case "capacity":
-            return ApiError(429, failed.text, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+            return ApiError(
+                429, failed.text, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S
+            )
         case "no_target":
-            text = "no target worker is there: if one is starting, ask again when it has loaded its model; /readyz tells when that is"
+            text = (
+                "no target worker is there: if one is starting, ask again when it has "
+                "loaded its model; /readyz tells when that is"
+            )
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":
-            return unavailable("the target worker was lost while it decoded this: ask again when another is there; /readyz tells", retry_after_s=RESTART_S)
+            return unavailable(
+                "the target worker was lost while it decoded this: ask again when another is "
+                "there; /readyz tells",
+                retry_after_s=RESTART_S,
+            )
         case "memory" | "vocabulary" | "coordinator_lost" | "ending":
             return unavailable(failed.text)
         case _:

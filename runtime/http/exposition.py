@@ -1,7 +1,9 @@
-"""What /metrics says, in Prometheus's text form: under names of our own, and what existing dashboards and benchmarks look for under vLLM's.
+"""What /metrics says, in Prometheus's text form: under names of our own, and what existing
+dashboards and benchmarks look for under vLLM's.
 
-What the coordinator counts comes from its answer to Status, once a scrape; what only this process sees - the times that clients wait - is observed here.
-The only door to `prometheus_client`, with a registry of its own.
+What the coordinator counts comes from its answer to Status, once a scrape; what only this process
+sees - the times that clients wait - is observed here. The only door to `prometheus_client`, with a
+registry of its own.
 """
 
 import time
@@ -11,16 +13,82 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dovetail.protocol.messages import Reported
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+)
+BETWEEN_TOKENS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+WHOLE_S = (
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+)
 
 
 class Counts:
@@ -37,7 +105,8 @@ class Counts:
 
 
 class Times(Collector):
-    """A histogram, for each model. The library's own takes a lock and a walk for what here is done with every chunk."""
+    """A histogram, for each model. The library's own takes a lock and a walk for what here is done
+    with every chunk."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, bounds
@@ -50,7 +119,9 @@ class Times(Collector):
         family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
         for model, found in self._counts.items():
             bounds = (*map(floatToGoString, self._bounds), "+Inf")
-            family.add_metric((model,), [*zip(bounds, accumulate(found.counts), strict=True)], found.sum_s)
+            family.add_metric(
+                (model,), [*zip(bounds, accumulate(found.counts), strict=True)], found.sum_s
+            )
         yield family
 
 
@@ -85,19 +156,45 @@ class Exposition:
         self._registry = CollectorRegistry()
         self._state = _State()
         self._registry.register(self._state)
-        self._first = Times("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S)
-        self._between = Times("vllm:inter_token_latency_seconds", "From tokens to the next ones, a token.", BETWEEN_TOKENS_S)
-        self._whole = Times("vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", WHOLE_S)
+        self._first = Times(
+            "vllm:time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            FIRST_TOKEN_S,
+        )
+        self._between = Times(
+            "vllm:inter_token_latency_seconds",
+            "From tokens to the next ones, a token.",
+            BETWEEN_TOKENS_S,
+        )
+        self._whole = Times(
+            "vllm:e2e_request_latency_seconds",
+            "From a request's arrival to its last token.",
+            WHOLE_S,
+        )
         for times in (self._first, self._between, self._whole):
             self._registry.register(times)
-        self._answering = Gauge("dovetail_http_requests", "HTTP requests that are being answered.", registry=self._registry)
-        self._connections = Gauge("dovetail_http_connections", "HTTP connections that are open.", registry=self._registry)
+        self._answering = Gauge(
+            "dovetail_http_requests",
+            "HTTP requests that are being answered.",
+            registry=self._registry,
+        )
+        self._connections = Gauge(
+            "dovetail_http_connections", "HTTP connections that are open.", registry=self._registry
+        )
 
     def watch(self, model: str, began_s: float) -> "Watch":
         """Times a reply of this model to a request that arrived then."""
         return Watch(began_s, self._first.of(model), self._between.of(model), self._whole.of(model))
 
-    def text(self, reported: Reported | None, model: str, *, answering: int, connections: int, let_go: int) -> bytes:
+    def text(
+        self,
+        reported: Reported | None,
+        model: str,
+        *,
+        answering: int,
+        connections: int,
+        let_go: int,
+    ) -> bytes:
         """The page; without a coordinator, what this process knows by itself."""
         self._state.reported, self._state.model = reported, model
         self._answering.set(answering)
@@ -115,7 +212,9 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         reported = self.reported
-        yield _counter("dovetail_http_let_go", "HTTP clients that read nothing, and were let go.", self.let_go)
+        yield _counter(
+            "dovetail_http_let_go", "HTTP clients that read nothing, and were let go.", self.let_go
+        )
         yield _gauge("dovetail_up", "Whether the coordinator answers.", float(reported is not None))
         if reported is not None:
             yield from _own(reported)
@@ -125,21 +224,45 @@ class _State(Collector):
 def _own(reported: Reported) -> Iterable[Metric]:
     totals = reported.totals
     yield _gauge("dovetail_uptime_seconds", "Time since the coordinator began.", reported.uptime_s)
-    yield _gauge("dovetail_degraded", "Whether something that was there is missing.", float(reported.degraded))
-    faults = GaugeMetricFamily("dovetail_fault_seconds", "How long a part has not worked; a part that works has no sample.", labels=("part",))
+    yield _gauge(
+        "dovetail_degraded",
+        "Whether something that was there is missing.",
+        float(reported.degraded),
+    )
+    faults = GaugeMetricFamily(
+        "dovetail_fault_seconds",
+        "How long a part has not worked; a part that works has no sample.",
+        labels=("part",),
+    )
     for fault in reported.faults:
         faults.add_metric((fault.part,), fault.since_s)
     yield faults
-    yield _counter("dovetail_draft_failures", "Times that a draft failed and its session went on without it.", totals.draft_failures)
+    yield _counter(
+        "dovetail_draft_failures",
+        "Times that a draft failed and its session went on without it.",
+        totals.draft_failures,
+    )
     yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
-    yield _gauge("dovetail_waiting_sessions", "Requests whose target was lost, and that wait for another.", totals.waiting)
-    yield _gauge("dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept)
+    yield _gauge(
+        "dovetail_waiting_sessions",
+        "Requests whose target was lost, and that wait for another.",
+        totals.waiting,
+    )
+    yield _gauge(
+        "dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept
+    )
     workers = GaugeMetricFamily("dovetail_workers", "Registered workers.", labels=("role",))
     for role in ("target", "draft"):
         workers.add_metric((role,), sum(role in worker.roles for worker in reported.workers))
     yield workers
-    busy = GaugeMetricFamily("dovetail_worker_busy_share", "Share of its time that a worker has computed.", labels=("worker",))
-    memory = GaugeMetricFamily("dovetail_worker_resident_bytes", "Memory of a worker.", labels=("worker",))
+    busy = GaugeMetricFamily(
+        "dovetail_worker_busy_share",
+        "Share of its time that a worker has computed.",
+        labels=("worker",),
+    )
+    memory = GaugeMetricFamily(
+        "dovetail_worker_resident_bytes", "Memory of a worker.", labels=("worker",)
+    )
     for worker in {worker.name: worker for worker in reported.workers}.values():
         busy.add_metric((worker.name,), worker.busy_share)
         memory.add_metric((worker.name,), worker.rss_mb * 1e6)
@@ -148,37 +271,91 @@ def _own(reported: Reported) -> Iterable[Metric]:
     if reported.tau is not None:
         yield _gauge("dovetail_tau", "Tokens a round, over all rounds.", reported.tau)
     yield _counter("dovetail_rounds", "Rounds that ended.", reported.rounds)
-    yield _counter("dovetail_requests_finished", "Requests that were decoded to their end.", reported.finished)
+    yield _counter(
+        "dovetail_requests_finished", "Requests that were decoded to their end.", reported.finished
+    )
     yield _counter("dovetail_requests_failed", "Requests that failed.", reported.failed)
-    yield _counter("dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled)
+    yield _counter(
+        "dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled
+    )
     yield _counter("dovetail_prompt_tokens", "Tokens of prompts.", totals.prompt_tokens)
-    yield _counter("dovetail_reused_tokens", "Tokens of prompts that were not read again.", totals.reused_tokens)
+    yield _counter(
+        "dovetail_reused_tokens",
+        "Tokens of prompts that were not read again.",
+        totals.reused_tokens,
+    )
     yield _counter("dovetail_completion_tokens", "Tokens of replies.", totals.completion_tokens)
     yield _counter("dovetail_drafted_tokens", "Nodes that were verified.", totals.drafted_tokens)
     yield _counter("dovetail_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens)
-    yield _counter("dovetail_clients_let_go", "Clients that read nothing, and whose requests were ended for that.", totals.let_go)
-    yield _counter("dovetail_moves", "Times that a request went on on another target.", totals.moves)
-    yield _counter("dovetail_stale_messages", "Messages that came too late or twice.", reported.stale)
-    yield _counter("dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused)
+    yield _counter(
+        "dovetail_clients_let_go",
+        "Clients that read nothing, and whose requests were ended for that.",
+        totals.let_go,
+    )
+    yield _counter(
+        "dovetail_moves", "Times that a request went on on another target.", totals.moves
+    )
+    yield _counter(
+        "dovetail_stale_messages", "Messages that came too late or twice.", reported.stale
+    )
+    yield _counter(
+        "dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused
+    )
 
 
 def _known(reported: Reported, model: str) -> Iterable[Metric]:
     """The same under the names that others look for."""
     totals, label = reported.totals, {"model_name": model}
-    yield _gauge("vllm:num_requests_running", "Requests that are being decoded.", max(0, reported.sessions - totals.opening), label)
-    yield _gauge("vllm:num_requests_waiting", "Requests whose prompt has not been read yet.", totals.opening, label)
-    yield _gauge("vllm:kv_cache_usage_perc", "Share of the targets' sessions that are open; 1 is all.", totals.occupied, label)
+    yield _gauge(
+        "vllm:num_requests_running",
+        "Requests that are being decoded.",
+        max(0, reported.sessions - totals.opening),
+        label,
+    )
+    yield _gauge(
+        "vllm:num_requests_waiting",
+        "Requests whose prompt has not been read yet.",
+        totals.opening,
+        label,
+    )
+    yield _gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of the targets' sessions that are open; 1 is all.",
+        totals.occupied,
+        label,
+    )
     yield _counter("vllm:prompt_tokens", "Tokens of prompts.", totals.prompt_tokens, label)
     yield _counter("vllm:generation_tokens", "Tokens of replies.", totals.completion_tokens, label)
-    success = CounterMetricFamily("vllm:request_success", "Requests by how they ended.", labels=("model_name", "finished_reason"))
+    success = CounterMetricFamily(
+        "vllm:request_success",
+        "Requests by how they ended.",
+        labels=("model_name", "finished_reason"),
+    )
     for reason, count in totals.reasons:
         success.add_metric((model, {"cancelled": "abort"}.get(reason, reason)), count)
     yield success
-    yield _counter("vllm:spec_decode_num_drafts", "Rounds that were verified with a tree.", totals.drafts, label)
-    yield _counter("vllm:spec_decode_num_draft_tokens", "Nodes that were verified.", totals.drafted_tokens, label)
-    yield _counter("vllm:spec_decode_num_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens, label)
+    yield _counter(
+        "vllm:spec_decode_num_drafts",
+        "Rounds that were verified with a tree.",
+        totals.drafts,
+        label,
+    )
+    yield _counter(
+        "vllm:spec_decode_num_draft_tokens",
+        "Nodes that were verified.",
+        totals.drafted_tokens,
+        label,
+    )
+    yield _counter(
+        "vllm:spec_decode_num_accepted_tokens",
+        "Nodes that were accepted.",
+        totals.accepted_tokens,
+        label,
+    )
     depths = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos", "Rounds that accepted a node at a depth below the root.", labels=("model_name", "position")
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Rounds that accepted a node at a depth below the root.",
+        labels=("model_name", "position"),
     )
     for depth, count in enumerate(totals.accepted_per_depth):
         depths.add_metric((model, str(depth)), count)

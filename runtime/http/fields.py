@@ -1,7 +1,9 @@
-"""Fields of a body that mean something elsewhere and are not served here: which of their values ask for nothing, and which fields never ask for anything.
+"""Fields of a body that mean something elsewhere and are not served here: which of their values ask
+for nothing, and which fields never ask for anything.
 
-From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and the routers before them. What is in neither table is not known to anybody here, and is
-refused as OpenAI refuses it: it may be a misspelt name, or change what comes out.
+From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and the routers before them.
+What is in neither table is not known to anybody here, and is refused as OpenAI refuses it: it may
+be a misspelt name, or change what comes out.
 """
 
 from collections.abc import Collection, Mapping
@@ -141,7 +143,8 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "thinking_forced_open": (False,),
     "parse_tool_calls": (False,),
 }
-"""Fields that are not served (or by the other kind of completion only), each with the values, beside null, that ask for nothing."""
+"""Fields that are not served (or by the other kind of completion only), each with the values,
+beside null, that ask for nothing."""
 
 BENIGN = frozenset(
     (
@@ -156,16 +159,48 @@ BENIGN = frozenset(
             "prompt_cache_options",
             "parallel_tool_calls",
         ),
-        *("priority", "request_id", "rid", "cache_prompt", "id_slot", "slot_id", "spaces_between_special_tokens", "include_reasoning"),
-        *("xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta"),
-        *("dynatemp_exponent", "smoothing_curve", "speculative.n_max", "speculative.n_min", "speculative.p_min", "keep_alive"),
+        *(
+            "priority",
+            "request_id",
+            "rid",
+            "cache_prompt",
+            "id_slot",
+            "slot_id",
+            "spaces_between_special_tokens",
+            "include_reasoning",
+        ),
+        *(
+            "xtc_threshold",
+            "dry_base",
+            "dry_allowed_length",
+            "dry_penalty_last_n",
+            "dry_sequence_breakers",
+            "mirostat_tau",
+            "mirostat_eta",
+        ),
+        *(
+            "dynatemp_exponent",
+            "smoothing_curve",
+            "speculative.n_max",
+            "speculative.n_min",
+            "speculative.p_min",
+            "keep_alive",
+        ),
     )
 )
-"""Fields that change no reply: accounts and routing, the numbers of samplers that another field turns on."""
+"""Fields that change no reply: accounts and routing, the numbers of samplers that another field
+turns on."""
 
 
-def check_fields(body: Mapping[Any, Any], known: Collection[str], *, benign: Collection[str] = BENIGN, param: str = "") -> None:
-    """Pass a body all of whose fields are `known`, `benign` or ask for nothing; else `ApiError` names the first that is not.
+def check_fields(
+    body: Mapping[Any, Any],
+    known: Collection[str],
+    *,
+    benign: Collection[str] = BENIGN,
+    param: str = "",
+) -> None:
+    """Pass a body all of whose fields are `known`, `benign` or ask for nothing; else `ApiError`
+    names the first that is not.
 
     `param`: the field that the body is the value of.
     """
@@ -174,7 +209,18 @@ def check_fields(body: Mapping[Any, Any], known: Collection[str], *, benign: Col
             continue
         shown = str(name)[:64]
         if name not in UNSERVED:
-            text = f"{param}{'.' * bool(param)}{shown} is not a known field here: correct its name, or leave it out"
+            text = (
+                f"{param}{'.' * bool(param)}{shown} is not a known field here: correct its "
+                "name, or leave it out"
+            )
             raise ApiError(400, text, param=param or shown, code="unknown_parameter")
-        if param or not any(value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in UNSERVED[name]):
-            raise ApiError(400, f"{param}{'.' * bool(param)}{shown} is not supported: leave it out", param=param or shown, code="unsupported_parameter")
+        if param or not any(
+            value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+            for nothing in UNSERVED[name]
+        ):
+            raise ApiError(
+                400,
+                f"{param}{'.' * bool(param)}{shown} is not supported: leave it out",
+                param=param or shown,
+                code="unsupported_parameter",
+            )

@@ -1,7 +1,9 @@
-"""The HTTP process's end of its one link to the coordinator: many requests at a time, each with somebody who is told of its replies.
+"""The HTTP process's end of its one link to the coordinator: many requests at a time, each with
+somebody who is told of its replies.
 
-The link is read by the event loop: its descriptors are edge-triggered, so it is read until it is empty after each of them and after whatever was sent. When
-the coordinator goes, every request of it fails, and a new one is waited for, with growing patience. Knows the protocol, nothing of HTTP.
+The link is read by the event loop: its descriptors are edge-triggered, so it is read until it is
+empty after each of them and after whatever was sent. When the coordinator goes, every request of it
+fails, and a new one is waited for, with growing patience. Knows the protocol, nothing of HTTP.
 """
 
 import asyncio
@@ -16,7 +18,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dovetail.protocol.codec import REPLY, encode
-from dovetail.protocol.errors import DecodeError, LinkClosed, LinkError, PeerBusy, ProtocolError, UserError
+from dovetail.protocol.errors import (
+    DecodeError,
+    LinkClosed,
+    LinkError,
+    PeerBusy,
+    ProtocolError,
+    UserError,
+)
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
     VERSION,
@@ -43,11 +52,13 @@ from dovetail.runtime.text import TextCodec
 log = logging.getLogger("dovetail.http")
 
 RETRY_S, MOST_RETRY_S = 0.1, 2.0
-"""How long a coordinator that has gone is waited for before it is looked for again: at first, and at most."""
+"""How long a coordinator that has gone is waited for before it is looked for again: at first, and
+at most."""
 ANSWER_S = 10.0
 """Within so long the coordinator says what it is asked."""
 FRESH_S = 0.5
-"""For so long the target that was described last is taken to be there; then the coordinator, which may have another by now, is asked for its state."""
+"""For so long the target that was described last is taken to be there; then the coordinator, which
+may have another by now, is asked for its state."""
 BUSY_S = 0.005
 MAX_UNSENT = 4096
 
@@ -70,10 +81,12 @@ class Target:
 
 
 class Gateway:
-    """A client of the coordinator, shared by all requests. `run` keeps it connected; everything happens on that loop."""
+    """A client of the coordinator, shared by all requests. `run` keeps it connected; everything
+    happens on that loop."""
 
     def __init__(self, connect: Callable[[], Link], first: Link | None = None) -> None:
-        """`connect` opens a link, blocking, or raises why there is none; `first` is one that is open already."""
+        """`connect` opens a link, blocking, or raises why there is none; `first` is one that is
+        open already."""
         self._connect = connect
         self._first = first
         self._link: Link | None = None
@@ -95,7 +108,8 @@ class Gateway:
         self._describing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Keep the link: connect, and when the coordinator has gone connect anew, until cancelled."""
+        """Keep the link: connect, and when the coordinator has gone connect anew, until
+        cancelled."""
         wait_s = RETRY_S
         try:
             while True:
@@ -112,7 +126,8 @@ class Gateway:
             self._close()
 
     async def first(self) -> None:
-        """Wait until the first coordinator has answered; `LinkClosed` if it has not, or refuses us."""
+        """Wait until the first coordinator has answered; `LinkClosed` if it has not, or refuses
+        us."""
         await self._tried.wait()
         if not self._there:
             raise LinkClosed(self._why)
@@ -127,10 +142,11 @@ class Gateway:
         """Requests that have not ended."""
         return len(self._told)
 
-    # -- requests -------------------------------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
-        """Ask for a completion, and have its replies told, the last one a Finished or a Failed; the number to cancel it by.
+        """Ask for a completion, and have its replies told, the last one a Finished or a Failed; the
+        number to cancel it by.
 
         `ApiError` if nobody is there, or if it is too long for a message.
         """
@@ -145,24 +161,32 @@ class Gateway:
         return self._number
 
     def cancel(self, number: int) -> None:
-        """Nobody wants to hear of this request any more; of one that has ended already, nothing happens."""
+        """Nobody wants to hear of this request any more; of one that has ended already, nothing
+        happens."""
         if self._told.pop(number, None) is not None and self._there:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> Target:
-        """What a request is decoded with: asked for once, and again when that may have changed. `ApiError` if there is none."""
+        """What a request is decoded with: asked for once, and again when that may have changed.
+        `ApiError` if there is none."""
         self._check_there()
         async with self._describing:
             now_s = asyncio.get_running_loop().time()
             if self._target is not None and now_s - self._target_s > FRESH_S:
                 fingerprint = self._target.described.fingerprint
-                serving = [worker for worker in (await self.status()).workers if not (worker.standby or worker.leaving)]
+                serving = [
+                    worker
+                    for worker in (await self.status()).workers
+                    if not (worker.standby or worker.leaving)
+                ]
                 self._target_s = now_s
                 if all(worker.fingerprint != fingerprint for worker in serving):
                     self._target = None
             if self._target is None:
                 described = await self._ask(Describe(epoch=self._epoch), Described)
-                text = await asyncio.get_running_loop().run_in_executor(None, TextCodec, described.tokenizer.data, described.vocabulary)
+                text = await asyncio.get_running_loop().run_in_executor(
+                    None, TextCodec, described.tokenizer.data, described.vocabulary
+                )
                 self._target, self._target_s = Target(described, text), now_s
             return self._target
 
@@ -195,7 +219,7 @@ class Gateway:
         if not self._there:
             raise unavailable(self._why)
 
-    # -- the link -------------------------------------------------------------------------------------------------------------------------------
+    # -- the link ----------------------------------------------------------------------------------
 
     async def _open(self) -> bool:
         """Connect and say Hello; whether somebody answered."""
@@ -212,7 +236,16 @@ class Gateway:
         loop.add_reader(link.monitor_fileno(), self._look)
         self._changed.clear()
         name = f"http-{os.getpid()}"
-        self._send(Hello(epoch=self._epoch, roles=("client",), name=name, host=socket.gethostname()[:512], pid=os.getpid(), version=VERSION))
+        self._send(
+            Hello(
+                epoch=self._epoch,
+                roles=("client",),
+                name=name,
+                host=socket.gethostname()[:512],
+                pid=os.getpid(),
+                version=VERSION,
+            )
+        )
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
                 await self._changed.wait()
@@ -242,10 +275,17 @@ class Gateway:
             if not answer.done():
                 answer.set_exception(unavailable(why))
         for tell in told.values():
-            tell(Failed(epoch=self._epoch, code="coordinator_lost", text="the coordinator was lost while this ran: ask again"))
+            tell(
+                Failed(
+                    epoch=self._epoch,
+                    code="coordinator_lost",
+                    text="the coordinator was lost while this ran: ask again",
+                )
+            )
 
     def _send(self, message: Message) -> None:
-        """Send now or, while the queue is full, soon; then look what has come, since sending may have swallowed the sign of it."""
+        """Send now or, while the queue is full, soon; then look what has come, since sending may
+        have swallowed the sign of it."""
         frames = encode(message)
         if self._link is None:
             return
@@ -270,7 +310,9 @@ class Gateway:
         for message in waiting:
             self._send(message)
         if len(self._unsent) > MAX_UNSENT:
-            self._lose(f"the coordinator reads nothing, and {len(self._unsent)} messages wait for it")
+            self._lose(
+                f"the coordinator reads nothing, and {len(self._unsent)} messages wait for it"
+            )
         self._pump()
 
     def _pump(self) -> None:
@@ -297,7 +339,10 @@ class Gateway:
                 if (tell := self._told.get(reply.request)) is not None:
                     tell(reply)
             case Finished():
-                if self._target is not None and reply.result.fingerprint != self._target.described.fingerprint:
+                if (
+                    self._target is not None
+                    and reply.result.fingerprint != self._target.described.fingerprint
+                ):
                     self._target = None
                 if (tell := self._told.pop(reply.request, None)) is not None:
                     tell(reply)
@@ -308,7 +353,12 @@ class Gateway:
                 self._changed.set()
             case Described() | Reported() | Seen():
                 kind, answer = self._questions.popleft() if self._questions else (None, None)
-                if kind is not None and answer is not None and isinstance(reply, kind) and not answer.done():
+                if (
+                    kind is not None
+                    and answer is not None
+                    and isinstance(reply, kind)
+                    and not answer.done()
+                ):
                     answer.set_result(reply)
 
     def _failed(self, failed: Failed) -> None:

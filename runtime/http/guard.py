@@ -1,4 +1,5 @@
-"""What stands before every route: who may ask, from where, and how much. A plain ASGI layer, since the token path leads through it.
+"""What stands before every route: who may ask, from where, and how much. A plain ASGI layer, since
+the token path leads through it.
 
 Knows headers and addresses, nothing of models.
 """
@@ -23,20 +24,31 @@ OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")
 LOCAL_PATHS = ("/metrics",)
 """These answer on the machine itself without a key too."""
 STRAIGHT = "dovetail.send"
-"""Where a stream finds the way to its client past the layers of the framework, each of which would cost microseconds a token."""
+"""Where a stream finds the way to its client past the layers of the framework, each of which would
+cost microseconds a token."""
 OWNER = "dovetail.owner"
 """Where a request says whose it is: a digest of its API key; not there without one."""
 UNREAD = "dovetail.unread"
-"""Where a stream says what is to be called when its client reads nothing: it ends then, with an error for its last words."""
+"""Where a stream says what is to be called when its client reads nothing: it ends then, with an
+error for its last words."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 
 
 class Guard:
     """Passes on what may pass, and answers the rest."""
 
-    def __init__(self, app: App, *, keys: Sequence[str], most_body_bytes: int, only_local_names: bool, open_paths: Container[str] = OPEN_PATHS) -> None:
-        """`open_paths` answer without a key. `only_local_names`: without a key, a browser on this machine must not be led here by a web page whose host's name
-        is made to mean this machine."""
+    def __init__(
+        self,
+        app: App,
+        *,
+        keys: Sequence[str],
+        most_body_bytes: int,
+        only_local_names: bool,
+        open_paths: Container[str] = OPEN_PATHS,
+    ) -> None:
+        """`open_paths` answer without a key. `only_local_names`: without a key, a browser on this
+        machine must not be led here by a web page whose host's name is made to mean this
+        machine."""
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._most = most_body_bytes
@@ -60,7 +72,10 @@ class Guard:
 
     def _why_not(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if self._only_local_names and host_name(headers.get(b"host", b"")) not in LOCAL_NAMES:
-            text = "without an API key only this machine is served, under the name localhost: set http.api_key_file to serve others"
+            text = (
+                "without an API key only this machine is served, under the name localhost: "
+                "set http.api_key_file to serve others"
+            )
             return ApiError(403, text, code="host")
         path = scope["path"]
         free = path in self._open_paths or (path in LOCAL_PATHS and is_local(scope, headers))
@@ -68,18 +83,27 @@ class Guard:
         if key is not None:
             scope[OWNER] = hashlib.sha256(b"dovetail owner\0" + key).hexdigest()
         elif self._keys and not free:
-            return ApiError(401, "the API key is missing or wrong: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+            return ApiError(
+                401,
+                "the API key is missing or wrong: send the header `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+            )
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
 
     def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
-        """The key that a request comes with, if it is one of ours; compared with every one, in the same time whichever it is."""
+        """The key that a request comes with, if it is one of ours; compared with every one, in the
+        same time whichever it is."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         equal = [key for key in self._keys if hmac.compare_digest(given.strip(), key)]
         return equal[0] if scheme.lower() == b"bearer" and equal else None
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._most} bytes: send less, or raise http.body", code="request_too_large")
+        return ApiError(
+            413,
+            f"the body has more than {self._most} bytes: send less, or raise http.body",
+            code="request_too_large",
+        )
 
     def _bounded(self, receive: Receive) -> Receive:
         """Counts a body while it arrives."""
@@ -97,21 +121,37 @@ class Guard:
 
 
 class TooLarge(BaseException):
-    """More of a body has arrived than may. No `Exception`, so that whoever reads the body does not take it for a mistake in there."""
+    """More of a body has arrived than may. No `Exception`, so that whoever reads the body does not
+    take it for a mistake in there."""
 
 
 async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error. The connection stays: were it closed while the client is still sending, that would take the answer from it."""
+    """Answer with an error. The connection stays: were it closed while the client is still sending,
+    that would take the answer from it."""
     body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    await send({"type": "http.response.start", "status": error.status, "headers": [(n.encode(), v.encode()) for n, v in headers.items()]})
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **error.headers,
+    }
+    await send(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": [(n.encode(), v.encode()) for n, v in headers.items()],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
 def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     """Whether somebody on this machine asks, and not for another: a proxy says whom it asks for."""
     client = scope.get("client")
-    return client is not None and is_loopback(client[0]) and not {b"forwarded", b"x-forwarded-for", b"x-real-ip"} & headers.keys()
+    return (
+        client is not None
+        and is_loopback(client[0])
+        and not {b"forwarded", b"x-forwarded-for", b"x-real-ip"} & headers.keys()
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -1,6 +1,8 @@
-"""What a body asks for, in the terms of the target: prompts as token ids, and for each reply a Submit. Pure; long prompts take their time.
+"""What a body asks for, in the terms of the target: prompts as token ids, and for each reply a
+Submit. Pure; long prompts take their time.
 
-Knows bodies and the target's text, nothing of sockets. Whatever does not fit is an `ApiError` that names the field.
+Knows bodies and the target's text, nothing of sockets. Whatever does not fit is an `ApiError` that
+names the field.
 """
 
 import secrets
@@ -11,13 +13,28 @@ from typing import Literal
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
-from dovetail.runtime.http.bodies import MAX_CHOICES, ChatBody, CompletionBody, Decoding, TokenizeBody, Wishes
+from dovetail.runtime.http.bodies import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    Decoding,
+    TokenizeBody,
+    Wishes,
+)
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Target
 
 COMPLETION_TOKENS = 16
 """Of a text completion that does not say how many: OpenAI's default."""
-OVERRIDES = ("temperature", "top_p", "min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+OVERRIDES = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 Kind = Literal["chat", "text"]
 
@@ -63,24 +80,48 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
     """What a chat completion asks for."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
+        raise ApiError(
+            400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs"
+        )
     prompt = _messages(body, target)
     most = body.max_completion_tokens or body.max_tokens or defaults.sampling.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _order("chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs)
+    return _order(
+        "chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs
+    )
 
 
-def completion_order(body: CompletionBody, target: Target, defaults: Defaults, owner: str = "") -> Order:
+def completion_order(
+    body: CompletionBody, target: Target, defaults: Defaults, owner: str = ""
+) -> Order:
     """What a text completion asks for."""
     _check_best_of(body)
     prompts = [_prompt(prompt, target) for prompt in _prompts(body)]
     if len(prompts) * body.copies > MAX_CHOICES:
-        raise ApiError(400, f"{len(prompts)} prompts with n = {body.copies} make more than {MAX_CHOICES} replies: ask in several requests", param="n")
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with n = {body.copies} make more than {MAX_CHOICES} "
+            "replies: ask in several requests",
+            param="n",
+        )
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     echo = None
     if body.echo:
-        echo = tuple(given if isinstance(given, str) else target.text.decode(given) for given in _prompts(body))
-    return _order("text", body, prompts, target, defaults, owner=owner, most=most, logprobs=body.logprobs, echo=echo)
+        echo = tuple(
+            given if isinstance(given, str) else target.text.decode(given)
+            for given in _prompts(body)
+        )
+    return _order(
+        "text",
+        body,
+        prompts,
+        target,
+        defaults,
+        owner=owner,
+        most=most,
+        logprobs=body.logprobs,
+        echo=echo,
+    )
 
 
 def tokens_of(body: TokenizeBody, target: Target) -> tuple[int, ...]:
@@ -93,7 +134,9 @@ def tokens_of(body: TokenizeBody, target: Target) -> tuple[int, ...]:
         messages = [(message.role, message.text) for message in body.messages or ()]
         return target.text.encode_messages(messages, reply=body.add_generation_prompt)
     except RequestError as error:
-        raise ApiError(400, str(error), param="prompt" if body.prompt is not None else "messages") from None
+        raise ApiError(
+            400, str(error), param="prompt" if body.prompt is not None else "messages"
+        ) from None
 
 
 def _order(
@@ -111,7 +154,12 @@ def _order(
     wishes = body.dovetail or Wishes()
     sampling = _sampling(body, target, defaults.sampling)
     if sampling.min_tokens > most:
-        raise ApiError(400, f"min_tokens is {sampling.min_tokens} and max_tokens {most}: the reply can never reach it", param="min_tokens")
+        raise ApiError(
+            400,
+            f"min_tokens is {sampling.min_tokens} and max_tokens {most}: the reply can never "
+            "reach it",
+            param="min_tokens",
+        )
     seed = secrets.randbits(63) if body.seed is None else body.seed % (1 << 63)
     end = _end(body, target)
 
@@ -137,7 +185,9 @@ def _order(
 
     return Order(
         kind=kind,
-        submits=tuple(submit(prompt, sample) for prompt in prompts for sample in range(body.copies)),
+        submits=tuple(
+            submit(prompt, sample) for prompt in prompts for sample in range(body.copies)
+        ),
         copies=body.copies,
         stream=bool(body.stream),
         usage_chunk=body.usage_chunk,
@@ -150,10 +200,17 @@ def _order(
 
 def _check_best_of(body: Decoding) -> None:
     if body.best_of is not None and body.best_of != body.copies:
-        text = f"best_of is {body.best_of} and n is {body.copies}: replies are not ranked here, ask for as many as you want with n"
+        text = (
+            f"best_of is {body.best_of} and n is {body.copies}: replies are not ranked "
+            "here, ask for as many as you want with n"
+        )
         raise ApiError(400, text, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options are for streams: set stream to true, or leave them out", param="stream_options")
+        raise ApiError(
+            400,
+            "stream_options are for streams: set stream to true, or leave them out",
+            param="stream_options",
+        )
 
 
 def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Sampling:
@@ -163,11 +220,19 @@ def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Samplin
         said["top_k"] = max(0, body.top_k)
     if body.logit_bias is not None:
         size = target.described.vocabulary.size
-        if (beyond := next((token for token in body.logit_bias if int(token) >= size), None)) is not None:
-            raise ApiError(400, f"token id {beyond} of logit_bias is beyond the vocabulary of {size}", param="logit_bias")
+        if (
+            beyond := next((token for token in body.logit_bias if int(token) >= size), None)
+        ) is not None:
+            raise ApiError(
+                400,
+                f"token id {beyond} of logit_bias is beyond the vocabulary of {size}",
+                param="logit_bias",
+            )
         said["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         if len(said["logit_bias"]) < len(body.logit_bias):
-            raise ApiError(400, "logit_bias names a token id twice: leave one out", param="logit_bias")
+            raise ApiError(
+                400, "logit_bias names a token id twice: leave one out", param="logit_bias"
+            )
     return Sampling(**{**{name: getattr(base, name) for name in Sampling.model_fields}, **said})
 
 
@@ -176,13 +241,19 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
     if not body.ignore_eos and not body.stop_token_ids:
         return None
     size = target.described.vocabulary.size
-    if (beyond := next((token for token in body.stop_token_ids or () if token >= size), None)) is not None:
-        raise ApiError(400, f"token id {beyond} of stop_token_ids is beyond the vocabulary of {size}", param="stop_token_ids")
+    if (
+        beyond := next((token for token in body.stop_token_ids or () if token >= size), None)
+    ) is not None:
+        raise ApiError(
+            400,
+            f"token id {beyond} of stop_token_ids is beyond the vocabulary of {size}",
+            param="stop_token_ids",
+        )
     own = () if body.ignore_eos else target.described.vocabulary.end
     return tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))[:MAX_ENDS]
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 def _messages(body: ChatBody, target: Target) -> tuple[int, ...]:
@@ -217,7 +288,10 @@ def _prompt(given: str | list[int], target: Target) -> tuple[int, ...]:
 def _check_length(texts: Iterable[str], target: Target, param: str) -> None:
     """Refuse what cannot fit before it is tokenized, which takes long for what is very long."""
     sizes = [(len(text), target.text.least_tokens(text)) for text in texts]
-    if sum(least for _, least in sizes) >= target.context or sum(size for size, _ in sizes) > MAX_TEXT:
+    if (
+        sum(least for _, least in sizes) >= target.context
+        or sum(size for size, _ in sizes) > MAX_TEXT
+    ):
         raise _too_long(f"at least {sum(least for _, least in sizes)}", target, param)
 
 
@@ -225,15 +299,25 @@ def _checked(prompt: tuple[int, ...], target: Target, param: str) -> tuple[int, 
     """A prompt that the target can read; an empty one is the token that begins a text."""
     begin, size = target.described.vocabulary.begin, target.described.vocabulary.size
     if not prompt and begin is None:
-        raise ApiError(400, "the prompt is empty, and the target has no token that begins a text: give it at least one token", param=param)
+        raise ApiError(
+            400,
+            "the prompt is empty, and the target has no token that begins a text: give it at "
+            "least one token",
+            param=param,
+        )
     prompt = prompt or (begin or 0,)
     if len(prompt) >= min(target.context, MAX_TOKENS):
         raise _too_long(str(len(prompt)), target, param)
     if (beyond := next((token for token in prompt if token >= size), None)) is not None:
-        raise ApiError(400, f"token id {beyond} of the prompt is beyond the vocabulary of {size}", param=param)
+        raise ApiError(
+            400, f"token id {beyond} of the prompt is beyond the vocabulary of {size}", param=param
+        )
     return prompt
 
 
 def _too_long(count: str, target: Target, param: str) -> ApiError:
-    text = f"the prompt has {count} tokens, the target holds {target.context} with its reply: shorten it to at most {target.context - 1}"
+    text = (
+        f"the prompt has {count} tokens, the target holds {target.context} with its reply: "
+        f"shorten it to at most {target.context - 1}"
+    )
     return ApiError(400, text, param=param, code="context_length_exceeded")

@@ -1,5 +1,6 @@
-"""What HTTP clients get: OpenAI's chunks and completions, byte for byte where clients look. Streamed lines are put together by hand: a line is a few
-microseconds, and nothing else of the HTTP process is done as often.
+"""What HTTP clients get: OpenAI's chunks and completions, byte for byte where clients look.
+Streamed lines are put together by hand: a line is a few microseconds, and nothing else of the HTTP
+process is done as often.
 
 Knows shapes and numbers, nothing of sockets.
 """
@@ -60,10 +61,11 @@ class Writer(ABC):
         self._begun: set[int] = set()
         self._parts: dict[int, list[Part]] = {}
 
-    # -- streamed -------------------------------------------------------------------------------------------------------------------------------
+    # -- streamed ----------------------------------------------------------------------------------
 
     def lines(self, reply: Reply, part: Part | None) -> str:
-        """The chunks that say what is new of a reply. The first one has the seed: the stream may be cut before its end."""
+        """The chunks that say what is new of a reply. The first one has the seed: the stream may be
+        cut before its end."""
         if part is None:
             return ""
         said, begin = "", None
@@ -72,15 +74,24 @@ class Writer(ABC):
             begin = {"seed": self._order.submits[reply.index].seed}
             said = self._first(reply.index, begin)
         if part.ended is None or part.text:
-            said += self._chunk(self._choice(reply.index, part, None), metrics=None if said else begin)
+            said += self._chunk(
+                self._choice(reply.index, part, None), metrics=None if said else begin
+            )
         if part.ended is not None:
             last = Part("", () if part.text else part.tokens, part.ended)
-            said += self._chunk(self._choice(reply.index, last, part.ended.finish_reason), metrics=self._metrics(part.ended))
+            said += self._chunk(
+                self._choice(reply.index, last, part.ended.finish_reason),
+                metrics=self._metrics(part.ended),
+            )
         return said
 
     def last_lines(self) -> bytes:
         """What comes after the last reply."""
-        usage = event({**self._head, "choices": [], "usage": self.usage()}) if self._order.usage_chunk else b""
+        usage = (
+            event({**self._head, "choices": [], "usage": self.usage()})
+            if self._order.usage_chunk
+            else b""
+        )
         return usage + DONE
 
     def _chunk(self, choice: str, metrics: dict[str, Any] | None = None) -> str:
@@ -96,7 +107,11 @@ class Writer(ABC):
         if not self._order.wishes.drafted:
             return ""
         shown = part.tokens
-        own = {"tokens": [s.token for s in shown], "drafted": [s.drafted for s in shown], "texts": [s.text for s in shown]}
+        own = {
+            "tokens": [s.token for s in shown],
+            "drafted": [s.drafted for s in shown],
+            "texts": [s.text for s in shown],
+        }
         return f',"dovetail":{json.dumps(own)}'
 
     @abstractmethod
@@ -107,7 +122,7 @@ class Writer(ABC):
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
         """A choice of a chunk."""
 
-    # -- whole ----------------------------------------------------------------------------------------------------------------------------------
+    # -- whole -------------------------------------------------------------------------------------
 
     def keep(self, reply: Reply, part: Part | None) -> None:
         """Remember what is new of a reply."""
@@ -120,26 +135,40 @@ class Writer(ABC):
         for reply in self.replies:
             parts = self._parts[reply.index]
             assert reply.result is not None
-            text, tokens = "".join(part.text for part in parts), [shown for part in parts for shown in part.tokens]
-            choices.append(self._whole_choice(reply.index, text, tokens, reply.result.finish_reason))
+            text, tokens = (
+                "".join(part.text for part in parts),
+                [shown for part in parts for shown in part.tokens],
+            )
+            choices.append(
+                self._whole_choice(reply.index, text, tokens, reply.result.finish_reason)
+            )
             metrics.append(self._metrics(reply.result))
             head = {**self._head, "system_fingerprint": reply.result.fingerprint}
         if len(choices) == 1:
             return {**head, "choices": choices, "usage": self.usage(), "metrics": metrics[0]}
-        return {**head, "choices": [{**choice, "metrics": own} for choice, own in zip(choices, metrics, strict=True)], "usage": self.usage()}
+        return {
+            **head,
+            "choices": [
+                {**choice, "metrics": own} for choice, own in zip(choices, metrics, strict=True)
+            ],
+            "usage": self.usage(),
+        }
 
     @abstractmethod
-    def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:
+    def _whole_choice(
+        self, index: int, text: str, tokens: Sequence[ShownToken], reason: str
+    ) -> dict[str, Any]:
         """A choice of a whole answer."""
 
-    # -- both -----------------------------------------------------------------------------------------------------------------------------------
+    # -- both --------------------------------------------------------------------------------------
 
     @property
     def _gamma(self) -> int:
         return self._order.submits[0].tree.most_nodes
 
     def _metrics(self, result: Result) -> dict[str, Any]:
-        """The figures of a reply; how its draft failed is for who asks about the draft, and no part of an OpenAI body."""
+        """The figures of a reply; how its draft failed is for who asks about the draft, and no part
+        of an OpenAI body."""
         return metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
 
     def usage(self) -> dict[str, Any]:
@@ -153,10 +182,15 @@ class Writer(ABC):
             "prompt_tokens": prompts,
             "completion_tokens": completion,
             "total_tokens": prompts + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(reply.result.reused_tokens for reply in first if reply.result is not None)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(
+                    reply.result.reused_tokens for reply in first if reply.result is not None
+                )
+            },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(result.drafted_tokens for result in results) - accepted,
+                "rejected_prediction_tokens": sum(result.drafted_tokens for result in results)
+                - accepted,
             },
         }
 
@@ -167,16 +201,26 @@ class ChatWriter(Writer):
     chunk_object, whole_object, id_prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
 
     def _first(self, index: int, metrics: dict[str, Any]) -> str:
-        choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
+        choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'  # noqa: E501
         return self._chunk(choice, metrics)
 
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
         delta = f'{{"content":{json.dumps(part.text)}}}' if reason is None else "{}"
-        said = json.dumps({"content": self._logprobs(part.tokens)}) if self._order.logprobs is not None and part.tokens else "null"
-        return f'{{"index":{index},"delta":{delta},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(part)}}}'
+        said = (
+            json.dumps({"content": self._logprobs(part.tokens)})
+            if self._order.logprobs is not None and part.tokens
+            else "null"
+        )
+        return f'{{"index":{index},"delta":{delta},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(part)}}}'  # noqa: E501
 
-    def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:
-        logprobs = {"content": self._logprobs(tokens), "refusal": None} if self._order.logprobs is not None else None
+    def _whole_choice(
+        self, index: int, text: str, tokens: Sequence[ShownToken], reason: str
+    ) -> dict[str, Any]:
+        logprobs = (
+            {"content": self._logprobs(tokens), "refusal": None}
+            if self._order.logprobs is not None
+            else None
+        )
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -184,12 +228,19 @@ class ChatWriter(Writer):
         told = []
         for shown in tokens:
             scores = shown.logprobs or TokenLogprobs(logprob=0.0)
-            top = [self._scored(token, logprob) for token, logprob in scores.top[: self._order.logprobs]]
+            top = [
+                self._scored(token, logprob)
+                for token, logprob in scores.top[: self._order.logprobs]
+            ]
             told.append({**self._scored(shown.token, scores.logprob), "top_logprobs": top})
         return told
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": spelling(self._text, token), "logprob": finite(logprob), "bytes": list(self._text.piece(token))}
+        return {
+            "token": spelling(self._text, token),
+            "logprob": finite(logprob),
+            "bytes": list(self._text.piece(token)),
+        }
 
 
 class TextWriter(Writer):
@@ -201,19 +252,32 @@ class TextWriter(Writer):
         return ""
 
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
-        said = json.dumps(self._logprobs(part.tokens)) if self._order.logprobs is not None and part.tokens else "null"
-        return f'{{"index":{index},"text":{json.dumps(part.text)},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(part)}}}'
+        said = (
+            json.dumps(self._logprobs(part.tokens))
+            if self._order.logprobs is not None and part.tokens
+            else "null"
+        )
+        return f'{{"index":{index},"text":{json.dumps(part.text)},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(part)}}}'  # noqa: E501
 
-    def _whole_choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: str) -> dict[str, Any]:
+    def _whole_choice(
+        self, index: int, text: str, tokens: Sequence[ShownToken], reason: str
+    ) -> dict[str, Any]:
         logprobs = self._logprobs(tokens) if self._order.logprobs is not None else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
-        """The token itself is among the likeliest, even where it is not; the first one of a prompt has nothing before it to be likely after."""
+        """The token itself is among the likeliest, even where it is not; the first one of a prompt
+        has nothing before it to be likely after."""
         return {
             "tokens": [spelling(self._text, shown.token) for shown in tokens],
-            "token_logprobs": [finite(shown.logprobs.logprob) if shown.logprobs is not None else None for shown in tokens],
-            "top_logprobs": [self._top(shown.token, shown.logprobs) if shown.logprobs is not None else None for shown in tokens],
+            "token_logprobs": [
+                finite(shown.logprobs.logprob) if shown.logprobs is not None else None
+                for shown in tokens
+            ],
+            "top_logprobs": [
+                self._top(shown.token, shown.logprobs) if shown.logprobs is not None else None
+                for shown in tokens
+            ],
             "text_offset": [shown.offset for shown in tokens],
         }
 
@@ -238,11 +302,13 @@ def finite(logprob: float) -> float:
 
 
 def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:
-    """What a reply cost and what its draft brought: our own figures, and the same in vLLM's names. `gamma`: nodes that a tree may have;
-    `failure`: with the first one of the draft."""
+    """What a reply cost and what its draft brought: our own figures, and the same in vLLM's names.
+    `gamma`: nodes that a tree may have; `failure`: with the first one of the draft."""
     drafts = result.rounds - result.plain_rounds
     reached = [round(share * result.rounds) for share in result.accepted_per_position]
-    histogram = [before - after for before, after in zip([drafts, *reached], [*reached, 0], strict=True)]
+    histogram = [
+        before - after for before, after in zip([drafts, *reached], [*reached, 0], strict=True)
+    ]
     speculation = {
         "mean_acceptance_length": 1 + result.accepted_tokens / drafts if drafts else None,
         "draft_acceptance_rate": result.acceptance_rate,

@@ -1,4 +1,5 @@
-"""One reply as it grows: which of its text and tokens may be shown, what they are worth, and how it ended. Knows no JSON."""
+"""One reply as it grows: which of its text and tokens may be shown, what they are worth, and how it
+ended. Knows no JSON."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from dovetail.runtime.text import Detokenizer
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token whose text has been shown: where it begins in the text of the reply, whether the draft had proposed it, what the target thinks of it."""
+    """A token whose text has been shown: where it begins in the text of the reply, whether the
+    draft had proposed it, what the target thinks of it."""
 
     token: int
     text: str
@@ -33,7 +35,8 @@ class Part:
 
 
 class Tokens:
-    """Holds tokens back until their text has been shown: a stop string cuts text, and the tokens with it."""
+    """Holds tokens back until their text has been shown: a stop string cuts text, and the tokens
+    with it."""
 
     def __init__(self, detokenizer: Detokenizer, offset: int = 0) -> None:
         self._detokenizer = detokenizer
@@ -43,8 +46,15 @@ class Tokens:
         self._open: list[ShownToken] = []
         """The last ones, which have brought no text yet: they may be a part of what comes."""
 
-    def push(self, tokens: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprobs | None]) -> None:
-        for token, proposed, scores in zip(tokens, drafted, logprobs or (None,) * len(tokens), strict=True):
+    def push(
+        self,
+        tokens: Sequence[int],
+        drafted: Sequence[bool],
+        logprobs: Sequence[TokenLogprobs | None],
+    ) -> None:
+        for token, proposed, scores in zip(
+            tokens, drafted, logprobs or (None,) * len(tokens), strict=True
+        ):
             text = self._detokenizer.push(token)
             self._open.append(ShownToken(token, text, self._length, proposed, scores))
             self._length += len(text)
@@ -60,13 +70,22 @@ class Tokens:
         return shown
 
     def rest(self, length: int, *, cut: bool) -> list[ShownToken]:
-        """The last ones of a reply of `length` characters; `cut`: what lies behind was cut off by a stop string."""
-        held, self._held, self._open = [*(shown for shown, _ in self._held), *self._open], deque(), []
+        """The last ones of a reply of `length` characters; `cut`: what lies behind was cut off by a
+        stop string."""
+        held, self._held, self._open = (
+            [*(shown for shown, _ in self._held), *self._open],
+            deque(),
+            [],
+        )
         if not cut:
             last = self._detokenizer.flush()
             return [*held[:-1], _with_text(held[-1], held[-1].text + last)] if held else []
         end = self._offset + length
-        return [_with_text(shown, shown.text[: end - shown.offset]) for shown in held if shown.offset < end]
+        return [
+            _with_text(shown, shown.text[: end - shown.offset])
+            for shown in held
+            if shown.offset < end
+        ]
 
 
 def _with_text(shown: ShownToken, text: str) -> ShownToken:
@@ -82,7 +101,9 @@ class Reply:
         self.completion_tokens = 0
         self._order, self._target = order, target
         self._submit = order.submits[index]
-        self._ends = self._submit.end if self._submit.end is not None else target.described.vocabulary.end
+        self._ends = (
+            self._submit.end if self._submit.end is not None else target.described.vocabulary.end
+        )
         self._length = 0
         """Of the text that has been shown, prompt not counted."""
         self._prompt = order.prompt(index)
@@ -121,7 +142,11 @@ class Reply:
         self.result, self.completion_tokens = result, result.completion_tokens
         text, tokens = self._echo()
         if self._tokens is not None:
-            cut = result.finish_reason == "stop" and result.token_ids[-1:] != () and result.token_ids[-1] not in self._ends
+            cut = (
+                result.finish_reason == "stop"
+                and result.token_ids[-1:] != ()
+                and result.token_ids[-1] not in self._ends
+            )
             tokens += self._tokens.rest(self._length, cut=cut)
         return Part(text, tokens, result)
 

@@ -1,7 +1,8 @@
-"""uvicorn with deadlines: connections that send their request too slowly or read their answer too slowly are cut off, as are those beyond a limit.
+"""uvicorn with deadlines: connections that send their request too slowly or read their answer too
+slowly are cut off, as are those beyond a limit.
 
-uvicorn itself waits for ever for a header, a body or a reader. All connections are looked at once a second, so that the token path knows nothing of it.
-The only door to `uvicorn`.
+uvicorn itself waits for ever for a header, a body or a reader. All connections are looked at once a
+second, so that the token path knows nothing of it. The only door to `uvicorn`.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ MAX_HEAD_BYTES = 64 << 10
 KEEP_ALIVE_S = 30
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 64 << 10
-"""What the kernel keeps for a client that does not read: enough for a stream of tokens, and little for thousands of connections."""
+"""What the kernel keeps for a client that does not read: enough for a stream of tokens, and little
+for thousands of connections."""
 GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
 LAST_WORDS_S = 2.0
@@ -64,7 +66,14 @@ class PatientProtocol(HttpToolsProtocol):
         self._head = 0
         self._refused = False
         if len(self.shared.open) >= self.shared.most:
-            self._refuse(ApiError(503, f"{self.shared.most} connections are open, as many as there may be: try again later", retry_after_s=1))
+            self._refuse(
+                ApiError(
+                    503,
+                    f"{self.shared.most} connections are open, as many as there may be: try "
+                    "again later",
+                    retry_after_s=1,
+                )
+            )
         else:
             self.shared.open.add(self)
 
@@ -98,12 +107,18 @@ class PatientProtocol(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._head += size
         if self._head > MAX_HEAD_BYTES:
-            raise ValueError("the head of the request is too large")  # which the parser passes on as an error of its own
+            raise ValueError(
+                "the head of the request is too large"
+            )  # which the parser passes on as an error of its own
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered in our own words."""
         if self._head > MAX_HEAD_BYTES:
-            self._refuse(ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes: send less"))
+            self._refuse(
+                ApiError(
+                    431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes: send less"
+                )
+            )
         else:
             self._refuse(ApiError(400, "this is no HTTP request"))
 
@@ -112,13 +127,17 @@ class PatientProtocol(HttpToolsProtocol):
             return
         self._refused = True
         body = json.dumps(error.body).encode()
-        head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        head = (
+            f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\nconnection: close\r\n"
+        )
         head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         self.transport.write(head.encode() + b"\r\n" + body)
         self.transport.close()
 
     def look(self, now_s: float) -> None:
-        """End the connection if its request does not arrive, or if nothing of what was written has been read for too long; a stream ends in words first."""
+        """End the connection if its request does not arrive, or if nothing of what was written has
+        been read for too long; a stream ends in words first."""
         patience = self.shared.receive_s
         unread = self.transport.get_write_buffer_size()
         if unread == 0 or unread < self._unread:
@@ -130,10 +149,15 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _let_go(self, now_s: float) -> None:
-        """Part with a client that reads nothing. Behind what waits for it its stream says so, for as long again: it may begin to read."""
+        """Part with a client that reads nothing. Behind what waits for it its stream says so, for
+        as long again: it may begin to read."""
         if self._told_s is None:
             self.shared.let_go += 1
-            log.warning("the client at %s has read nothing for %g s (http.receive_s) and is let go", self.client, self.shared.receive_s)
+            log.warning(
+                "the client at %s has read nothing for %g s (http.receive_s) and is let go",
+                self.client,
+                self.shared.receive_s,
+            )
             streaming = self.cycle is not None and not self.cycle.response_complete
             if streaming and callable(tell := self.cycle.scope.get(UNREAD)):
                 self._told_s = now_s
@@ -145,17 +169,23 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _awaits_request(self) -> bool:
-        """Whether the rest of a request is all that this connection waits for; the next one may take its time while one is answered."""
+        """Whether the rest of a request is all that this connection waits for; the next one may
+        take its time while one is answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; `UserError` if it cannot be had."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"http.host = {host!r} is no address of this machine ({error}): write an address or a name of one") from None
+        raise UserError(
+            f"http.host = {host!r} is no address of this machine ({error}): write an address "
+            "or a name of one"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -168,8 +198,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(app: App, listener: socket.socket, connections: Connections, *, hurry: Callable[[], None], ready: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT; then those that run have `GRACE_S` to end before they are told to by `hurry`."""
+async def serve(
+    app: App,
+    listener: socket.socket,
+    connections: Connections,
+    *,
+    hurry: Callable[[], None],
+    ready: Callable[[], None],
+) -> None:
+    """Answer requests until SIGTERM or SIGINT; then those that run have `GRACE_S` to end before
+    they are told to by `hurry`."""
     loop = asyncio.get_running_loop()
     protocol = type("Protocol", (PatientProtocol,), {"shared": connections})
     config = uvicorn.Config(

@@ -1,7 +1,9 @@
-"""How often a target's choice is among the children that a draft names, context by context of the same text, at temperature 0 and at temperature 1.
+"""How often a target's choice is among the children that a draft names, context by context of the
+same text, at temperature 0 and at temperature 1.
 
-At temperature 1 both add the same noise, the draft as much of it as it does when it drafts; what the other rules would accept there stands beside it
-(`nodes.py`). Rows of a head are the true ones, of features that the target computed.
+At temperature 1 both add the same noise, the draft as much of it as it does when it drafts; what
+the other rules would accept there stands beside it (`nodes.py`). Rows of a head are the true ones,
+of features that the target computed.
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The share of contexts where one of so many children is accepted: at temperature 0, and at temperature 1 by each rule.
+    """The share of contexts where one of so many children is accepted: at temperature 0, and at
+    temperature 1 by each rule.
 
     `ratio` is that of the shared noise against temperature 0; its interval is over replies.
     """
@@ -48,7 +51,12 @@ class Agreement:
     ratio: Estimate
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio.as_json(), "figure": FIGURE, "holds": self.ratio.reaches(FIGURE)}
+        return {
+            **asdict(self),
+            "ratio": self.ratio.as_json(),
+            "figure": FIGURE,
+            "holds": self.ratio.reaches(FIGURE),
+        }
 
 
 class Guesser(Protocol):
@@ -63,7 +71,8 @@ class Guesser(Protocol):
         """How much of the noise it adds when it drafts."""
 
     def __call__(self, tokens: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """tokens [T], states [T, hidden] of the wanted places -> logits [T - 1, V] of what follows the tokens from the second on."""
+        """tokens [T], states [T, hidden] of the wanted places -> logits [T - 1, V] of what follows
+        the tokens from the second on."""
 
 
 class SmallGuesser:
@@ -92,7 +101,13 @@ class HeadGuesser:
     def __call__(self, tokens: Tensor, states: Sequence[Tensor]) -> Tensor:
         head, count = self._head, len(tokens) - 1
         features = narrowed(torch.cat(tuple(states), dim=-1), head.spec.dtype)[:-1]
-        return head.forward(tokens[1:], features, torch.arange(count), [Segment(head.new_cache(count), 0, count)], true=True).logits
+        return head.forward(
+            tokens[1:],
+            features,
+            torch.arange(count),
+            [Segment(head.new_cache(count), 0, count)],
+            true=True,
+        ).logits
 
 
 def open_guesser(draft: str, target: str) -> Guesser:
@@ -102,39 +117,68 @@ def open_guesser(draft: str, target: str) -> Guesser:
     return HeadGuesser(open_head(draft, target=target))
 
 
-def agreements(target: str, draft: str, texts: Sequence[Text], children: Sequence[int]) -> tuple[list[Agreement], float]:
-    """For each number of children, over the contexts of all texts; and the mean entropy of the target's choices there at temperature 1, in nats."""
-    model, guesser = load_language_model(target, weights="fp32", device="cpu"), open_guesser(draft, target)
+def agreements(
+    target: str, draft: str, texts: Sequence[Text], children: Sequence[int]
+) -> tuple[list[Agreement], float]:
+    """For each number of children, over the contexts of all texts; and the mean entropy of the
+    target's choices there at temperature 1, in nats."""
+    model, guesser = (
+        load_language_model(target, weights="fp32", device="cpu"),
+        open_guesser(draft, target),
+    )
     pairs = [(*_logits(model, guesser, text), text.key) for text in texts if len(text.reply) > 1]
-    found = [_agreement([_shares(*pair, number, guesser.noise_share) for pair in pairs], number) for number in children]
+    found = [
+        _agreement([_shares(*pair, number, guesser.noise_share) for pair in pairs], number)
+        for number in children
+    ]
     laws = torch.cat([choices for choices, _, _ in pairs]).log_softmax(-1)
     return found, float(-(laws.exp() * laws).sum(-1).mean())
 
 
 def _agreement(shares: Sequence[Sequence[Tensor]], children: int) -> Agreement:
-    """`shares`: for every text [N] of each rule, temperature 0 first and the shared noise second."""
-    at_zero, shared, sampled, drawn = (float(torch.cat(rule).mean()) for rule in zip(*shares, strict=True))
-    ratio = ratio_of_sums([(float(s[1].sum()), len(s[1])) for s in shares], [(float(s[0].sum()), len(s[0])) for s in shares])
+    """`shares`: for every text [N] of each rule, temperature 0 first and the shared noise
+    second."""
+    at_zero, shared, sampled, drawn = (
+        float(torch.cat(rule).mean()) for rule in zip(*shares, strict=True)
+    )
+    ratio = ratio_of_sums(
+        [(float(s[1].sum()), len(s[1])) for s in shares],
+        [(float(s[0].sum()), len(s[0])) for s in shares],
+    )
     return Agreement(children, at_zero, shared, sampled, drawn, ratio)
 
 
-def _shares(choices: Tensor, guesses: Tensor, key: bytes, children: int, noise_share: float) -> list[Tensor]:
-    at_zero, sampled = greedy(choices, guesses, children), coupled(choices, guesses, children, key, noise_share)
-    return [at_zero, sampled, matched(choices, guesses, children), rejected(choices, guesses, children, key)]
+def _shares(
+    choices: Tensor, guesses: Tensor, key: bytes, children: int, noise_share: float
+) -> list[Tensor]:
+    at_zero, sampled = (
+        greedy(choices, guesses, children),
+        coupled(choices, guesses, children, key, noise_share),
+    )
+    return [
+        at_zero,
+        sampled,
+        matched(choices, guesses, children),
+        rejected(choices, guesses, children, key),
+    ]
 
 
 @torch.inference_mode()
 def _logits(model: LanguageModel, guesser: Guesser, text: Text) -> tuple[Tensor, Tensor]:
-    """What the target and the draft say [N, V] before every token of the reply but the first, which is never drafted."""
+    """What the target and the draft say [N, V] before every token of the reply but the first, which
+    is never drafted."""
     tokens = torch.tensor([*text.prompt, *text.reply])
     first, last = len(text.prompt), len(tokens) - 1
     segment = Segment(model.new_cache(len(tokens)), 0, len(tokens))
-    logits, states = model.forward_with_states(tokens, torch.arange(len(tokens)), [segment], wanted=guesser.wanted)
+    logits, states = model.forward_with_states(
+        tokens, torch.arange(len(tokens)), [segment], wanted=guesser.wanted
+    )
     guesses = guesser(tokens, [states[place] for place in guesser.wanted])[first - 1 : last - 1]
     return logits[first:last], guesses[:, : logits.shape[1]]
 
 
 def greedy(choices: Tensor, guesses: Tensor, children: int) -> Tensor:
-    """Of N contexts [N], whether the largest of choices [N, V] is among the largest `children` of guesses [N, V]."""
+    """Of N contexts [N], whether the largest of choices [N, V] is among the largest `children` of
+    guesses [N, V]."""
     named = guesses.topk(children, dim=-1).indices
     return (named == choices.argmax(dim=-1, keepdim=True)).any(dim=-1).double()

@@ -1,7 +1,9 @@
-"""Both ends of the pipe to a side of a comparison: a process of its own that does what a line of JSON asks and answers with one.
+"""Both ends of the pipe to a side of a comparison: a process of its own that does what a line of
+JSON asks and answers with one.
 
-Only one side works at a time, on the same cores as every other; the rest sleep in `read`. Needs nothing but the standard library, here and in what it
-imports, because a side may run under another Python.
+Only one side works at a time, on the same cores as every other; the rest sleep in `read`. Needs
+nothing but the standard library, here and in what it imports, because a side may run under another
+Python.
 """
 
 import contextlib
@@ -27,15 +29,36 @@ class SideError(Exception):
 
 
 class Side:
-    """A child process, started with `python -m benchmarks.MODULE ARGUMENTS` and ended with the block."""
+    """A child process, started with `python -m benchmarks.MODULE ARGUMENTS` and ended with the
+    block."""
 
-    def __init__(self, module: str, arguments: Sequence[str], *, python: str = sys.executable, threads: int = 1) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        python: str = sys.executable,
+        threads: int = 1,
+    ) -> None:
         ours = python == sys.executable
-        paths = [str(TESTS), *filter(None, (os.environ.get("PYTHONPATH"),))] if ours else [str(TESTS)]
-        run = [python, "-P", "-m", f"benchmarks.{module}", *arguments] if ours else command_of(python, f"benchmarks.{module}", arguments)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        paths = (
+            [str(TESTS), *filter(None, (os.environ.get("PYTHONPATH"),))] if ours else [str(TESTS)]
+        )
+        run = (
+            [python, "-P", "-m", f"benchmarks.{module}", *arguments]
+            if ours
+            else command_of(python, f"benchmarks.{module}", arguments)
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+        }
         self.name = module
-        self._process = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         try:
             self.hello = self._read()
         except SideError:
@@ -56,7 +79,10 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SideError(f"the side {self.name} has ended (exit code {self._process.wait()}); its last words are above")
+            raise SideError(
+                f"the side {self.name} has ended (exit code {self._process.wait()}); its last "
+                "words are above"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SideError(f"{self.name}: {answer['error']}")
@@ -65,7 +91,12 @@ class Side:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -82,8 +113,11 @@ class Side:
         self._process.stdout.close()
 
 
-def obey(prepare: Callable[[], tuple[Mapping[str, Any], Mapping[str, Callable[..., Mapping[str, Any]]]]]) -> None:
-    """The child's end: prepare (a greeting, and what can be asked for), then answer until the pipe closes. What libraries print goes to stderr."""
+def obey(
+    prepare: Callable[[], tuple[Mapping[str, Any], Mapping[str, Callable[..., Mapping[str, Any]]]]],
+) -> None:
+    """The child's end: prepare (a greeting, and what can be asked for), then answer until the pipe
+    closes. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

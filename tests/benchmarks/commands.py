@@ -1,6 +1,7 @@
 """The command line: one command a figure, a table for people or an object for programs.
 
-Every command takes the cores that it may use (taskset counts), pins itself and its children to the first of them, one a thread, and says what it measured.
+Every command takes the cores that it may use (taskset counts), pins itself and its children to the
+first of them, one a thread, and says what it measured.
 """
 
 import click
@@ -37,8 +38,9 @@ from benchmarks.turns import turns
 def main() -> None:
     """Figures of speed, bytes and accuracy on this machine, each printed by one command.
 
-    Two engines that are compared take turns, pass by pass, in processes of their own on the same cores. A ratio is the median over the pairs with the
-    95 % interval of a bootstrap; a bound holds when the interval reaches it and the median misses it by at most 0.02.
+    Two engines that are compared take turns, pass by pass, in processes of their own on the same
+    cores. A ratio is the median over the pairs with the 95 % interval of a bootstrap; a bound holds
+    when the interval reaches it and the median misses it by at most 0.02.
     """
 
 

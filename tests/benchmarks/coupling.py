@@ -1,8 +1,11 @@
 """The command `coupling`: what the noise that draft and target share is worth, above temperature 0.
 
-*A node*: at contexts of held-out text a draft names its likeliest children and the target makes its choice; the share of contexts where the choice is among
-the children, at temperature 1 with the noise and at temperature 0 without, for the same contexts. *A reply*: committed tokens a round (tau) with the shared
-noise; with EAGLE's rule, under which the children are the draft's likeliest tokens and the target's sample has to be one of them; and with the papers'
+*A node*: at contexts of held-out text a draft names its likeliest children and the target makes its
+ choice; the share of contexts where the choice is among
+the children, at temperature 1 with the noise and at temperature 0 without, for the same contexts.
+*A reply*: committed tokens a round (tau) with the shared
+noise; with EAGLE's rule, under which the children are the draft's likeliest tokens and the target's
+sample has to be one of them; and with the papers'
 rejection. Both workers in one process (`duet.py`), the same trees, prompts and keys.
 """
 
@@ -34,15 +37,35 @@ PROMPTS = DEMO_FOLDER / "prompts.jsonl"
 
 
 @click.command(cls=Command)
-@option("--draft", "drafts", multiple=True, default=(str(DEMO_FOLDER / "draft"),), help="Folder of a draft or head; can be repeated.")
+@option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    default=(str(DEMO_FOLDER / "draft"),),
+    help="Folder of a draft or head; can be repeated.",
+)
 @option("--target", default=str(DEMO_FOLDER / "target"), help="Folder of their target.")
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=PROMPTS, help="File of prompts that no draft was trained on.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=PROMPTS,
+    help="File of prompts that no draft was trained on.",
+)
 @option("--limit", type=click.IntRange(min=1), default=16, help="Prompts taken.")
 @option("--max-tokens", type=click.IntRange(min=2), default=128, help="Of a reply.")
-@option("--keys", type=click.IntRange(min=1), default=2, help="Keys of the noise: replies to each prompt, and choices at each context.")
+@option(
+    "--keys",
+    type=click.IntRange(min=1),
+    default=2,
+    help="Keys of the noise: replies to each prompt, and choices at each context.",
+)
 @option("--children", type=Numbers(), default="1,2,4,10", help="Children of a node.")
-@option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width of the growing tree.")
-@option("--static", type=Numbers(3), default="25,5,10", help="gamma, depth, width of the static tree.")
+@option(
+    "--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width of the growing tree."
+)
+@option(
+    "--static", type=Numbers(3), default="25,5,10", help="gamma, depth, width of the static tree."
+)
 @options("json")
 def coupling(
     drafts: tuple[str, ...],
@@ -56,19 +79,33 @@ def coupling(
     static: tuple[int, int, int],
     as_json: bool,
 ) -> None:
-    """Acceptance with the noise that draft and target share, against temperature 0, top-k matching and rejection."""
+    """Acceptance with the noise that draft and target share, against temperature 0, top-k matching
+    and rejection."""
     pin(1)
     found = []
     with progress_bar(len(drafts) * (limit * (1 + 6 * keys)), "replies") as step:
         for draft in drafts:
             duet = Duet(open_target(target), open_draft(draft, target))
             asked = tasks(duet, prompts, limit, max_tokens, keys, step)
-            nodes, entropy = agreements(target, draft, [Text(task.prompt, task.reply, task.key) for task in asked], children)
+            nodes, entropy = agreements(
+                target, draft, [Text(task.prompt, task.reply, task.key) for task in asked], children
+            )
             variants = {
-                name: [task.run(duet, sampling, shape(name.split()[-1], tree, static), drafting, step) for task in asked if task.temperature == heat]
+                name: [
+                    task.run(duet, sampling, shape(name.split()[-1], tree, static), drafting, step)
+                    for task in asked
+                    if task.temperature == heat
+                ]
                 for name, (heat, sampling, drafting) in VARIANTS.items()
             }
-            found.append({"draft": draft, "entropy": entropy, "nodes": [node.as_json() for node in nodes], **taus(variants)})
+            found.append(
+                {
+                    "draft": draft,
+                    "entropy": entropy,
+                    "nodes": [node.as_json() for node in nodes],
+                    **taus(variants),
+                }
+            )
     report({"tree": tree, "static": static, "drafts": found}, as_json, lambda: show(found))
 
 
@@ -80,35 +117,59 @@ VARIANTS: Mapping[str, tuple[float, Sampling, Sampling | None]] = {
     "matched static": (1.0, SAMPLED, GREEDY),
     "rejected static": (1.0, REJECTED, None),
 }
-"""Name and tree -> temperature, what the target is told, what the draft is told if that is another. Told nothing of temperature, a draft ranks children by
-their logits alone: that is top-k matching."""
+"""Name and tree -> temperature, what the target is told, what the draft is told if that is another.
+Told nothing of temperature, a draft ranks children by their logits alone: that is top-k
+matching."""
 
 
 def shape(name: str, tree: tuple[int, int, int], static: tuple[int, int, int]) -> TreeSettings:
     """The tree of a variant."""
     gamma, depth, width = static if name == "static" else tree
-    return TreeSettings(policy="static", insist=True if name == "static" else "dynamic", gamma=gamma, depth=depth, width=width)
+    return TreeSettings(
+        policy="static",
+        insist=True if name == "static" else "dynamic",
+        gamma=gamma,
+        depth=depth,
+        width=width,
+    )
 
 
-# -- replies -----------------------------------------------------------------------------------------------------------------------------------
+# -- replies ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt with a key at a temperature, and the target's own reply up to where it begins to loop."""
+    """A prompt with a key at a temperature, and the target's own reply up to where it begins to
+    loop."""
 
     prompt: tuple[int, ...]
     key: bytes
     temperature: float
     reply: tuple[int, ...]
 
-    def run(self, duet: Duet, sampling: Sampling, tree: TreeSettings, drafting: Sampling | None, step: Callable[[str], None]) -> Reply:
+    def run(
+        self,
+        duet: Duet,
+        sampling: Sampling,
+        tree: TreeSettings,
+        drafting: Sampling | None,
+        step: Callable[[str], None],
+    ) -> Reply:
         """The same reply, or with rejection another one of at most the same length, speculated."""
         step("speculated")
-        return duet.decode(self.prompt, key=self.key, sampling=sampling, tree=tree, max_tokens=len(self.reply), drafting=drafting)
+        return duet.decode(
+            self.prompt,
+            key=self.key,
+            sampling=sampling,
+            tree=tree,
+            max_tokens=len(self.reply),
+            drafting=drafting,
+        )
 
 
-def tasks(duet: Duet, prompts: Path, limit: int, max_tokens: int, keys: int, step: Callable[[str], None]) -> list[Task]:
+def tasks(
+    duet: Duet, prompts: Path, limit: int, max_tokens: int, keys: int, step: Callable[[str], None]
+) -> list[Task]:
     """Every prompt at temperature 0, and with every key at temperature 1."""
     found = []
     codec = TextCodec(duet.tokenizer, duet.vocabulary)
@@ -117,8 +178,17 @@ def tasks(duet: Duet, prompts: Path, limit: int, max_tokens: int, keys: int, ste
         for sampling, count in ((GREEDY, 1), (SAMPLED, keys)):
             for key in list_keys(prompt.id, count):
                 step(prompt.id)
-                reply = duet.decode(tokens, key=key, sampling=sampling, tree=PLAIN, max_tokens=max_tokens).tokens
-                found.append(Task(tokens, key, sampling.temperature, tuple(reply[: max(2, loop_begins(reply))])))
+                reply = duet.decode(
+                    tokens, key=key, sampling=sampling, tree=PLAIN, max_tokens=max_tokens
+                ).tokens
+                found.append(
+                    Task(
+                        tokens,
+                        key,
+                        sampling.temperature,
+                        tuple(reply[: max(2, loop_begins(reply))]),
+                    )
+                )
     return found
 
 
@@ -129,34 +199,73 @@ def list_keys(name: str, count: int) -> list[bytes]:
 
 def taus(variants: Mapping[str, Sequence[Reply]]) -> dict[str, Any]:
     """tau of each variant, and the ratios that figures were set for."""
-    sums = {name: [(reply.decoded, reply.rounds) for reply in replies] for name, replies in variants.items()}
+    sums = {
+        name: [(reply.decoded, reply.rounds) for reply in replies]
+        for name, replies in variants.items()
+    }
     compared = {
         "matching": (sums["coupled tree"], sums["matched tree"], MATCHING_FIGURE),
         "static matching": (sums["coupled static"], sums["matched static"], MATCHING_FIGURE),
         "rejection": (sums["coupled static"], sums["rejected static"], REJECTION_FIGURE),
     }
-    ratios = {name: (ratio_of_sums(ours, theirs), figure) for name, (ours, theirs, figure) in compared.items()}
+    ratios = {
+        name: (ratio_of_sums(ours, theirs), figure)
+        for name, (ours, theirs, figure) in compared.items()
+    }
     return {
-        "tau": {name: sum(d for d, _ in pairs) / max(1, sum(r for _, r in pairs)) for name, pairs in sums.items()},
-        "against": {name: {**found.as_json(), "figure": figure, "holds": found.reaches(figure)} for name, (found, figure) in ratios.items()},
+        "tau": {
+            name: sum(d for d, _ in pairs) / max(1, sum(r for _, r in pairs))
+            for name, pairs in sums.items()
+        },
+        "against": {
+            name: {**found.as_json(), "figure": figure, "holds": found.reaches(figure)}
+            for name, (found, figure) in ratios.items()
+        },
     }
 
 
 def show(found: Sequence[Mapping[str, Any]]) -> None:
     cells = []
     for told in found:
-        click.echo(f"{told['draft']}: the target's choices have {told['entropy']:.2f} nats of entropy at T = 1")
+        click.echo(
+            f"{told['draft']}: the target's choices have {told['entropy']:.2f} nats of entropy "
+            "at T = 1"
+        )
         for node in told["nodes"]:
             shares = (f"{node[rule]:.3f}" for rule in ("greedy", "coupled", "matched", "rejected"))
             cells.append((told["draft"], node["children"], *shares, *judged(node["ratio"], node)))
-    print_table(("draft", "children", "accepted at T = 0", "T = 1 coupled", "matched", "rejection", "coupled / T = 0 (95 %)", "figure", "holds"), cells)
-    print_table(("draft", *VARIANTS), [(told["draft"], *(f"{told['tau'][name]:.2f}" for name in VARIANTS)) for told in found])
+    print_table(
+        (
+            "draft",
+            "children",
+            "accepted at T = 0",
+            "T = 1 coupled",
+            "matched",
+            "rejection",
+            "coupled / T = 0 (95 %)",
+            "figure",
+            "holds",
+        ),
+        cells,
+    )
+    print_table(
+        ("draft", *VARIANTS),
+        [(told["draft"], *(f"{told['tau'][name]:.2f}" for name in VARIANTS)) for told in found],
+    )
     print_table(
         ("draft", "tau, coupled against", "ratio (95 %)", "figure", "holds"),
-        [(told["draft"], name, *judged(against, against)) for told in found for name, against in told["against"].items()],
+        [
+            (told["draft"], name, *judged(against, against))
+            for told in found
+            for name, against in told["against"].items()
+        ],
     )
 
 
 def judged(ratio: Mapping[str, float], told: Mapping[str, Any]) -> tuple[str, str, str]:
     """The cells of a ratio that is to reach a figure."""
-    return f"{ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})", f">= {told['figure']:g}", "yes" if told["holds"] else "NO"
+    return (
+        f"{ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})",
+        f">= {told['figure']:g}",
+        "yes" if told["holds"] else "NO",
+    )

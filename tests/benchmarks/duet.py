@@ -1,7 +1,9 @@
-"""A target worker and a draft worker in one process, which play round by round what the coordinator has them play.
+"""A target worker and a draft worker in one process, which play round by round what the coordinator
+has them play.
 
-So a variant can be measured that no setting offers, such as a draft that does without the target's noise. The workers are the real ones and are spoken to
-in the messages of the protocol; nothing travels, so that times are those of the workers alone.
+So a variant can be measured that no setting offers, such as a draft that does without the target's
+noise. The workers are the real ones and are spoken to in the messages of the protocol; nothing
+travels, so that times are those of the workers alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +12,20 @@ from itertools import count
 from typing import Any
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Close, Draft, Drafted, Event, Failed, Feed, Open, Opened, Prefilled, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    Close,
+    Draft,
+    Drafted,
+    Event,
+    Failed,
+    Feed,
+    Open,
+    Opened,
+    Prefilled,
+    Verified,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.draft import DraftWorker, open_draft_worker
@@ -30,7 +45,8 @@ class Reply:
     spans: list[SpanField] = field(default_factory=list)
     """Of the draft worker, in every round."""
     guesses: list[tuple[float, bool]] = field(default_factory=list)
-    """Of every node that was offered below one that the target reached: its log-probability given that, and whether it was the target's choice."""
+    """Of every node that was offered below one that the target reached: its log-probability given
+    that, and whether it was the target's choice."""
 
     @property
     def decoded(self) -> int:
@@ -55,7 +71,11 @@ class Duet:
         assert hello.vocabulary is not None
         assert hello.limits is not None
         assert hello.tokenizer is not None
-        self.context, self.vocabulary, self.tokenizer = hello.limits.context, hello.vocabulary, hello.tokenizer.data
+        self.context, self.vocabulary, self.tokenizer = (
+            hello.limits.context,
+            hello.vocabulary,
+            hello.tokenizer.data,
+        )
         self._sessions = count(1)
 
     def decode(
@@ -71,8 +91,9 @@ class Duet:
     ) -> Reply:
         """Decode one reply. It ends with an end token or with `max_tokens`.
 
-        `drafting`: what the draft is told of the sampling, if that is another. `learn`: it has all the time between its rounds that it can use, in which it
-        learns from what the target chose; else it has none.
+        `drafting`: what the draft is told of the sampling, if that is another. `learn`: it has all
+        the time between its rounds that it can use, in which it learns from what the target chose;
+        else it has none.
         """
         session, reads = next(self._sessions), self.draft.hello(0).reads
         capacity = min(self.context, len(prompt) + max_tokens)
@@ -88,7 +109,16 @@ class Duet:
             tree=tree,
             features=reads,
         )
-        done(self.draft.handle(opening.model_copy(update={"features": None, **({"sampling": drafting} if drafting is not None else {})})))
+        done(
+            self.draft.handle(
+                opening.model_copy(
+                    update={
+                        "features": None,
+                        **({"sampling": drafting} if drafting is not None else {}),
+                    }
+                )
+            )
+        )
         try:
             reply = Reply([self._open(opening)])
             self._play(reply, opening, max_tokens, learn)
@@ -101,7 +131,16 @@ class Duet:
         """The first token; what the target says of the prompt goes to the draft."""
         for event in self.target.handle(opening):
             if isinstance(event, Prefilled):
-                done(self.draft.handle(Feed(epoch=0, session=opening.session, start=event.start, features=event.features)))
+                done(
+                    self.draft.handle(
+                        Feed(
+                            epoch=0,
+                            session=opening.session,
+                            start=event.start,
+                            features=event.features,
+                        )
+                    )
+                )
             elif isinstance(event, Opened):
                 assert event.bonus is not None
                 return event.bonus
@@ -110,7 +149,10 @@ class Duet:
     def _play(self, reply: Reply, opening: Open, max_tokens: int, learn: bool) -> None:
         session, tree, verified = opening.session, opening.tree, None
         for number in count(1):
-            if any(token in opening.end for token in reply.tokens) or len(reply.tokens) >= max_tokens:
+            if (
+                any(token in opening.end for token in reply.tokens)
+                or len(reply.tokens) >= max_tokens
+            ):
                 break
             length = len(opening.prompt) + len(reply.tokens)
             drafted = self._drafted(session, number, length, verified, reply, tree)
@@ -123,7 +165,15 @@ class Duet:
         ends = [position for position, token in enumerate(reply.tokens) if token in opening.end]
         del reply.tokens[min([max_tokens, *(position + 1 for position in ends)]) :]
 
-    def _drafted(self, session: int, number: int, length: int, verified: Verified | None, reply: Reply, tree: TreeSettings) -> Drafted:
+    def _drafted(
+        self,
+        session: int,
+        number: int,
+        length: int,
+        verified: Verified | None,
+        reply: Reply,
+        tree: TreeSettings,
+    ) -> Drafted:
         order = Draft(
             epoch=0,
             session=session,
@@ -142,8 +192,19 @@ class Duet:
         return drafted
 
     def _verified(self, session: int, number: int, length: int, drafted: Drafted) -> Verified:
-        item = VerifyItem(session=session, round=number, prefix=length, tokens=drafted.tokens, parents=drafted.parents)
-        order = Verify(epoch=0, items=(item,), candidates=drafted.candidates, probabilities=drafted.probabilities)
+        item = VerifyItem(
+            session=session,
+            round=number,
+            prefix=length,
+            tokens=drafted.tokens,
+            parents=drafted.parents,
+        )
+        order = Verify(
+            epoch=0,
+            items=(item,),
+            candidates=drafted.candidates,
+            probabilities=drafted.probabilities,
+        )
         (verified,) = done(self.target.handle(order))
         assert isinstance(verified, Verified)
         return verified
@@ -151,10 +212,15 @@ class Duet:
 
 def guesses(drafted: Drafted, path: Sequence[int], bonus: int) -> Iterable[tuple[float, bool]]:
     """`Reply.guesses` of a round."""
-    choices = dict(zip((ROOT, *path), (*(drafted.tokens[node] for node in path), bonus), strict=True))
+    choices = dict(
+        zip((ROOT, *path), (*(drafted.tokens[node] for node in path), bonus), strict=True)
+    )
     for token, parent, score in zip(drafted.tokens, drafted.parents, drafted.scores, strict=True):
         if parent in choices:
-            yield score - (0.0 if parent == ROOT else drafted.scores[parent]), token == choices[parent]
+            yield (
+                score - (0.0 if parent == ROOT else drafted.scores[parent]),
+                token == choices[parent],
+            )
 
 
 def open_target(folder: str) -> TargetWorker:
@@ -164,7 +230,12 @@ def open_target(folder: str) -> TargetWorker:
 
 def open_draft(folder: str, target: str, *, weights: str = "auto") -> DraftWorker[Any]:
     """A draft worker for a target, on the CPU with one thread."""
-    return open_draft_worker(DraftSettings(model=folder, device="cpu", weights=weights), name="draft", threads=1, target=target)
+    return open_draft_worker(
+        DraftSettings(model=folder, device="cpu", weights=weights),
+        name="draft",
+        threads=1,
+        target=target,
+    )
 
 
 def done(events: Iterable[Event]) -> list[Event]:

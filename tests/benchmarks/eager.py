@@ -1,4 +1,5 @@
-"""transformers' side: its own modules, attention (SDPA) and cache in fp32, the tree's mask given as it takes one."""
+"""transformers' side: its own modules, attention (SDPA) and cache in fp32, the tree's mask given as
+it takes one."""
 
 import argparse
 import math
@@ -18,7 +19,9 @@ def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    ).eval()
     cache = DynamicCache(config=model.config)
     vocabulary = model.config.vocab_size
 
@@ -31,7 +34,12 @@ def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
             mask = torch.zeros(1, 1, rows, context + rows)
             mask[0, 0, :, context:].masked_fill_(~tree_mask(tree), -math.inf)
             positions = torch.tensor([[context + depth for depth in (0, *tree.depths)]])
-            model(torch.tensor([token_row(rows, vocabulary)]), attention_mask=mask, position_ids=positions, past_key_values=cache)
+            model(
+                torch.tensor([token_row(rows, vocabulary)]),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+            )
 
         seconds = timed(work)
         cache.crop(-rows)
@@ -39,7 +47,11 @@ def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
 
     def prefill(rows: int) -> Mapping[str, Any]:
         fresh = DynamicCache(config=model.config)
-        return timed(lambda: model(torch.tensor([token_row(rows, vocabulary)]), past_key_values=fresh, logits_to_keep=1))
+        return timed(
+            lambda: model(
+                torch.tensor([token_row(rows, vocabulary)]), past_key_values=fresh, logits_to_keep=1
+            )
+        )
 
     return {"engine": "transformers eager fp32"}, {"verify": verify, "prefill": prefill}
 

@@ -1,4 +1,5 @@
-"""The figures to reach: for each kind of weights and number of rows, the largest ratio that is good enough."""
+"""The figures to reach: for each kind of weights and number of rows, the largest ratio that is good
+enough."""
 
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ def eager_bound(weights: str, do: str, rows: int) -> float | None:
 
 @dataclass(frozen=True)
 class AheadFigure:
-    """What drafting ahead is to bring where drafting takes `least` to `most` of the time of a pass."""
+    """What drafting ahead is to bring where drafting takes `least` to `most` of the time of a
+    pass."""
 
     least: float
     most: float
@@ -44,13 +46,19 @@ class AheadFigure:
     """Of the drafting that is waited for; at most."""
 
 
-AHEAD = (AheadFigure(0.45, 1.1, rate=1.3, tau=0.98, exposed=0.3), AheadFigure(0.05, 0.15, rate=1.02), AheadFigure(0.0, 1e9, rate=0.98))
-"""The first that fits counts. The bounds lie a little beyond 0.5, 1 and 0.1, since a ratio is hit only nearly."""
+AHEAD = (
+    AheadFigure(0.45, 1.1, rate=1.3, tau=0.98, exposed=0.3),
+    AheadFigure(0.05, 0.15, rate=1.02),
+    AheadFigure(0.0, 1e9, rate=0.98),
+)
+"""The first that fits counts. The bounds lie a little beyond 0.5, 1 and 0.1, since a ratio is hit
+only nearly."""
 BEST_FIXED, RIVALS, ADVERSARY = 0.97, 1.0, 0.95
-"""goodput's tokens per second over those of the best fixed tree, of `dynamic` with the paper's preset and of `heterospec`, and of the target alone where the
-draft guesses at random; at least."""
+"""goodput's tokens per second over those of the best fixed tree, of `dynamic` with the paper's
+preset and of `heterospec`, and of the target alone where the draft guesses at random; at least."""
 ADDS_UP, ACCOUNTED = 0.02, 0.95
-"""By how much the parts of a round may miss it; the rate over tau / the parts that two workers and the wire between them need, at least."""
+"""By how much the parts of a round may miss it; the rate over tau / the parts that two workers and
+the wire between them need, at least."""
 RECORDING = 0.01
 """Processor time of recording spans over the time of a round; at most."""
 

@@ -1,8 +1,11 @@
-"""The commands `gains` and `utilisation`: whether what `dovetail profile` says holds; and `picture`, its report as one.
+"""The commands `gains` and `utilisation`: whether what `dovetail profile` says holds; and
+`picture`, its report as one.
 
-`gains`: in some situations that leave something to be gained, the profile is taken, the changes that it advises are carried out, and what they brought is set
-beside what was predicted: replies with the settings as they were and as they were changed, in turns. `utilisation`: busy shares from spans beside the CPU time
-that the kernel counted for the same process, on a steady load. `picture`: the upper part of a report, as the documentation shows it; needs Chromium.
+`gains`: in some situations that leave something to be gained, the profile is taken, the changes
+that it advises are carried out, and what they brought is set beside what was predicted: replies
+with the settings as they were and as they were changed, in turns. `utilisation`: busy shares from
+spans beside the CPU time that the kernel counted for the same process, on a steady load. `picture`:
+the upper part of a report, as the documentation shows it; needs Chromium.
 """
 
 import json
@@ -18,7 +21,15 @@ import click
 from benchmarks.duels import STACK, Share, draft_of, settings_of
 from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, Prompt, contenders, read_prompt_set
+from dovetail.launch.bench_methods import (
+    NONE,
+    Contender,
+    Method,
+    Ours,
+    Prompt,
+    contenders,
+    read_prompt_set,
+)
 from dovetail.launch.bench_turns import prepare, rotated
 from dovetail.launch.configure import Configuration, parse_setting
 from dovetail.launch.embedded import DEMO_FOLDER
@@ -33,9 +44,30 @@ AS_IT_WAS = "as it was"
 POINTS = 0.05
 """How far busy shares from spans and from the sampler may be apart."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
-    "too many nodes": {"tree.policy": "dynamic", "tree.insist": True, "tree.gamma": 63, "tree.depth": 8, "tree.width": 10, "draft.ahead": False},
-    "too few nodes": {"tree.policy": "dynamic", "tree.insist": True, "tree.gamma": 2, "tree.depth": 2, "tree.width": 2, "draft.ahead": False},
-    "too many levels": {"tree.policy": "dynamic", "tree.insist": True, "tree.gamma": 15, "tree.depth": 24, "tree.width": 4, "draft.ahead": False},
+    "too many nodes": {
+        "tree.policy": "dynamic",
+        "tree.insist": True,
+        "tree.gamma": 63,
+        "tree.depth": 8,
+        "tree.width": 10,
+        "draft.ahead": False,
+    },
+    "too few nodes": {
+        "tree.policy": "dynamic",
+        "tree.insist": True,
+        "tree.gamma": 2,
+        "tree.depth": 2,
+        "tree.width": 2,
+        "draft.ahead": False,
+    },
+    "too many levels": {
+        "tree.policy": "dynamic",
+        "tree.insist": True,
+        "tree.gamma": 15,
+        "tree.depth": 24,
+        "tree.width": 4,
+        "draft.ahead": False,
+    },
     "no draft": {"draft.kind": NONE},
 }
 """Name -> settings that leave something to be gained, with the embedded pair."""
@@ -44,10 +76,23 @@ MOST = 3
 
 
 @click.command(cls=Command)
-@option("--situation", "names", multiple=True, type=click.Choice(list(SITUATIONS)), help="Can be repeated.  [default: all]")
-@option("--draft", default="small", help="A kind of draft that comes with the program, or a folder.")
+@option(
+    "--situation",
+    "names",
+    multiple=True,
+    type=click.Choice(list(SITUATIONS)),
+    help="Can be repeated.  [default: all]",
+)
+@option(
+    "--draft", default="small", help="A kind of draft that comes with the program, or a folder."
+)
 @option("--inflate", default="512MiB", help="Size to which the target is inflated.")
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=DEMO_FOLDER / "prompts.jsonl", help="File of prompts.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=DEMO_FOLDER / "prompts.jsonl",
+    help="File of prompts.",
+)
 @option("--limit", type=click.IntRange(min=2), default=6, help="Prompts taken of it.")
 @option("--max-tokens", type=click.IntRange(min=2), default=96, help="Of a reply.")
 @option("--temperature", type=float, default=0.0, help="Of the sampling.")
@@ -55,34 +100,74 @@ MOST = 3
 def gains(names: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """What `dovetail profile` predicts of its advice beside what the advice brings."""
     rows = [row for name in names or SITUATIONS for row in situation(name, settings)]
-    report({"settings": {**settings, "prompts": str(settings["prompts"])}, "rows": rows}, as_json, lambda: show(rows))
+    report(
+        {"settings": {**settings, "prompts": str(settings["prompts"])}, "rows": rows},
+        as_json,
+        lambda: show(rows),
+    )
 
 
 def situation(name: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Profile it, carry the advice out, and compare."""
-    base = settings_of({**draft_of(settings["draft"]), "target.inflate": settings["inflate"], **SITUATIONS[name], **_sampling(settings)})
+    base = settings_of(
+        {
+            **draft_of(settings["draft"]),
+            "target.inflate": settings["inflate"],
+            **SITUATIONS[name],
+            **_sampling(settings),
+        }
+    )
     note(f"{name}: profiling")
     advice = chosen(profile(base, settings["prompts"], settings["limit"])["verdict"]["advice"])
     if not advice:
-        raise UserError(f"nothing is advised where there are {name}: the profile finds no gain there")
+        raise UserError(
+            f"nothing is advised where there are {name}: the profile finds no gain there"
+        )
     note(f"{name}: carrying out {', '.join(' '.join(one['flags']) for one in advice)}")
     shares = taken(base, [one["flags"] for one in advice], settings)
     for one in advice:
         changed = shares[" ".join(one["flags"])]
-        found = ratio_of_sums([(s.tokens, s.seconds) for s in changed], [(s.tokens, s.seconds) for s in shares[AS_IT_WAS]])
+        found = ratio_of_sums(
+            [(s.tokens, s.seconds) for s in changed],
+            [(s.tokens, s.seconds) for s in shares[AS_IT_WAS]],
+        )
         off = one["gain"] / found.median - 1.0
-        yield {"situation": name, "change": " ".join(one["flags"]), "predicted": one["gain"], "outcome": found.as_json(), "off": off, "pairs": len(changed)}
+        yield {
+            "situation": name,
+            "change": " ".join(one["flags"]),
+            "predicted": one["gain"],
+            "outcome": found.as_json(),
+            "off": off,
+            "pairs": len(changed),
+        }
 
 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sampling.max_tokens": settings["max_tokens"], "sampling.temperature": settings["temperature"]}
+    return {
+        "sampling.max_tokens": settings["max_tokens"],
+        "sampling.temperature": settings["temperature"],
+    }
 
 
 def profile(base: Configuration, prompts: Path, limit: int) -> dict[str, Any]:
     """What `dovetail profile` finds with these settings."""
-    flags = [flag for section in ("target", "draft", "tree", "sampling") for flag in base.arguments(section)]
+    flags = [
+        flag
+        for section in ("target", "draft", "tree", "sampling")
+        for flag in base.arguments(section)
+    ]
     with TemporaryDirectory(prefix="dovetail-profile-") as folder:
-        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "profile", f"--prompts={prompts}", f"--limit={limit}", f"--out={folder}", "--json"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "dovetail.launch.cli",
+            "profile",
+            f"--prompts={prompts}",
+            f"--limit={limit}",
+            f"--out={folder}",
+            "--json",
+        ]
         done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"dovetail profile failed: {done.stderr.strip()}")
@@ -91,24 +176,44 @@ def profile(base: Configuration, prompts: Path, limit: int) -> dict[str, Any]:
 
 
 def chosen(advice: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The best certain change of each kind that changes no token, and drops nothing but the tree; but of threads, since every method has the same cores."""
+    """The best certain change of each kind that changes no token, and drops nothing but the tree;
+    but of threads, since every method has the same cores."""
     by_name: dict[str, Mapping[str, Any]] = {}
     for one in advice:
-        if one["certain"] and one["flags"] and one["gain"] >= 1.02 and not any(word in " ".join(one["flags"]) for word in ("int8", "target.threads")):
+        if (
+            one["certain"]
+            and one["flags"]
+            and one["gain"] >= 1.02
+            and not any(word in " ".join(one["flags"]) for word in ("int8", "target.threads"))
+        ):
             by_name.setdefault(one["name"], one)
     return sorted(by_name.values(), key=lambda one: -one["gain"])[:MOST]
 
 
-def taken(base: Configuration, changes: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> dict[str, list[Share]]:
-    """Replies to all prompts with the settings as they were and with each change, in turns; what a request can say shares a stack of processes."""
-    methods = [_method(AS_IT_WAS, base, ())] + [_method(" ".join(flags), base, flags) for flags in changes]
+def taken(
+    base: Configuration, changes: Sequence[Sequence[str]], settings: Mapping[str, Any]
+) -> dict[str, list[Share]]:
+    """Replies to all prompts with the settings as they were and with each change, in turns; what a
+    request can say shares a stack of processes."""
+    methods = [_method(AS_IT_WAS, base, ())] + [
+        _method(" ".join(flags), base, flags) for flags in changes
+    ]
     alone = Method(NONE, base.over(NONE, {"draft.kind": NONE}), shares=STACK)
     shares: dict[str, list[Share]] = {method.name: [] for method in methods}
     with contenders([alone, *methods]) as found:
         lone = found[NONE]
         assert isinstance(lone, Ours)
-        for number, prompt in enumerate(read_prompt_set(settings["prompts"], settings["limit"]).prompts):
-            for method, share in _bout(found, lone, prompt, settings["temperature"], number, [method.name for method in methods]):
+        for number, prompt in enumerate(
+            read_prompt_set(settings["prompts"], settings["limit"]).prompts
+        ):
+            for method, share in _bout(
+                found,
+                lone,
+                prompt,
+                settings["temperature"],
+                number,
+                [method.name for method in methods],
+            ):
                 shares[method].append(share)
     return shares
 
@@ -124,7 +229,14 @@ def _full(name: str) -> str:
     return {"draft": "draft.kind"}.get(name, name)
 
 
-def _bout(found: Mapping[str, Contender], lone: Ours, prompt: Prompt, heat: float, turn: int, names: Sequence[str]) -> list[tuple[str, Share]]:
+def _bout(
+    found: Mapping[str, Contender],
+    lone: Ours,
+    prompt: Prompt,
+    heat: float,
+    turn: int,
+    names: Sequence[str],
+) -> list[tuple[str, Share]]:
     """One reply of each; nothing where it has a single token."""
     task = prepare(lone.connection, lone.method, prompt, heat, 0)
     runs = {name: found[name].decode(task, heat, 0) for name in rotated(list(names), turn)}
@@ -133,7 +245,15 @@ def _bout(found: Mapping[str, Contender], lone: Ours, prompt: Prompt, heat: floa
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("situation", "change", "predicted", "outcome", "95 % interval", "predicted / outcome", "replies")
+    headings = (
+        "situation",
+        "change",
+        "predicted",
+        "outcome",
+        "95 % interval",
+        "predicted / outcome",
+        "replies",
+    )
     cells = [
         (
             row["situation"],
@@ -149,56 +269,127 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(headings, cells)
 
 
-# -- utilisation -------------------------------------------------------------------------------------------------------------------------------
+# -- utilisation -----------------------------------------------------------------------------------
 
 
 @click.command(cls=Command)
-@option("--draft", default="small", help="A kind of draft that comes with the program, or a folder.")
+@option(
+    "--draft", default="small", help="A kind of draft that comes with the program, or a folder."
+)
 @option("--inflate", default="512MiB", help="Size to which the target is inflated.")
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=DEMO_FOLDER / "prompts.jsonl", help="File of prompts.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=DEMO_FOLDER / "prompts.jsonl",
+    help="File of prompts.",
+)
 @option("--limit", type=click.IntRange(min=1), default=6, help="Prompts taken of it.")
-@option("--ahead", type=click.Choice(["auto", "true", "false"]), default="auto", help="draft.ahead.")
+@option(
+    "--ahead", type=click.Choice(["auto", "true", "false"]), default="auto", help="draft.ahead."
+)
 @options("json")
-def utilisation(draft: str, inflate: str, prompts: Path, limit: int, ahead: str, as_json: bool) -> None:
-    """Busy shares from spans beside the CPU time of the same processes, device by device; exit code 1 where they are more than five points apart."""
-    base = settings_of({**draft_of(draft), "target.inflate": inflate, "draft.ahead": parse_setting("draft.ahead", ahead, "--ahead")})
+def utilisation(
+    draft: str, inflate: str, prompts: Path, limit: int, ahead: str, as_json: bool
+) -> None:
+    """Busy shares from spans beside the CPU time of the same processes, device by device; exit code
+    1 where they are more than five points apart."""
+    base = settings_of(
+        {
+            **draft_of(draft),
+            "target.inflate": inflate,
+            "draft.ahead": parse_setting("draft.ahead", ahead, "--ahead"),
+        }
+    )
     devices = profile(base, prompts, limit)["devices"]
     rows = [
-        (name, told["busy"], told["sampled"]["process"], told["sampled"]["cores"]) for name, told in devices.items() if told["sampled"]["cores"] is not None
+        (name, told["busy"], told["sampled"]["process"], told["sampled"]["cores"])
+        for name, told in devices.items()
+        if told["sampled"]["cores"] is not None
     ]
-    told = [{"device": name, "spans": busy, "process": process, "cores": cores, "holds": abs(busy - process) <= POINTS} for name, busy, process, cores in rows]
+    told = [
+        {
+            "device": name,
+            "spans": busy,
+            "process": process,
+            "cores": cores,
+            "holds": abs(busy - process) <= POINTS,
+        }
+        for name, busy, process, cores in rows
+    ]
     report({"rows": told}, as_json, lambda: _show_utilisation(told))
     sys.exit(0 if all(row["holds"] for row in told) else 1)
 
 
 def _show_utilisation(rows: Sequence[Mapping[str, Any]]) -> None:
     cells = [
-        (row["device"], f"{row['spans']:.1%}", f"{row['process']:.1%}", f"{row['cores']:.1%}", f"{100 * (row['spans'] - row['process']):+.1f}") for row in rows
+        (
+            row["device"],
+            f"{row['spans']:.1%}",
+            f"{row['process']:.1%}",
+            f"{row['cores']:.1%}",
+            f"{100 * (row['spans'] - row['process']):+.1f}",
+        )
+        for row in rows
     ]
-    print_table(("device", "busy, from spans", "CPU time of its process", "its cores, with whatever", "points apart"), cells)
+    print_table(
+        (
+            "device",
+            "busy, from spans",
+            "CPU time of its process",
+            "its cores, with whatever",
+            "points apart",
+        ),
+        cells,
+    )
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 
 @click.command(cls=Command)
-@option("--out", type=click.Path(dir_okay=False, path_type=Path), help="PNG file.  [default: launch/pictures/profile.png]")
-@option("--of", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of a profile.  [default: one that is made now]")
+@option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="PNG file.  [default: launch/pictures/profile.png]",
+)
+@option(
+    "--of",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a profile.  [default: one that is made now]",
+)
 @option("--inflate", default="512MiB", help="Size to which the target is inflated.")
 @option("--width", type=click.IntRange(min=320), default=PAGE[0], help="Of the window.")
 @option("--height", type=click.IntRange(min=320), default=PAGE[1], help="Of the window.")
 @option("--dark", is_flag=True, help="As somebody sees it who likes it dark.")
-def picture(out: Path | None, folder: Path | None, inflate: str, width: int, height: int, dark: bool) -> None:
+def picture(
+    out: Path | None, folder: Path | None, inflate: str, width: int, height: int, dark: bool
+) -> None:
     """Draw the upper part of a report of `dovetail profile`."""
     program = find_chromium()
     if program is None:
-        raise UserError("there is no Chromium on this machine: install it (apt-get install chromium)")
+        raise UserError(
+            "there is no Chromium on this machine: install it (apt-get install chromium)"
+        )
     with TemporaryDirectory(prefix="dovetail-profile-") as made:
         if folder is None:
-            command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "profile", f"--inflate={inflate}", f"--out={made}"]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "dovetail.launch.cli",
+                "profile",
+                f"--inflate={inflate}",
+                f"--out={made}",
+            ]
             if subprocess.run(command, check=False).returncode:
                 raise UserError("the profile was not made: see above")
         with chromium(program) as browser:
             page = browser.page()
-            page.open(((folder or Path(made)) / "report.html").absolute().as_uri(), width=width, height=height, dark=dark)
+            page.open(
+                ((folder or Path(made)) / "report.html").absolute().as_uri(),
+                width=width,
+                height=height,
+                dark=dark,
+            )
             page.small_picture(out or PICTURE, whole=False)

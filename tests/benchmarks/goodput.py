@@ -1,8 +1,10 @@
-"""The command `goodput`: whether a tree sized by what pays is as good as the best of fixed size, and never worse than none.
+"""The command `goodput`: whether a tree sized by what pays is as good as the best of fixed size,
+and never worse than none.
 
-Fixed trees of all sizes of a grid (`dynamic`), the papers' preset, `heterospec`, `goodput` and the target alone take turns, reply by reply, on one stack of
-processes. The best fixed tree is picked on one half of the prompts of a set and judged on the other, both ways round; `goodput` is told no size but the
-largest. A draft that guesses at random shows what speculation costs where it cannot pay.
+Fixed trees of all sizes of a grid (`dynamic`), the papers' preset, `heterospec`, `goodput` and the
+target alone take turns, reply by reply, on one stack of processes. The best fixed tree is picked on
+one half of the prompts of a set and judged on the other, both ways round; `goodput` is told no size
+but the largest. A draft that guesses at random shows what speculation costs where it cannot pay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,50 +34,128 @@ Shape = tuple[int, int, int]
 
 
 @click.command(cls=Command)
-@option("--draft", default="small", help="Folder of a draft or head, or a kind that comes with the program.")
+@option(
+    "--draft",
+    default="small",
+    help="Folder of a draft or head, or a kind that comes with the program.",
+)
 @option("--target", default="", help="Folder of the target.  [default: the embedded one]")
 @option("--weights", default="fp32", help="Of the target.")
-@option("--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is.")
-@option("--prompts", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path), default=(PROMPTS,), help="File of prompts; can be repeated.")
+@option(
+    "--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is."
+)
+@option(
+    "--prompts",
+    "files",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=(PROMPTS,),
+    help="File of prompts; can be repeated.",
+)
 @option("--limit", type=click.IntRange(min=2), help="Prompts taken of each file.  [default: all]")
 @option("--max-tokens", type=click.IntRange(min=2), default=96, help="Of a reply.")
-@option("--temperature", "temperatures", multiple=True, type=float, default=(0.0,), help="Can be repeated.")
-@option("--repeat", type=click.IntRange(min=1), default=1, help="Times that every prompt is decoded with every method.")
+@option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    type=float,
+    default=(0.0,),
+    help="Can be repeated.",
+)
+@option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Times that every prompt is decoded with every method.",
+)
 @option("--gammas", type=Numbers(), default="2,4,8,15,31", help="Of the fixed trees.")
-@option("--depths", type=Numbers(), default="2,4,8", help="Of the fixed trees; those above gamma are left out.")
+@option(
+    "--depths",
+    type=Numbers(),
+    default="2,4,8",
+    help="Of the fixed trees; those above gamma are left out.",
+)
 @option("--widths", type=Numbers(), default="4,10", help="Of the fixed trees.")
-@option("--preset", type=Numbers(3), default="15,8,10", help="gamma, depth, width of the papers' preset.")
-@option("--heterospec", type=Numbers(3), default="15,8,4", help="gamma, depth, width of heterospec; those of its thresholds.")
-@option("--most", type=Numbers(3), default="63,16,10", help="gamma, depth, width that goodput may not exceed.")
-@option("--no-heterospec", is_flag=True, help="Leave heterospec out, for a draft that has no thresholds.")
+@option(
+    "--preset",
+    type=Numbers(3),
+    default="15,8,10",
+    help="gamma, depth, width of the papers' preset.",
+)
+@option(
+    "--heterospec",
+    type=Numbers(3),
+    default="15,8,4",
+    help="gamma, depth, width of heterospec; those of its thresholds.",
+)
+@option(
+    "--most",
+    type=Numbers(3),
+    default="63,16,10",
+    help="gamma, depth, width that goodput may not exceed.",
+)
+@option(
+    "--no-heterospec",
+    is_flag=True,
+    help="Leave heterospec out, for a draft that has no thresholds.",
+)
 @option("--no-adversary", is_flag=True, help="Leave the random draft out.")
-@option("--ledger", type=click.Path(dir_okay=False, path_type=Path), help="File that keeps what has been measured; a run that was interrupted goes on.")
+@option(
+    "--ledger",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File that keeps what has been measured; a run that was interrupted goes on.",
+)
 @options("json")
-def goodput(files: Sequence[Path], temperatures: Sequence[float], ledger: Path | None, as_json: bool, **settings: Any) -> None:
-    """Tokens/s of goodput over those of the best fixed tree, the preset and heterospec on each set of prompts, and of a random draft over none."""
+def goodput(
+    files: Sequence[Path],
+    temperatures: Sequence[float],
+    ledger: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Tokens/s of goodput over those of the best fixed tree, the preset and heterospec on each set
+    of prompts, and of a random draft over none."""
     sets = [read_prompt_set(path, settings["limit"]) for path in files]
     kept = Ledger(ledger, {**settings, "files": [str(path) for path in files]})
     every = variants(settings)
     with ring(configuration(settings), every) as found:
         bouts = taken(Fights(found), sets, temperatures, settings["repeat"], kept)
     fixed = [name for name in every if name not in (GOODPUT, PRESET, HETEROSPEC)]
-    rows = [{"prompts": name, "temperature": heat, **judged(those, fixed)} for (name, heat), those in bouts.items()]
+    rows = [
+        {"prompts": name, "temperature": heat, **judged(those, fixed)}
+        for (name, heat), those in bouts.items()
+    ]
     random = [] if settings["no_adversary"] else adversarial(settings, sets, temperatures, kept)
-    report({"settings": settings, "rows": rows, "adversary": random}, as_json, lambda: show(rows, random))
+    report(
+        {"settings": settings, "rows": rows, "adversary": random},
+        as_json,
+        lambda: show(rows, random),
+    )
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def configuration(settings: Mapping[str, Any]) -> Configuration:
     """What all methods share."""
-    target = {"target.model": settings["target"], "target.weights": settings["weights"], "target.inflate": settings["inflate"]}
-    return settings_of({**target, **draft_of(settings["draft"]), "sampling.max_tokens": settings["max_tokens"]})
+    target = {
+        "target.model": settings["target"],
+        "target.weights": settings["weights"],
+        "target.inflate": settings["inflate"],
+    }
+    return settings_of(
+        {**target, **draft_of(settings["draft"]), "sampling.max_tokens": settings["max_tokens"]}
+    )
 
 
 def variants(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The methods by name: fixed trees as gamma/depth/width, and those that they are held against."""
-    shapes = [shape for shape in product(settings["gammas"], settings["depths"], settings["widths"]) if shape[1] <= shape[0]]
+    """The methods by name: fixed trees as gamma/depth/width, and those that they are held
+    against."""
+    shapes = [
+        shape
+        for shape in product(settings["gammas"], settings["depths"], settings["widths"])
+        if shape[1] <= shape[0]
+    ]
     found = {"/".join(map(str, shape)): tree("dynamic", shape) for shape in shapes}
     found[PRESET] = tree("dynamic", settings["preset"])
     if not settings["no_heterospec"]:
@@ -94,22 +174,38 @@ Place = tuple[str, float]
 
 
 def taken(
-    fights: Fights, sets: Sequence[PromptSet], temperatures: Sequence[float], repeat: int, kept: Ledger, prefix: str = ""
+    fights: Fights,
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    repeat: int,
+    kept: Ledger,
+    prefix: str = "",
 ) -> dict[Place, list[list[Bout]]]:
-    """The bouts of every set and temperature, prompt by prompt; those in the ledger are not fought again."""
+    """The bouts of every set and temperature, prompt by prompt; those in the ledger are not fought
+    again."""
     found: dict[Place, list[list[Bout]]] = {}
     for prompts, heat in product(sets, temperatures):
         for number, prompt in enumerate(prompts.prompts):
             name = f"{prefix}{prompts.name} T {heat:g} {prompt.id}"
             if name not in kept:
-                fought = [fights.bout(prompts, prompt, heat, turn, number + turn) for turn in range(repeat)]
+                fought = [
+                    fights.bout(prompts, prompt, heat, turn, number + turn)
+                    for turn in range(repeat)
+                ]
                 kept.add(name, [as_json(bout) for bout in fought if bout is not None])
                 note(f"{name}: {number + 1} of {len(prompts.prompts)}")
-            found.setdefault((prompts.name, heat), []).append([bout_of(bout) for bout in kept.found[name]])
+            found.setdefault((prompts.name, heat), []).append(
+                [bout_of(bout) for bout in kept.found[name]]
+            )
     return found
 
 
-def adversarial(settings: Mapping[str, Any], sets: Sequence[PromptSet], temperatures: Sequence[float], kept: Ledger) -> list[dict[str, Any]]:
+def adversarial(
+    settings: Mapping[str, Any],
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    kept: Ledger,
+) -> list[dict[str, Any]]:
     """goodput with a draft that guesses at random, over the target alone."""
     target = Path(settings["target"] or DEMO_FOLDER / "target")
     if not (target / "config.json").is_file():
@@ -117,24 +213,39 @@ def adversarial(settings: Mapping[str, Any], sets: Sequence[PromptSet], temperat
         return []
     with TemporaryDirectory(prefix="dovetail-benchmark-") as folder:
         draft = str(write_adversary(Path(folder) / "draft", target))
-        with ring(configuration({**settings, "draft": draft}), {GOODPUT: tree("goodput", settings["most"])}) as found:
-            bouts = taken(Fights(found), sets, temperatures, settings["repeat"], kept, f"{ADVERSARIAL} ")
-    return [{"prompts": name, "temperature": heat, **against_none(flat(those))} for (name, heat), those in bouts.items() if flat(those)]
+        with ring(
+            configuration({**settings, "draft": draft}),
+            {GOODPUT: tree("goodput", settings["most"])},
+        ) as found:
+            bouts = taken(
+                Fights(found), sets, temperatures, settings["repeat"], kept, f"{ADVERSARIAL} "
+            )
+    return [
+        {"prompts": name, "temperature": heat, **against_none(flat(those))}
+        for (name, heat), those in bouts.items()
+        if flat(those)
+    ]
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------------------------------
+# -- what came of it -------------------------------------------------------------------------------
 
 
 def judged(prompts: Sequence[Sequence[Bout]], fixed: Sequence[str]) -> dict[str, Any]:
-    """goodput against the others; `prompts`: the bouts of each prompt of a set; `UserError` if fewer than two have any."""
+    """goodput against the others; `prompts`: the bouts of each prompt of a set; `UserError` if
+    fewer than two have any."""
     answered = [bouts for bouts in prompts if bouts]
     if len(answered) < 2:
         raise UserError(
-            f"{len(answered)} of {len(prompts)} prompts have a reply of several tokens, and two are needed to pick on one half and judge on the other"
+            f"{len(answered)} of {len(prompts)} prompts have a reply of several tokens, and "
+            "two are needed to pick on one half and judge on the other"
         )
     halves = [answered[half::2] for half in (0, 1)]
     picked = [best_on(flat(half), fixed) for half in halves]
-    pairs = [(bout[GOODPUT].rate, bout[best].rate) for half, best in zip(halves, reversed(picked), strict=True) for bout in flat(half)]
+    pairs = [
+        (bout[GOODPUT].rate, bout[best].rate)
+        for half, best in zip(halves, reversed(picked), strict=True)
+        for bout in flat(half)
+    ]
     everything = flat(prompts)
     best = ratio([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
     told: dict[str, Any] = {
@@ -160,7 +271,10 @@ def best_on(bouts: Sequence[Bout], names: Sequence[str]) -> str:
 def against_none(bouts: Sequence[Bout]) -> dict[str, Any]:
     """goodput over the target alone: what holds where speculation cannot pay holds anywhere."""
     found = rate_ratio(bouts, GOODPUT, NONE)
-    return {"alone": {**found.as_json(), "holds": found.reaches(ADVERSARY)}, "plain_share": plain_share(bouts)}
+    return {
+        "alone": {**found.as_json(), "holds": found.reaches(ADVERSARY)},
+        "plain_share": plain_share(bouts),
+    }
 
 
 def rate_of(bouts: Sequence[Bout], name: str) -> float:
@@ -180,14 +294,32 @@ def flat(prompts: Sequence[Sequence[Bout]]) -> list[Bout]:
     return [bout for bouts in prompts for bout in bouts]
 
 
-# -- how it is told ----------------------------------------------------------------------------------------------------------------------------
+# -- how it is told --------------------------------------------------------------------------------
 
 
 def show(rows: Sequence[Mapping[str, Any]], random: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("prompts", "T", "pairs", "goodput tokens/s", "tau", "plain", "picked", "/ best fixed", "/ preset", "/ heterospec", "/ alone")
+    headings = (
+        "prompts",
+        "T",
+        "pairs",
+        "goodput tokens/s",
+        "tau",
+        "plain",
+        "picked",
+        "/ best fixed",
+        "/ preset",
+        "/ heterospec",
+        "/ alone",
+    )
     print_table(headings, [(*_place(told), *_line(told)) for told in rows])
     if random:
-        print_table(("random draft", "T", "/ alone", "plain"), [(*_place(told), _cell(told, "alone"), f"{told['plain_share']:.0%}") for told in random])
+        print_table(
+            ("random draft", "T", "/ alone", "plain"),
+            [
+                (*_place(told), _cell(told, "alone"), f"{told['plain_share']:.0%}")
+                for told in random
+            ],
+        )
 
 
 def _place(told: Mapping[str, Any]) -> tuple[str, str]:

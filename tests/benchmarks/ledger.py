@@ -1,6 +1,8 @@
-"""What a long measurement has found so far, in a file, so that one that was interrupted goes on: a line a finding, each under its name.
+"""What a long measurement has found so far, in a file, so that one that was interrupted goes on: a
+line a finding, each under its name.
 
-The first line says what is measured; a file of another measurement is refused. A torn last line is dropped.
+The first line says what is measured; a file of another measurement is refused. A torn last line is
+dropped.
 """
 
 import json
@@ -24,7 +26,10 @@ class Ledger:
         if not lines:
             path.write_text(heading + "\n", encoding="utf-8")
         elif lines[0] != heading:
-            raise UserError(f"{path} holds another measurement, or one of other settings: choose another --ledger, or remove it")
+            raise UserError(
+                f"{path} holds another measurement, or one of other settings: choose another "
+                "--ledger, or remove it"
+            )
         else:
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             self.found = {entry["name"]: entry["found"] for entry in map(json.loads, lines[1:])}
@@ -45,5 +50,7 @@ def _lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a ledger: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"{path} cannot be read as a ledger: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return text.split("\n")[:-1]

@@ -1,7 +1,9 @@
-"""The command `levels`: what a level of a draft's tree costs, and how much of that is no matrix work.
+"""The command `levels`: what a level of a draft's tree costs, and how much of that is no matrix
+work.
 
-Both workers in one process decode real prompts (`duet.py`); the draft worker's own spans tell what a level took, and the model's passes how many rows they
-had. After each reply the draft's matrices are multiplied with as many rows, pass by pass, and nothing else is done.
+Both workers in one process decode real prompts (`duet.py`); the draft worker's own spans tell what
+a level took, and the model's passes how many rows they had. After each reply the draft's matrices
+are multiplied with as many rows, pass by pass, and nothing else is done.
 """
 
 import gc
@@ -33,10 +35,21 @@ REPEATS = 5
 
 
 @click.command(cls=Command)
-@option("--draft", "drafts", multiple=True, default=(str(DEMO_FOLDER / "draft"),), help="Folder of a draft or head; can be repeated.")
+@option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    default=(str(DEMO_FOLDER / "draft"),),
+    help="Folder of a draft or head; can be repeated.",
+)
 @option("--draft-weights", default="auto", help="Type of their weights.")
 @option("--target", default=str(DEMO_FOLDER / "target"), help="Folder of their target.")
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=PROMPTS, help="File of prompts.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=PROMPTS,
+    help="File of prompts.",
+)
 @option("--limit", type=click.IntRange(min=2), default=8, help="Prompts taken.")
 @option("--max-tokens", type=click.IntRange(min=2), default=96, help="Of a reply.")
 @option("--temperature", type=click.FloatRange(min=0.0), default=0.0, help="Of the sampling.")
@@ -53,14 +66,18 @@ def levels(
     tree: tuple[int, int, int],
     as_json: bool,
 ) -> None:
-    """Milliseconds of a draft level, and the share of it that is no matrix product: the rest of the model, ranking, growth, and Python."""
+    """Milliseconds of a draft level, and the share of it that is no matrix product: the rest of the
+    model, ranking, growth, and Python."""
     pin(1)
     gamma, depth, width = tree
     found = []
     with progress_bar(len(drafts) * limit, "replies") as step:
         for draft in drafts:
             subject = Subject(draft, target, draft_weights)
-            asked = [(prompt.id, subject.tokens(prompt.turns[0], max_tokens)) for prompt in read_prompts(prompts)[:limit]]
+            asked = [
+                (prompt.id, subject.tokens(prompt.turns[0], max_tokens))
+                for prompt in read_prompts(prompts)[:limit]
+            ]
             measured = []
             for name, tokens in asked:
                 step(f"{draft} {name}")
@@ -69,27 +86,53 @@ def levels(
                         tokens,
                         list_keys(name, 1)[0],
                         Sampling(temperature=temperature),
-                        TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width),
+                        TreeSettings(
+                            policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width
+                        ),
                         max_tokens,
                     )
                 )
             found.append(Cost(draft, subject.parameters, tuple(measured)).as_json())
-    report({"tree": tree, "temperature": temperature, "drafts": found}, as_json, lambda: show(found))
+    report(
+        {"tree": tree, "temperature": temperature, "drafts": found}, as_json, lambda: show(found)
+    )
 
 
 def show(found: Sequence[Mapping[str, Any]]) -> None:
     cells = []
     for told in found:
-        shares = (f"{told['not_matrices']['median']:.0%}", f"{told['outside_the_model']['median']:.0%}")
+        shares = (
+            f"{told['not_matrices']['median']:.0%}",
+            f"{told['outside_the_model']['median']:.0%}",
+        )
         sizes = (told["draft"], told["parameters"], told["levels_a_round"], told["rows"])
-        cells.append((*sizes, f"{told['level_ms']['median']:.3f}", f"{told['root_ms']['median']:.3f}", f"{told['round_ms']['median']:.2f}", *shares))
-    headings = ("draft", "parameters", "levels a round", "rows", "ms a level", "ms the root", "ms a round", "no matrix work", "outside the model")
+        cells.append(
+            (
+                *sizes,
+                f"{told['level_ms']['median']:.3f}",
+                f"{told['root_ms']['median']:.3f}",
+                f"{told['round_ms']['median']:.2f}",
+                *shares,
+            )
+        )
+    headings = (
+        "draft",
+        "parameters",
+        "levels a round",
+        "rows",
+        "ms a level",
+        "ms the root",
+        "ms a round",
+        "no matrix work",
+        "outside the model",
+    )
     print_table(headings, cells)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One reply: seconds of its levels and roots, of the model's passes in them, and of the matrices of these passes alone."""
+    """One reply: seconds of its levels and roots, of the model's passes in them, and of the
+    matrices of these passes alone."""
 
     levels_s: tuple[float, ...]
     roots_s: tuple[float, ...]
@@ -116,9 +159,12 @@ class Cost:
         return {
             "draft": self.draft,
             "parameters": self.parameters,
-            "levels_a_round": sum(len(r.levels_s) for r in replies) / sum(r.rounds for r in replies),
+            "levels_a_round": sum(len(r.levels_s) for r in replies)
+            / sum(r.rounds for r in replies),
             "rows": sum(sum(r.rows) for r in replies) / sum(len(r.rows) for r in replies),
-            "level_ms": _over(replies, lambda r: 1e3 * sum(r.levels_s) / max(1, len(r.levels_s))).as_json(),
+            "level_ms": _over(
+                replies, lambda r: 1e3 * sum(r.levels_s) / max(1, len(r.levels_s))
+            ).as_json(),
             "root_ms": _over(replies, lambda r: 1e3 * sum(r.roots_s) / r.rounds).as_json(),
             "round_ms": _over(replies, lambda r: 1e3 * r.whole_s / r.rounds).as_json(),
             "not_matrices": _over(replies, lambda r: 1 - r.matrices_s / r.whole_s).as_json(),
@@ -138,7 +184,10 @@ class Subject:
         self._duet = Duet(worker, open_draft(draft, target, weights=weights))
         self._matrices = [matrix for number, matrix in _matrices().items() if number not in before]
         if not self._matrices:
-            raise UserError(f"{draft} does not compute on the C++ kernels, whose matrices are what is timed here: see `dovetail doctor`")
+            raise UserError(
+                f"{draft} does not compute on the C++ kernels, whose matrices are what is "
+                "timed here: see `dovetail doctor`"
+            )
         engine: Any = self._duet.draft._engine
         self._model: Any = getattr(engine, "head", None) or engine.model
         self._codec = TextCodec(self._duet.tokenizer, self._duet.vocabulary)
@@ -152,10 +201,19 @@ class Subject:
         """A prompt, cut to leave room for the reply."""
         return self._codec.encode_turns([turn])[: self._duet.context - max_tokens]
 
-    def measure(self, prompt: Sequence[int], key: bytes, sampling: Sampling, tree: TreeSettings, max_tokens: int) -> Measured:
+    def measure(
+        self,
+        prompt: Sequence[int],
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        max_tokens: int,
+    ) -> Measured:
         """Decode a reply, then time the matrices of its passes."""
         with self._watched() as passes:
-            reply = self._duet.decode(prompt, key=key, sampling=sampling, tree=tree, max_tokens=max_tokens)
+            reply = self._duet.decode(
+                prompt, key=key, sampling=sampling, tree=tree, max_tokens=max_tokens
+            )
         rows = [count for count, _ in passes]
         price = {count: self._multiplied(count) for count in set(rows)}
         return Measured(

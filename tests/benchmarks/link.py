@@ -1,7 +1,8 @@
-"""A link of a limited rate between the memory of the host and a CPU that stands for a GPU: bytes arrive as slowly as they would over PCIe.
+"""A link of a limited rate between the memory of the host and a CPU that stands for a GPU: bytes
+arrive as slowly as they would over PCIe.
 
-Copies are made one after the other by a thread that sleeps through the rest of their time, so that computing goes on meanwhile; or, to compare with, by whoever
-asks for them, who waits. A `Transfer`.
+Copies are made one after the other by a thread that sleeps through the rest of their time, so that
+computing goes on meanwhile; or, to compare with, by whoever asks for them, who waits. A `Transfer`.
 """
 
 import time
@@ -29,7 +30,8 @@ class LimitedLink:
         return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """What is computed on a CPU is done when it has been asked for, so that there is nothing to wait for."""
+        """What is computed on a CPU is done when it has been asked for, so that there is nothing to
+        wait for."""
         if self.waits:
             self._copy(source, target)
             return None

@@ -1,7 +1,8 @@
-"""llama.cpp's side: a Llama checkpoint written as GGUF in one of its own types, and passes of its engine over a cache of so many tokens.
+"""llama.cpp's side: a Llama checkpoint written as GGUF in one of its own types, and passes of its
+engine over a cache of so many tokens.
 
-Runs under a Python that has llama-cpp-python and gguf; of dovetail it imports only what runs there too. Everything that is not named here is llama.cpp's
-default, the cache of 16-bit floats among it.
+Runs under a Python that has llama-cpp-python and gguf; of dovetail it imports only what runs there
+too. Everything that is not named here is llama.cpp's default, the cache of 16-bit floats among it.
 """
 
 import argparse
@@ -38,10 +39,13 @@ class Engine:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(capacity, 0, 1)
         self.length = 0
-        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self._model)
+        )
 
     def decode(self, tokens: list[int], start: int, *, all_rows: bool) -> None:
-        """A pass over `tokens` at positions start, start+1, ...; logits of all rows, or of the last one alone."""
+        """A pass over `tokens` at positions start, start+1, ...; logits of all rows, or of the last
+        one alone."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for row, token in enumerate(tokens):
@@ -56,7 +60,9 @@ class Engine:
 
     def logits(self, rows: int) -> Any:
         """Those of the last pass, [rows, V]."""
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (rows, self.vocabulary)).copy()
+        return np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(self._context), (rows, self.vocabulary)
+        ).copy()
 
     def forget(self, start: int) -> None:
         """Free the cache from position `start` on."""
@@ -64,8 +70,18 @@ class Engine:
         self.length = start
 
 
-def prepare(folder: Path, kind: str, file: Path, *, capacity: int, context: int, threads: int, flash_attention: bool) -> tuple[Any, Any]:
-    """A greeting, and what this side can do: a pass of so many rows behind `context` cached tokens, a prefill, the logits of a text."""
+def prepare(
+    folder: Path,
+    kind: str,
+    file: Path,
+    *,
+    capacity: int,
+    context: int,
+    threads: int,
+    flash_attention: bool,
+) -> tuple[Any, Any]:
+    """A greeting, and what this side can do: a pass of so many rows behind `context` cached tokens,
+    a prefill, the logits of a text."""
     write_once(folder, kind, file)
     engine = Engine(file, capacity=capacity, threads=threads, flash_attention=flash_attention)
 
@@ -79,7 +95,8 @@ def prepare(folder: Path, kind: str, file: Path, *, capacity: int, context: int,
         return seconds
 
     def prefill(rows: int) -> Mapping[str, Any]:
-        """All rows' logits are asked for: else the last layer's MLP is computed for one row alone, most of the work where a model has so few layers."""
+        """All rows' logits are asked for: else the last layer's MLP is computed for one row alone,
+        most of the work where a model has so few layers."""
         engine.forget(0)
         tokens = _tokens(rows, engine.vocabulary)
         return timed(lambda: engine.decode(tokens, 0, all_rows=True))
@@ -90,9 +107,17 @@ def prepare(folder: Path, kind: str, file: Path, *, capacity: int, context: int,
         np.save(out, engine.logits(len(tokens)))
         return {}
 
-    can: dict[str, Callable[..., Mapping[str, Any]]] = {"verify": verify, "prefill": prefill, "logits": logits}
+    can: dict[str, Callable[..., Mapping[str, Any]]] = {
+        "verify": verify,
+        "prefill": prefill,
+        "logits": logits,
+    }
     system = llama_cpp.llama_print_system_info().decode().strip()
-    return {"engine": f"llama-cpp-python {llama_cpp.__version__}", "system": system, "bytes": llama_cpp.llama_model_size(engine._model)}, can
+    return {
+        "engine": f"llama-cpp-python {llama_cpp.__version__}",
+        "system": system,
+        "bytes": llama_cpp.llama_model_size(engine._model),
+    }, can
 
 
 def _tokens(count: int, vocabulary: int) -> list[int]:

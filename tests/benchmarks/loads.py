@@ -1,14 +1,17 @@
-"""The command `loads`: streams that run at once, with a draft over the target alone, at every load and where the load changes.
+"""The command `loads`: streams that run at once, with a draft over the target alone, at every load
+and where the load changes.
 
-Real processes, a client of the coordinator. Every repetition decodes the same prompts with every method in turns, as long replies for all; a rate is that of
-all streams together, from the first token of the first of them to the end of the last. The same stack serves all of it, so that what speculation has
-learned at one load is there at the next one.
+Real processes, a client of the coordinator. Every repetition decodes the same prompts with every
+method in turns, as long replies for all; a rate is that of all streams together, from the first
+token of the first of them to the end of the last. The same stack serves all of it, so that what
+speculation has learned at one load is there at the next one.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +56,17 @@ class Burst:
     @property
     def tau(self) -> float:
         """Tokens a round."""
-        return sum(r.completion_tokens - 1 for r in self.results) / max(1, sum(r.rounds for r in self.results))
+        return sum(r.completion_tokens - 1 for r in self.results) / max(
+            1, sum(r.rounds for r in self.results)
+        )
 
 
 class Streams:
     """Has prompts answered at once, with one method."""
 
-    def __init__(self, client: Client, prompts: Sequence[str], tokens: int, temperature: float) -> None:
+    def __init__(
+        self, client: Client, prompts: Sequence[str], tokens: int, temperature: float
+    ) -> None:
         self._client, self._prompts, self._tokens = client, prompts, tokens
         self._sampling = Sampling(temperature=temperature)
 
@@ -74,7 +81,10 @@ class Streams:
                 case Finished():
                     found[reply.request] = reply.result
                 case Failed() | None:
-                    raise UserError(f"{method} at {count} streams failed: {reply.text if reply else 'nothing came'}")
+                    raise UserError(
+                        f"{method} at {count} streams failed: "
+                        f"{reply.text if reply else 'nothing came'}"
+                    )
         seconds = time.perf_counter() - (began_s or 0.0)
         results = tuple(found[request] for request in asked)
         return Burst(sum(result.completion_tokens - 1 for result in results) / seconds, results)
@@ -96,11 +106,23 @@ class Streams:
 @option("--drafts", default="small,dovetail", help="Kinds or folders of drafts, one stack each.")
 @option("--streams", type=Numbers(), default="1,2,4,8", help="Loads.")
 @option("--methods", default=",".join(TREES), help=f"Beside {PLAIN}: {', '.join(TREES)}.")
-@option("--inflate", default="256MiB", help="Size to which the target is inflated; empty: as it is.")
+@option(
+    "--inflate", default="256MiB", help="Size to which the target is inflated; empty: as it is."
+)
 @option("--temperature", type=float, default=0.0)
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=PROMPTS, help="File of prompts.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=PROMPTS,
+    help="File of prompts.",
+)
 @option("--max-tokens", type=click.IntRange(min=8), default=64, help="Of every reply.")
-@option("--repeat", type=click.IntRange(min=1), default=5, help="Times that the methods take turns at a load.")
+@option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=5,
+    help="Times that the methods take turns at a load.",
+)
 @options("json")
 def loads(
     weights: str,
@@ -114,7 +136,8 @@ def loads(
     repeat: int,
     as_json: bool,
 ) -> None:
-    """Tokens a second of 1, 2, 4, 8 streams over plain decoding of the same, after each other and where one load follows another."""
+    """Tokens a second of 1, 2, 4, 8 streams over plain decoding of the same, after each other and
+    where one load follows another."""
     texts = [prompt.turns[0] for prompt in read_prompt_set(prompts, None).prompts]
     rows = []
     for kind in weights.split(","):
@@ -129,8 +152,14 @@ def loads(
 
 @contextmanager
 def running(weights: str, draft: str, inflate: str) -> Iterator[Client]:
-    """A client of a stack that keeps nothing of ended sessions, since every method reads the same prompts."""
-    values: dict[str, Any] = {"target.weights": weights, "target.inflate": inflate, "coordinator.reuse": False, **draft_of(draft)}
+    """A client of a stack that keeps nothing of ended sessions, since every method reads the same
+    prompts."""
+    values: dict[str, Any] = {
+        "target.weights": weights,
+        "target.inflate": inflate,
+        "coordinator.reuse": False,
+        **draft_of(draft),
+    }
     with Supervisor() as supervisor:
         stack = start_stack(supervisor, settings_of(values))
         wait_until_ready(supervisor, stack)
@@ -138,24 +167,42 @@ def running(weights: str, draft: str, inflate: str) -> Iterator[Client]:
             yield client
 
 
-def measured(streams: Streams, methods: Sequence[str], counts: Sequence[int], repeat: int) -> Iterator[dict[str, Any]]:
+def measured(
+    streams: Streams, methods: Sequence[str], counts: Sequence[int], repeat: int
+) -> Iterator[dict[str, Any]]:
     """A row for every load and method, then those of loads that follow another one."""
     for method in (PLAIN, *methods):
         streams.run(method, 1, 0)  # warms up
     for count in counts:
-        pairs = [in_turns(streams, (PLAIN, *methods), turn, lambda _: None, count) for turn in range(repeat)]
+        pairs = [
+            in_turns(streams, (PLAIN, *methods), turn, lambda _: None, count)
+            for turn in range(repeat)
+        ]
         for method in methods:
             yield row(f"{count}", method, [(pair[PLAIN], pair[method]) for pair in pairs])
     most = max(counts)
     for before, count in ((most, 1), (1, most)) if most > 1 else ():
         for method in methods:
-            lead = lambda each, before=before: streams.run(each, before, repeat) if each != PLAIN else None  # noqa: E731
-            pairs = [in_turns(streams, (PLAIN, method), turn, lead, count) for turn in range(repeat)]
-            yield row(f"{count} after {before}", method, [(pair[PLAIN], pair[method]) for pair in pairs])
+            lead = partial(led_by, streams, before, repeat)
+            pairs = [
+                in_turns(streams, (PLAIN, method), turn, lead, count) for turn in range(repeat)
+            ]
+            yield row(
+                f"{count} after {before}", method, [(pair[PLAIN], pair[method]) for pair in pairs]
+            )
 
 
-def in_turns(streams: Streams, methods: Sequence[str], turn: int, lead: Callable[[str], object], count: int) -> dict[str, Burst]:
-    """The same prompts with each method, the first of them another in every turn; `lead` goes before each."""
+def led_by(streams: Streams, count: int, turn: int, method: str) -> None:
+    """Run so many streams before those that are measured; without a draft there is no need to."""
+    if method != PLAIN:
+        streams.run(method, count, turn)
+
+
+def in_turns(
+    streams: Streams, methods: Sequence[str], turn: int, lead: Callable[[str], object], count: int
+) -> dict[str, Burst]:
+    """The same prompts with each method, the first of them another in every turn; `lead` goes
+    before each."""
     found = {}
     for place in range(len(methods)):
         method = methods[(place + turn) % len(methods)]
@@ -182,7 +229,18 @@ def row(load: str, method: str, pairs: Sequence[tuple[Burst, Burst]]) -> dict[st
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("weights", "draft", "streams", "method", "plain tokens/s", "tokens/s", "/ plain (95 %)", "drafted", "tau", f">= {LEAST}")
+    headings = (
+        "weights",
+        "draft",
+        "streams",
+        "method",
+        "plain tokens/s",
+        "tokens/s",
+        "/ plain (95 %)",
+        "drafted",
+        "tau",
+        f">= {LEAST}",
+    )
     print_table(headings, [_line(row) for row in rows])
 
 
@@ -190,4 +248,14 @@ def _line(row: Mapping[str, Any]) -> Sequence[object]:
     found = Estimate(row["median"], row["low"], row["high"])
     rates = (f"{row['plain_tokens_per_s']:.1f}", f"{row['tokens_per_s']:.1f}")
     drafted = f"{row['drafted']:.0%} ({row['least_drafted']:.0%} at least)"
-    return (row["weights"], row["draft"], row["load"], row["method"], *rates, str(found), drafted, f"{row['tau']:.2f}", "yes" if row["holds"] else "NO")
+    return (
+        row["weights"],
+        row["draft"],
+        row["load"],
+        row["method"],
+        *rates,
+        str(found),
+        drafted,
+        f"{row['tau']:.2f}",
+        "yes" if row["holds"] else "NO",
+    )

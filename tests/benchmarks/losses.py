@@ -1,8 +1,10 @@
-"""The command `losses`: how soon a reply goes on when a worker of it is lost, and how soon a worker that is stopped is missed.
+"""The command `losses`: how soon a reply goes on when a worker of it is lost, and how soon a worker
+that is stopped is missed.
 
-Real processes and signals. A draft is killed in the middle of a reply, and a target beside which another one waits; what the client sees is the time from
-the signal to the next tokens, with a round of the reply beside it, and with what the other target takes to read as many tokens. A target that is stopped
-(SIGSTOP) has no reply: it is missed when the coordinator does not know it any more.
+Real processes and signals. A draft is killed in the middle of a reply, and a target beside which
+another one waits; what the client sees is the time from the signal to the next tokens, with a round
+of the reply beside it, and with what the other target takes to read as many tokens. A target that
+is stopped (SIGSTOP) has no reply: it is missed when the coordinator does not know it any more.
 """
 
 import random
@@ -18,7 +20,14 @@ import click
 
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.supervise import Child, Supervisor, layout_of, start_stack, wait_until_ready, worker_arguments
+from dovetail.launch.supervise import (
+    Child,
+    Supervisor,
+    layout_of,
+    start_stack,
+    wait_until_ready,
+    worker_arguments,
+)
 from dovetail.launch.terminal import print_table, progress_bar
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Role
@@ -40,10 +49,15 @@ PROMPT = "Could you tell me a story about a young hedgehog who lost his red ball
 @option("--times", type=click.IntRange(min=1), default=10, help="Losses of each kind.")
 @options("json")
 def losses(draft: str, inflate: str, times: int, as_json: bool) -> None:
-    """Time to the next token when a draft or a target is killed, and until a stopped worker is missed."""
+    """Time to the next token when a draft or a target is killed, and until a stopped worker is
+    missed."""
     with house(draft, inflate) as there, progress_bar(3 * times, "losses") as step:
         found = {name: [lose(there, step) for _ in range(times)] for name, lose in KINDS.items()}
-    report({name: [loss.as_json() for loss in rows] for name, rows in found.items()}, as_json, lambda: show(found))
+    report(
+        {name: [loss.as_json() for loss in rows] for name, rows in found.items()},
+        as_json,
+        lambda: show(found),
+    )
 
 
 @dataclass(frozen=True)
@@ -60,12 +74,18 @@ class Loss:
         return self.after_s - max(self.round_s, self.prefill_s)
 
     def as_json(self) -> dict[str, float]:
-        return {"after_ms": 1e3 * self.after_s, "round_ms": 1e3 * self.round_s, "prefill_ms": 1e3 * self.prefill_s, "beyond_ms": 1e3 * self.beyond_s}
+        return {
+            "after_ms": 1e3 * self.after_s,
+            "round_ms": 1e3 * self.round_s,
+            "prefill_ms": 1e3 * self.prefill_s,
+            "beyond_ms": 1e3 * self.beyond_s,
+        }
 
 
 @dataclass
 class House:
-    """Two targets and a draft, started again when they are lost, and a client for replies and one that looks on."""
+    """Two targets and a draft, started again when they are lost, and a client for replies and one
+    that looks on."""
 
     supervisor: Supervisor
     configuration: Configuration
@@ -77,14 +97,20 @@ class House:
 
     def start(self, role: Role) -> None:
         """A worker of this role more; returns when it is registered."""
-        arguments = worker_arguments(self.configuration, role, self.address, layout_of(self.configuration.settings))
+        arguments = worker_arguments(
+            self.configuration, role, self.address, layout_of(self.configuration.settings)
+        )
         child = self.supervisor.start(f"{role} worker", arguments)
         self.workers.append(child)
         self.until(lambda: child.process.pid in self.pids(role))
 
     def pids(self, role: Role) -> dict[int, int]:
         """The sessions of each worker of a role, by its number."""
-        return {worker.pid: worker.sessions for worker in self.onlooker.status().workers if role in worker.roles}
+        return {
+            worker.pid: worker.sessions
+            for worker in self.onlooker.status().workers
+            if role in worker.roles
+        }
 
     def child(self, pid: int) -> Child:
         return next(child for child in self.workers if child.process.pid == pid)
@@ -106,19 +132,37 @@ class House:
 @contextmanager
 def house(draft: str, inflate: str) -> Iterator[House]:
     """Everything is registered."""
-    configuration = configure(flags={"draft.device": "cpu", "draft.kind": draft, "target.inflate": inflate}, environment={})
+    configuration = configure(
+        flags={"draft.device": "cpu", "draft.kind": draft, "target.inflate": inflate},
+        environment={},
+    )
     with Supervisor() as supervisor:
         stack = start_stack(supervisor, configuration)
         wait_until_ready(supervisor, stack)
         with stack.connect() as client, stack.connect() as onlooker:
-            there = House(supervisor, configuration, stack.address, client, onlooker, [*stack.workers], random.Random(1))
+            there = House(
+                supervisor,
+                configuration,
+                stack.address,
+                client,
+                onlooker,
+                [*stack.workers],
+                random.Random(1),
+            )
             there.start("target")
             yield there
 
 
 def interrupted(there: House, interrupt: Callable[[], float]) -> tuple[float, float, int]:
-    """Seconds from an interruption of a reply to its next tokens; a round of it, the median; the tokens of its log then."""
-    request = there.client.submit(turns=[PROMPT], max_tokens=TOKENS, seed=there.chance.randrange(1 << 30), tree=TREE, sampling=Sampling(min_tokens=TOKENS))
+    """Seconds from an interruption of a reply to its next tokens; a round of it, the median; the
+    tokens of its log then."""
+    request = there.client.submit(
+        turns=[PROMPT],
+        max_tokens=TOKENS,
+        seed=there.chance.randrange(1 << 30),
+        tree=TREE,
+        sampling=Sampling(min_tokens=TOKENS),
+    )
     told, times = 0, list[float]()
     while told < BEFORE:
         told += len(next_tokens(there, request))
@@ -160,7 +204,8 @@ def lose_draft(there: House, step: Callable[[str], None]) -> Loss:
 
 
 def lose_target(there: House, step: Callable[[str], None]) -> Loss:
-    """The target of a reply is killed, and another one is there; what that takes to read as many tokens is measured behind it."""
+    """The target of a reply is killed, and another one is there; what that takes to read as many
+    tokens is measured behind it."""
     lost: list[Child] = []
 
     def interrupt() -> float:
@@ -170,7 +215,9 @@ def lose_target(there: House, step: Callable[[str], None]) -> Loss:
     after_s, round_s, length = interrupted(there, interrupt)
     there.lose(lost[0])
     tokens = [there.chance.randrange(2, 4000) for _ in range(length)]
-    reading: Finished = there.client.complete(there.client.submit(tokens=tokens, max_tokens=1, seed=0, speculate=False))
+    reading: Finished = there.client.complete(
+        there.client.submit(tokens=tokens, max_tokens=1, seed=0, speculate=False)
+    )
     there.start("target")
     step("target killed")
     return Loss(after_s, round_s, reading.result.prefill_s)
@@ -194,7 +241,15 @@ KINDS = {"draft killed": lose_draft, "target killed": lose_target, "target stopp
 
 
 def show(found: dict[str, list[Loss]]) -> None:
-    titles = ("what", "next token or missed after, ms: median", "most", "a round", "reading the log", "beyond: median", "most")
+    titles = (
+        "what",
+        "next token or missed after, ms: median",
+        "most",
+        "a round",
+        "reading the log",
+        "beyond: median",
+        "most",
+    )
     print_table(titles, [_cells(name, rows) for name, rows in found.items()])
 
 
@@ -204,4 +259,11 @@ def _cells(name: str, rows: list[Loss]) -> tuple[str, ...]:
 
     after, beyond = [row.after_s for row in rows], [row.beyond_s for row in rows]
     own = milliseconds([row.round_s for row in rows]), milliseconds([row.prefill_s for row in rows])
-    return name, milliseconds(after), f"{1e3 * max(after):.0f}", *own, milliseconds(beyond), f"{1e3 * max(beyond):.0f}"
+    return (
+        name,
+        milliseconds(after),
+        f"{1e3 * max(after):.0f}",
+        *own,
+        milliseconds(beyond),
+        f"{1e3 * max(beyond):.0f}",
+    )

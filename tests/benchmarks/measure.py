@@ -1,4 +1,5 @@
-"""How a figure is judged: pairs in which both sides take turns, the median of their ratios with a bootstrap interval, the limit of the hardware.
+"""How a figure is judged: pairs in which both sides take turns, the median of their ratios with a
+bootstrap interval, the limit of the hardware.
 
 Pure but for the measuring function that is passed in; knows neither models nor engines.
 """
@@ -54,8 +55,11 @@ def ratio(left: Sequence[float], right: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(left, right, strict=True)])
 
 
-def ratio_of_sums(left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]], *, seed: int = 0) -> Estimate:
-    """How many times the left side's rate is the right one's, where a rate is the sum of first numbers over the sum of second ones; pairs of prompts."""
+def ratio_of_sums(
+    left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]], *, seed: int = 0
+) -> Estimate:
+    """How many times the left side's rate is the right one's, where a rate is the sum of first
+    numbers over the sum of second ones; pairs of prompts."""
     sides = np.asarray([left, right], dtype=float)
     drawn = np.random.default_rng(seed).integers(0, sides.shape[1], (RESAMPLES, sides.shape[1]))
     low, high = np.quantile(_ratios(sides[:, drawn].sum(axis=2)), INTERVAL)
@@ -63,19 +67,24 @@ def ratio_of_sums(left: Sequence[tuple[float, float]], right: Sequence[tuple[flo
 
 
 def _ratios(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """sums [side, sample, number] -> [sample]; where the right side's rate is nothing, the ratio is very large instead of infinite."""
+    """sums [side, sample, number] -> [sample]; where the right side's rate is nothing, the ratio is
+    very large instead of infinite."""
     left, right = sums[..., 0] / np.maximum(sums[..., 1], NOTHING)
     ratios: NDArray[np.float64] = left / np.maximum(right, NOTHING)
     return ratios
 
 
 def take_turns(sides: Sequence[Callable[[], float]], number: int) -> tuple[float, ...]:
-    """What each side measures in round `number`; who is first changes from round to round, so that what drifts meets all of them alike."""
+    """What each side measures in round `number`; who is first changes from round to round, so that
+    what drifts meets all of them alike."""
     order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
     measured = {side: sides[side]() for side in order}
     return tuple(measured[side] for side in range(len(sides)))
 
 
-def limit_s(rows: int, *, packed_bytes: float, parameters: float, bandwidth: float, peak: float) -> float:
-    """The least time of a pass over `rows` rows: every packed byte read once (bytes/s), every product and sum done once (operations/s)."""
+def limit_s(
+    rows: int, *, packed_bytes: float, parameters: float, bandwidth: float, peak: float
+) -> float:
+    """The least time of a pass over `rows` rows: every packed byte read once (bytes/s), every
+    product and sum done once (operations/s)."""
     return max(packed_bytes / bandwidth, 2 * rows * parameters / peak)

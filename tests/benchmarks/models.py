@@ -1,4 +1,5 @@
-"""The models that are measured: random Llama checkpoints in the shapes of real ones, and the tree that is verified."""
+"""The models that are measured: random Llama checkpoints in the shapes of real ones, and the tree
+that is verified."""
 
 import json
 import random
@@ -16,14 +17,16 @@ from dovetail.protocol.tree import TokenTree
 from support.models import write_tokenizer
 
 VOCABULARY = 512
-"""Small, so that the head costs next to nothing: llama.cpp's own benchmark computes it for one row, a verification for all."""
+"""Small, so that the head costs next to nothing: llama.cpp's own benchmark computes it for one row,
+a verification for all."""
 CONTEXT = 4096
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder; `layers` is how many of them are built, enough for the matrices to be far larger than the caches of a processor."""
+    """The sizes of a decoder; `layers` is how many of them are built, enough for the matrices to be
+    far larger than the caches of a processor."""
 
     hidden: int
     intermediate: int
@@ -57,7 +60,8 @@ def configuration(shape: Shape) -> LlamaConfig:
 
 
 def write_model(folder: Path, shape: Shape, dtype: torch.dtype, *, seed: int = 0) -> Path:
-    """A random checkpoint in `folder`, a shard for every layer and one for the rest, with a tokenizer; one that is there already is taken as it is."""
+    """A random checkpoint in `folder`, a shard for every layer and one for the rest, with a
+    tokenizer; one that is there already is taken as it is."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return folder
@@ -69,22 +73,35 @@ def write_model(folder: Path, shape: Shape, dtype: torch.dtype, *, seed: int = 0
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).state_dict()
-    files = {name: f"model-{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors" for name in parameters}
+    files = {
+        name: f"model-{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors"
+        for name in parameters
+    }
     for file in dict.fromkeys(files.values()):
-        drawn = {name: _draw(parameters[name].shape, generator).to(dtype) for name in parameters if files[name] == file}
+        drawn = {
+            name: _draw(parameters[name].shape, generator).to(dtype)
+            for name in parameters
+            if files[name] == file
+        }
         save_file(drawn, folder / file, metadata={"format": "pt"})
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
     return folder
 
 
 def _draw(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Norms are ones; matrices of the usual scale, 1/sqrt(inputs), so that numbers stay ordinary however deep the model."""
-    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    """Norms are ones; matrices of the usual scale, 1/sqrt(inputs), so that numbers stay ordinary
+    however deep the model."""
+    return (
+        torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    )
 
 
 @contextmanager
 def model_folder(given: Path | None) -> Iterator[Path]:
-    """Where models are written: the folder given, kept for the next run, or one that goes with this run."""
+    """Where models are written: the folder given, kept for the next run, or one that goes with this
+    run."""
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
         yield given
@@ -94,14 +111,16 @@ def model_folder(given: Path | None) -> Iterator[Path]:
 
 
 def draw_tree(nodes: int, *, seed: int = 0) -> TokenTree:
-    """A tree that branches as drafts do: each node hangs on one of the last few, so that it is a few levels deep for 16 nodes."""
+    """A tree that branches as drafts do: each node hangs on one of the last few, so that it is a
+    few levels deep for 16 nodes."""
     chance = random.Random(seed)
     parents = tuple(chance.randrange(max(-1, node - 5), node) for node in range(nodes))
     return TokenTree(tokens=tuple(token_row(nodes)), parents=parents)
 
 
 def tree_mask(tree: TokenTree) -> torch.Tensor:
-    """bool [N + 1, N + 1]: the root's row, then each node's, sees the root, the node's ancestors and itself."""
+    """bool [N + 1, N + 1]: the root's row, then each node's, sees the root, the node's ancestors
+    and itself."""
     mask = torch.zeros(len(tree) + 1, len(tree) + 1, dtype=torch.bool)
     mask[0, 0] = True
     for node, parent in enumerate(tree.parents):

@@ -1,6 +1,8 @@
-"""How often one of a node's children is accepted, by the rule: of the same contexts, with the code that decodes.
+"""How often one of a node's children is accepted, by the rule: of the same contexts, with the code
+that decodes.
 
-`target`, `draft`: processed logits [N, V] of N contexts. Each gives [N]: 0 or 1, or the probability where it can be had.
+`target`, `draft`: processed logits [N, V] of N contexts. Each gives [N]: 0 or 1, or the probability
+where it can be had.
 """
 
 import numpy as np
@@ -14,8 +16,11 @@ from dovetail.workers.speculation.sampling import choose
 
 
 def coupled(target: Tensor, draft: Tensor, children: int, key: bytes, share: float = 1.0) -> Tensor:
-    """Whether the target's choice is among the draft's best, both with the noise of the context's number as its position; the draft adds a share of it."""
-    noise = torch.stack([gumbel_noise(key, position, target.shape[1]) for position in range(len(target))])
+    """Whether the target's choice is among the draft's best, both with the noise of the context's
+    number as its position; the draft adds a share of it."""
+    noise = torch.stack(
+        [gumbel_noise(key, position, target.shape[1]) for position in range(len(target))]
+    )
     named = (draft + share * noise[:, : draft.shape[1]]).topk(children, dim=-1).indices
     return (named == choose(target, noise)[0].unsqueeze(1)).any(-1).double()
 

@@ -1,9 +1,11 @@
 """The command `observed`: whether the spans of a round add up to it, and what recording them costs.
 
-A session's rounds follow each other without a pause: from one verdict to the next the coordinator handles, the session waits for a worker, a message is on its
-way, a worker works. `Sum` adds these up by their durations, wherever the clocks of other machines put them, and sets them beside the time between the two
-verdicts; on one machine their union covers it as well, so that nothing is counted twice in place of a gap. What recording
-costs is the processor time of recording, sending and keeping one span, as measured here, times the spans of a round.
+A session's rounds follow each other without a pause: from one verdict to the next the coordinator
+handles, the session waits for a worker, a message is on its way, a worker works. `Sum` adds these
+up by their durations, wherever the clocks of other machines put them, and sets them beside the time
+between the two verdicts; on one machine their union covers it as well, so that nothing is counted
+twice in place of a gap. What recording costs is the processor time of recording, sending and
+keeping one span, as measured here, times the spans of a round.
 """
 
 import time
@@ -35,14 +37,16 @@ from dovetail.runtime.observing import OURS, Observing
 BETWEEN = ("handle", "queue", "link", "lost")
 """What a round has beside the work that it waits for."""
 WORK = {"draft": ("draft",), "target": ("verify", "commit")}
-"""The spans of a worker that a round waits for, by the role in which it does them; others lie within them or beside them."""
+"""The spans of a worker that a round waits for, by the role in which it does them; others lie
+within them or beside them."""
 TIMES = 2000
 """Spans that are recorded for what one costs."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A round: nanoseconds from the verdict before it to its own, and of each kind of span within."""
+    """A round: nanoseconds from the verdict before it to its own, and of each kind of span
+    within."""
 
     wall_ns: int
     parts: Mapping[str, int]
@@ -58,7 +62,8 @@ class Sum:
 
 
 def sums(rounds: Sequence[SeenRound], spans: Sequence[SeenSpan]) -> list[Sum]:
-    """Every round that follows another one of its session; spans of passes that several sessions share belong to none, and so does such a round."""
+    """Every round that follows another one of its session; spans of passes that several sessions
+    share belong to none, and so does such a round."""
     about: dict[tuple[int | None, int | None], list[SeenSpan]] = {}
     for seen in spans:
         about.setdefault((seen.session, seen.round), []).append(seen)
@@ -66,19 +71,33 @@ def sums(rounds: Sequence[SeenRound], spans: Sequence[SeenSpan]) -> list[Sum]:
     for number in dict.fromkeys(seen.session for seen in rounds):
         for before, this in pairwise(seen for seen in rounds if seen.session == number):
             its = about.get((number, this.record.round), [])
-            told = [seen for seen in its if seen.span[0] in (BETWEEN if seen.process == OURS else (*WORK["draft"], *WORK["target"]))]
+            told = [
+                seen
+                for seen in its
+                if seen.span[0]
+                in (BETWEEN if seen.process == OURS else (*WORK["draft"], *WORK["target"]))
+            ]
             parts = Counter[str]()
             for seen in told:
                 parts[seen.span[0]] += seen.span[2]
             if parts["verify"] and this.record.round == before.record.round + 1:
-                found.append(Sum(this.at_ns - before.at_ns, parts, overlap(told, before.at_ns, this.at_ns), len(its)))
+                found.append(
+                    Sum(
+                        this.at_ns - before.at_ns,
+                        parts,
+                        overlap(told, before.at_ns, this.at_ns),
+                        len(its),
+                    )
+                )
     return found
 
 
 def overlap(spans: Iterable[SeenSpan], start_ns: int, end_ns: int) -> int:
     """Nanoseconds of an interval that spans cover, overlapping ones once."""
     covered, until = 0, start_ns
-    for begin, end in sorted((max(s.span[1], start_ns), min(s.span[1] + s.span[2], end_ns)) for s in spans):
+    for begin, end in sorted(
+        (max(s.span[1], start_ns), min(s.span[1] + s.span[2], end_ns)) for s in spans
+    ):
         covered += max(0, end - max(begin, until))
         until = max(until, end)
     return covered
@@ -103,20 +122,24 @@ def watched(client: Client, submit: Callable[[], int]) -> tuple[list[SeenRound],
     return rounds, spans
 
 
-# -- what recording costs ------------------------------------------------------------------------------------------------------------------------
+# -- what recording costs --------------------------------------------------------------------------
 
 
 def cost_of_a_workers_span() -> float:
     """Nanoseconds of the processor: measured, encoded, decoded and kept."""
     spans = Spans()
-    event = Drafted(epoch=1, session=1, round=1, tokens=(1,), parents=(-1,), scores=(-1.0,), grown=1, hit=False)
+    event = Drafted(
+        epoch=1, session=1, round=1, tokens=(1,), parents=(-1,), scores=(-1.0,), grown=1, hit=False
+    )
     several = event.model_copy(update={"spans": (("level", time.monotonic_ns(), 1_000_000),) * 32})
 
     def record() -> None:
         with spans.measure("level"):
             pass
 
-    travel = _cpu_ns(lambda: EVENT.decode(encode(several))) - _cpu_ns(lambda: EVENT.decode(encode(event)))
+    travel = _cpu_ns(lambda: EVENT.decode(encode(several))) - _cpu_ns(
+        lambda: EVENT.decode(encode(event))
+    )
     return _cpu_ns(record) + travel / 32
 
 
@@ -133,23 +156,46 @@ def _cpu_ns(do: Callable[[], object]) -> float:
     return (time.thread_time_ns() - began) / TIMES
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @click.command(cls=Command)
-@option("--draft", default="small", help="Folder of a draft or head, or a kind that comes with the program.")
+@option(
+    "--draft",
+    default="small",
+    help="Folder of a draft or head, or a kind that comes with the program.",
+)
 @option("--weights", default="fp32", help="Of the target.")
-@option("--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is.")
+@option(
+    "--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is."
+)
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=PROMPTS, help="File of prompts.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=PROMPTS,
+    help="File of prompts.",
+)
 @option("--limit", type=click.IntRange(min=1), default=8, help="Prompts taken.")
 @option("--max-tokens", type=click.IntRange(min=8), default=96, help="Of a reply.")
 @options("json")
-def observed(draft: str, weights: str, inflate: str, tree: Sequence[int], prompts: Path, limit: int, max_tokens: int, as_json: bool) -> None:
-    """The sum of a round's spans over the round, spans a round, and the processor time that recording them takes of it; all spans, fine ones too."""
+def observed(
+    draft: str,
+    weights: str,
+    inflate: str,
+    tree: Sequence[int],
+    prompts: Path,
+    limit: int,
+    max_tokens: int,
+    as_json: bool,
+) -> None:
+    """The sum of a round's spans over the round, spans a round, and the processor time that
+    recording them takes of it; all spans, fine ones too."""
     gamma, depth, width = tree
     wanted = TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width)
-    configuration = settings_of({"target.weights": weights, "target.inflate": inflate, **draft_of(draft)})
+    configuration = settings_of(
+        {"target.weights": weights, "target.inflate": inflate, **draft_of(draft)}
+    )
     found: list[list[Sum]] = []
     ours, theirs, coarse = 0, 0, 0
     with Supervisor() as supervisor:
@@ -157,7 +203,13 @@ def observed(draft: str, weights: str, inflate: str, tree: Sequence[int], prompt
         wait_until_ready(supervisor, stack)
         with stack.connect() as client:
             for number, prompt in enumerate(read_prompt_set(prompts, limit).prompts, start=1):
-                submit = partial(client.submit, turns=prompt.turns[:1], sampling=Sampling(), max_tokens=max_tokens, tree=wanted)
+                submit = partial(
+                    client.submit,
+                    turns=prompt.turns[:1],
+                    sampling=Sampling(),
+                    max_tokens=max_tokens,
+                    tree=wanted,
+                )
                 rounds, spans = watched(client, submit)
                 if len(its := sums(rounds, spans)) > 1:
                     found.append(its)
@@ -166,13 +218,22 @@ def observed(draft: str, weights: str, inflate: str, tree: Sequence[int], prompt
                 coarse += len(rounds)
                 note(f"{prompt.id}: {number} of {limit} prompts")
     row = told(found, ours=ours / coarse, theirs=theirs / coarse)
-    report({"settings": {"draft": draft, "weights": weights, "inflate": inflate}, "rows": [row]}, as_json, lambda: show(row))
+    report(
+        {"settings": {"draft": draft, "weights": weights, "inflate": inflate}, "rows": [row]},
+        as_json,
+        lambda: show(row),
+    )
 
 
 def told(found: Sequence[Sequence[Sum]], *, ours: float, theirs: float) -> dict[str, Any]:
     """Of replies' rounds; `ours`, `theirs`: spans a round of the coordinator and of workers."""
     rounds = [one for its in found for one in its]
-    explained = estimate([sum(sum(one.parts.values()) for one in its) / sum(one.wall_ns for one in its) for its in found])
+    explained = estimate(
+        [
+            sum(sum(one.parts.values()) for one in its) / sum(one.wall_ns for one in its)
+            for its in found
+        ]
+    )
     round_us = sum(one.wall_ns for one in rounds) / len(rounds) / 1e3
     cost_us = (ours * cost_of_our_span() + theirs * cost_of_a_workers_span()) / 1e3
     worst = max(abs(1.0 - one.explained) for one in rounds)
@@ -180,7 +241,10 @@ def told(found: Sequence[Sequence[Sum]], *, ours: float, theirs: float) -> dict[
     return {
         "rounds": len(rounds),
         "round_us": round_us,
-        "explained": {**explained.as_json(), "holds": explained.reaches(1 - ADDS_UP) and explained.holds(1 + ADDS_UP)},
+        "explained": {
+            **explained.as_json(),
+            "holds": explained.reaches(1 - ADDS_UP) and explained.holds(1 + ADDS_UP),
+        },
         "worst_round": worst,
         "covered": covered,
         "spans": ours + theirs,
@@ -191,7 +255,9 @@ def told(found: Sequence[Sequence[Sum]], *, ours: float, theirs: float) -> dict[
 
 
 def show(row: Mapping[str, Any]) -> None:
-    explained = Estimate(row["explained"]["median"], row["explained"]["low"], row["explained"]["high"])
+    explained = Estimate(
+        row["explained"]["median"], row["explained"]["low"], row["explained"]["high"]
+    )
     cells = (
         row["rounds"],
         f"{row['round_us'] / 1e3:.3f}",
@@ -202,4 +268,16 @@ def show(row: Mapping[str, Any]) -> None:
         f"{row['cost_us']:.1f}",
         f"{row['cost_share']:.2%} {'yes' if row['cost_holds'] else 'NO'}",
     )
-    print_table(("rounds", "ms a round", "spans / round", "worst round", "covered", "spans a round", "us of processor", "of a round"), [cells])
+    print_table(
+        (
+            "rounds",
+            "ms a round",
+            "spans / round",
+            "worst round",
+            "covered",
+            "spans a round",
+            "us of processor",
+            "of a round",
+        ),
+        [cells],
+    )

@@ -32,14 +32,18 @@ class Numbers(click.ParamType):
         """`count`: how many there have to be."""
         self._count = count
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         parts = [part for part in value.split(",") if part]
         if not all(part.isdigit() and int(part) > 0 for part in parts):
             self.fail(f"{value!r} is no list of positive integers such as 1,4,16", param, ctx)
         if self._count not in (None, len(parts)):
-            self.fail(f"{value!r} has {len(parts)} numbers, and {self._count} are needed", param, ctx)
+            self.fail(
+                f"{value!r} has {len(parts)} numbers, and {self._count} are needed", param, ctx
+            )
         return tuple(int(part) for part in parts)
 
 
@@ -55,24 +59,69 @@ class Command(click.Command):
 
 def option(*names: str, **options: Any) -> Callable[[Any], Any]:
     """An option that shows its default."""
-    return click.option(*names, show_default=options.get("default") is not None and not options.get("is_flag"), **options)
+    return click.option(
+        *names,
+        show_default=options.get("default") is not None and not options.get("is_flag"),
+        **options,
+    )
 
 
 OPTIONS = {
-    "weights": option("--weights", type=click.Choice([kind for kind in LLAMA_TYPES if kind != "int8-per-tensor"]), default="fp32"),
-    "backend": option("--backend", type=click.Choice(("auto", "kernels", "library")), default="auto"),
-    "checkpoint": option(
-        "--checkpoint", type=click.Choice(("fp16", "bf16")), help="Type of the random checkpoint.  [default: bf16 for bf16 weights, else fp16]"
+    "weights": option(
+        "--weights",
+        type=click.Choice([kind for kind in LLAMA_TYPES if kind != "int8-per-tensor"]),
+        default="fp32",
     ),
-    "shape": option("--shape", type=click.Choice(("7b", "1b", "small")), default="7b", help="Sizes of a layer; small takes seconds."),
-    "layers": option("--layers", type=click.IntRange(min=1), help="Decoder layers.  [default: 3 of 7b, else 4]"),
-    "pairs": option("--pairs", type=click.IntRange(min=2), default=21, help="Times that both sides take their turns."),
-    "threads": option("--threads", type=click.IntRange(min=1), default=1, help="Cores, and threads of each side."),
-    "clock": option("--clock", type=click.Choice(("wall", "processor")), default="wall", help="processor: on a busy machine, with one thread."),
-    "models": option("--models", type=click.Path(file_okay=False, path_type=Path), help="Keep the random models there for the next run."),
-    "isa": option("--isa", type=click.Choice(ISAS), help="Instruction set, of kernels and limit.  [default: the best here]"),
-    "llama_python": option("--llama-python", type=click.Path(path_type=Path), help="The python of an environment with llama-cpp-python and gguf."),
-    "json": option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."),
+    "backend": option(
+        "--backend", type=click.Choice(("auto", "kernels", "library")), default="auto"
+    ),
+    "checkpoint": option(
+        "--checkpoint",
+        type=click.Choice(("fp16", "bf16")),
+        help="Type of the random checkpoint.  [default: bf16 for bf16 weights, else fp16]",
+    ),
+    "shape": option(
+        "--shape",
+        type=click.Choice(("7b", "1b", "small")),
+        default="7b",
+        help="Sizes of a layer; small takes seconds.",
+    ),
+    "layers": option(
+        "--layers", type=click.IntRange(min=1), help="Decoder layers.  [default: 3 of 7b, else 4]"
+    ),
+    "pairs": option(
+        "--pairs",
+        type=click.IntRange(min=2),
+        default=21,
+        help="Times that both sides take their turns.",
+    ),
+    "threads": option(
+        "--threads", type=click.IntRange(min=1), default=1, help="Cores, and threads of each side."
+    ),
+    "clock": option(
+        "--clock",
+        type=click.Choice(("wall", "processor")),
+        default="wall",
+        help="processor: on a busy machine, with one thread.",
+    ),
+    "models": option(
+        "--models",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Keep the random models there for the next run.",
+    ),
+    "isa": option(
+        "--isa",
+        type=click.Choice(ISAS),
+        help="Instruction set, of kernels and limit.  [default: the best here]",
+    ),
+    "llama_python": option(
+        "--llama-python",
+        type=click.Path(path_type=Path),
+        help="The python of an environment with llama-cpp-python and gguf.",
+    ),
+    "json": option(
+        "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
+    ),
 }
 
 
@@ -103,10 +152,13 @@ def report(result: Mapping[str, Any], as_json: bool, show: Callable[[], None]) -
 
 
 def pin(threads: int) -> list[int]:
-    """Confine this process and its children to as many of the cores that it may use; `UserError` if they are fewer."""
+    """Confine this process and its children to as many of the cores that it may use; `UserError` if
+    they are fewer."""
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
-        raise UserError(f"--threads {threads}: this process may use {len(allowed)} cores; ask for no more")
+        raise UserError(
+            f"--threads {threads}: this process may use {len(allowed)} cores; ask for no more"
+        )
     os.sched_setaffinity(0, allowed[:threads])
     return allowed[:threads]
 
@@ -114,15 +166,30 @@ def pin(threads: int) -> list[int]:
 def find_llama(python: Path | None) -> Path:
     """The interpreter that has the peer's engine; `UserError` says how to get one."""
     if python is None:
-        raise UserError(f"--llama-python is missing: the python of an environment with llama.cpp. To get one: {INSTALL}")
+        raise UserError(
+            "--llama-python is missing: the python of an environment with llama.cpp. To get "
+            f"one: {INSTALL}"
+        )
     if not has_llama(python):
-        raise UserError(f"--llama-python {python} cannot import llama_cpp and gguf. To get one that can: {INSTALL}")
+        raise UserError(
+            f"--llama-python {python} cannot import llama_cpp and gguf. To get one that can: "
+            f"{INSTALL}"
+        )
     return python
 
 
 def our_side(folder: Path, weights: str, backend: str, threads: int, context: int = BEHIND) -> Side:
     """Our engine on a checkpoint."""
-    arguments = ("--weights", weights, "--backend", backend, "--context", str(context), "--threads", str(threads))
+    arguments = (
+        "--weights",
+        weights,
+        "--backend",
+        backend,
+        "--context",
+        str(context),
+        "--threads",
+        str(threads),
+    )
     return Side("ours", (str(folder), *arguments), threads=threads)
 
 
@@ -132,7 +199,9 @@ def checkpoint_type(*, weights: str, checkpoint: str | None, **_: Any) -> str:
 
 
 @contextmanager
-def written_model(*, weights: str, checkpoint: str | None, shape: str, layers: int | None, models: Path | None) -> Iterator[Path]:
+def written_model(
+    *, weights: str, checkpoint: str | None, shape: str, layers: int | None, models: Path | None
+) -> Iterator[Path]:
     """The folder of a random checkpoint of that shape."""
     sizes = SHAPES[shape] if layers is None else dataclasses.replace(SHAPES[shape], layers=layers)
     kind = checkpoint_type(weights=weights, checkpoint=checkpoint)

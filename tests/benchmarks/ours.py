@@ -1,4 +1,5 @@
-"""Our side: a pass of the target over a tree's rows behind so many cached tokens, and a prefill, as the target worker does them."""
+"""Our side: a pass of the target over a tree's rows behind so many cached tokens, and a prefill, as
+the target worker does them."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -20,13 +21,20 @@ from dovetail.workers.verifier import Verifier, tree_paths
 MOST_ROWS = 64
 
 
-def prepare(folder: Path, weights: str, backend: str, context: int, threads: int) -> tuple[Any, Any]:
+def prepare(
+    folder: Path, weights: str, backend: str, context: int, threads: int
+) -> tuple[Any, Any]:
     torch.set_num_threads(threads)
     model = load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
     cache = model.new_cache(context + MOST_ROWS)
     vocabulary = model.vocabulary_size
 
-    model.forward(torch.tensor(token_row(context, vocabulary)), torch.arange(context), [Segment(cache, 0, context)], rows=torch.tensor([context - 1]))
+    model.forward(
+        torch.tensor(token_row(context, vocabulary)),
+        torch.arange(context),
+        [Segment(cache, 0, context)],
+        rows=torch.tensor([context - 1]),
+    )
     cache.keep(range(context), context)
 
     def verify(rows: int) -> Mapping[str, Any]:
@@ -34,14 +42,29 @@ def prepare(folder: Path, weights: str, backend: str, context: int, threads: int
 
         def work() -> None:
             positions = torch.tensor([context + depth for depth in (0, *tree.depths)])
-            model.forward(torch.tensor(token_row(rows, vocabulary)), positions, [Segment(cache, context, rows, tree_paths(tree, context) if tree else None)])
+            model.forward(
+                torch.tensor(token_row(rows, vocabulary)),
+                positions,
+                [Segment(cache, context, rows, tree_paths(tree, context) if tree else None)],
+            )
 
         return timed(work)
 
     def prefill(rows: int) -> Mapping[str, Any]:
         verifier = Verifier(model, Spans())
         prompt = token_row(rows, vocabulary)
-        return timed(lambda: [*verifier.open(1, key=bytes(32), prompt=prompt, capacity=rows + 1, sampling=Sampling(temperature=0.0), tree=TreeSettings())])
+        return timed(
+            lambda: [
+                *verifier.open(
+                    1,
+                    key=bytes(32),
+                    prompt=prompt,
+                    capacity=rows + 1,
+                    sampling=Sampling(temperature=0.0),
+                    tree=TreeSettings(),
+                )
+            ]
+        )
 
     def linears(rows: int) -> Mapping[str, Any]:
         inputs = {matrix.k: torch.randn(rows, matrix.k) for matrix in packed_matrices(model)}
@@ -52,12 +75,18 @@ def prepare(folder: Path, weights: str, backend: str, context: int, threads: int
 
         return timed(work)
 
-    hello = {"engine": f"dovetail {weights}", "backend": model.backend, "kernels": model.kernels, "choice": model.choice}
+    hello = {
+        "engine": f"dovetail {weights}",
+        "backend": model.backend,
+        "kernels": model.kernels,
+        "choice": model.choice,
+    }
     return hello, {"linears": linears, "verify": verify, "prefill": prefill}
 
 
 def packed_matrices(model: LanguageModel) -> Iterator[PackedMatrix]:
-    """Every matrix that a pass over the kernels multiplies with, in the order of a pass; none on the library."""
+    """Every matrix that a pass over the kernels multiplies with, in the order of a pass; none on
+    the library."""
     if isinstance(back_end := model._back_end, Kernels):
         for layer in back_end._layers:
             yield from (layer.plan.qkv, layer.plan.output, layer.plan.gate_up, layer.plan.down)

@@ -1,6 +1,8 @@
-"""The command `papers`: a table like the papers' (Dovetail's Tables 3 and 6, Jakiro's 3 and 4) from heads that were trained for one small target.
+"""The command `papers`: a table like the papers' (Dovetail's Tables 3 and 6, Jakiro's 3 and 4) from
+heads that were trained for one small target.
 
-Every row is a method of `dovetail bench`, through real processes and in turns, all with the same tree. What the heads are: `HEADS`.
+Every row is a method of `dovetail bench`, through real processes and in turns, all with the same
+tree. What the heads are: `HEADS`.
 """
 
 import json
@@ -17,7 +19,16 @@ from benchmarks.coupling import PROMPTS
 from benchmarks.measure import estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench_figures import baseline, row
-from dovetail.launch.bench_methods import NONE, Contender, Method, Ours, PromptSet, contenders, read_method, tree_of
+from dovetail.launch.bench_methods import (
+    NONE,
+    Contender,
+    Method,
+    Ours,
+    PromptSet,
+    contenders,
+    read_method,
+    tree_of,
+)
 from dovetail.launch.bench_turns import Cell, measure
 from dovetail.launch.chart import Curve, draw
 from dovetail.launch.configure import Configuration, configure
@@ -52,8 +63,20 @@ HEADS = (
     Head("w/ DGF + 2", "dovetail-3", "Dovetail", "dovetail --blocks 3", {}),
     Head("EAGLE-3", "eagle3", "EAGLE-3", "eagle3", {}),
     Head("Jakiro", "jakiro-2", "Jakiro", "jakiro --experts 2", {}, foretells=True),
-    Head("Jakiro w/o contrast", "jakiro-2-plain", "w/o contrast", "jakiro --experts 2 --no-contrast", {}),
-    Head("Jakiro w/o parallel last step", "jakiro-2", "w/o parallel step", "jakiro --experts 2", {"draft.contrast": False}),
+    Head(
+        "Jakiro w/o contrast",
+        "jakiro-2-plain",
+        "w/o contrast",
+        "jakiro --experts 2 --no-contrast",
+        {},
+    ),
+    Head(
+        "Jakiro w/o parallel last step",
+        "jakiro-2",
+        "w/o parallel step",
+        "jakiro --experts 2",
+        {"draft.contrast": False},
+    ),
     Head("Jakiro, 3 experts", "jakiro-3", "Jakiro", "jakiro --experts 3", {}, foretells=True),
     Head("Jakiro, 4 experts", "jakiro-4", "Jakiro", "jakiro --experts 4", {}, foretells=True),
 )
@@ -69,25 +92,54 @@ FINDINGS = (
     ("Jakiro, 3 experts", "Jakiro", "a third expert"),
     ("Jakiro, 4 experts", "Jakiro, 3 experts", "a fourth expert"),
 )
-"""(row, the row that it is compared with, what they differ in): what the papers report on, about 1 for the last level, above 1 else."""
+"""(row, the row that it is compared with, what they differ in): what the papers report on, about 1
+for the last level, above 1 else."""
 
 
 @click.command(cls=Command)
 @option(
-    "--heads", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder that holds the heads: " + ", ".join(h.folder for h in HEADS) + "."
+    "--heads",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder that holds the heads: " + ", ".join(h.folder for h in HEADS) + ".",
 )
 @option("--small", default=str(DEMO_FOLDER / "draft"), help="Folder of the small model.")
 @option("--target", default="", help="Folder of the target.  [default: the embedded one]")
 @option("--inflate", default="", help="Size to which the target is inflated, such as 512MiB.")
-@option("--prompts", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path), default=(PROMPTS,), help="File of prompts; can be repeated.")
+@option(
+    "--prompts",
+    "files",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=(PROMPTS,),
+    help="File of prompts; can be repeated.",
+)
 @option("--limit", type=click.IntRange(min=1), help="Prompts taken of each file.  [default: all]")
 @option("--max-tokens", type=click.IntRange(min=2), default=192, help="Of a reply.")
-@option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0), help="Can be repeated.")
+@option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    type=float,
+    default=(0.0, 1.0),
+    help="Can be repeated.",
+)
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
-@option("--repeat", type=click.IntRange(min=1), default=1, help="Times that every prompt is decoded with every method.")
+@option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Times that every prompt is decoded with every method.",
+)
 @option("--seed", type=click.IntRange(min=0), default=0, help="Of every reply.")
-@option("--only", multiple=True, help="Rows to take, by the beginning of their names; can be repeated.")
-@option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for papers.md, papers.json and a plot for each temperature.")
+@option(
+    "--only", multiple=True, help="Rows to take, by the beginning of their names; can be repeated."
+)
+@option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for papers.md, papers.json and a plot for each temperature.",
+)
 @options("json")
 def papers(
     heads: Path,
@@ -101,16 +153,30 @@ def papers(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """tau, tokens/s and the cost of drafting of every kind of head, side by side: DGF, blocks, taps, experts, contrast, the parallel last step."""
+    """tau, tokens/s and the cost of drafting of every kind of head, side by side: DGF, blocks,
+    taps, experts, contrast, the parallel last step."""
     base = configuration(**settings)
     methods, missing = rows_of(base, heads, settings["small"], only)
     sets = [PromptSet(path.stem, tuple(read_prompts(path)[:limit])) for path in files]
     with contenders([read_method(base, NONE), *(method for method, _ in methods)]) as found:
         cells = list(measure(found, sets, temperatures, repeat, seed))
         heads_of = {method.label: head for method, head in methods}
-        told = [Row.of(cell, baseline(cells, cell), found[cell.method.label], seed, heads_of[cell.method.label]) for cell in cells if cell.method.name != NONE]
+        told = [
+            Row.of(
+                cell,
+                baseline(cells, cell),
+                found[cell.method.label],
+                seed,
+                heads_of[cell.method.label],
+            )
+            for cell in cells
+            if cell.method.name != NONE
+        ]
         findings = [found for temperature in temperatures for found in compared(cells, temperature)]
-        passes = {method.name: draft_passes(found[method.label], head, sets[0].prompts[0], seed) for method, head in methods}
+        passes = {
+            method.name: draft_passes(found[method.label], head, sets[0].prompts[0], seed)
+            for method, head in methods
+        }
     result = {
         "tree": settings["tree"],
         "inflate": settings["inflate"],
@@ -125,24 +191,45 @@ def papers(
         (out / "papers.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
         (out / "papers.md").write_text(text, encoding="utf-8")
         for temperature in temperatures:
-            (out / f"papers-t{temperature:g}.svg").write_text(plot(result["rows"], temperature), encoding="utf-8")
+            (out / f"papers-t{temperature:g}.svg").write_text(
+                plot(result["rows"], temperature), encoding="utf-8"
+            )
     report(result, as_json, lambda: click.echo(text))
     for line in missing:
         note(line)
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
-def configuration(*, target: str, inflate: str, max_tokens: int, tree: tuple[int, int, int], small: str) -> Configuration:
-    """The settings that all rows share. As in the papers nothing is fitted to what the target accepts, and a draft waits while its target verifies."""
+def configuration(
+    *, target: str, inflate: str, max_tokens: int, tree: tuple[int, int, int], small: str
+) -> Configuration:
+    """The settings that all rows share. As in the papers nothing is fitted to what the target
+    accepts, and a draft waits while its target verifies."""
     gamma, depth, width = tree
-    values = {"target.model": target, "target.inflate": inflate, "draft.model": small, "draft.device": "cpu", "draft.ahead": False}
-    shape = {**tree_of("dynamic"), "tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "tree.sharpening": 1.0}
-    return configure(environment={}).over("papers", {**values, **shape, "sampling.max_tokens": max_tokens})
+    values = {
+        "target.model": target,
+        "target.inflate": inflate,
+        "draft.model": small,
+        "draft.device": "cpu",
+        "draft.ahead": False,
+    }
+    shape = {
+        **tree_of("dynamic"),
+        "tree.gamma": gamma,
+        "tree.depth": depth,
+        "tree.width": width,
+        "tree.sharpening": 1.0,
+    }
+    return configure(environment={}).over(
+        "papers", {**values, **shape, "sampling.max_tokens": max_tokens}
+    )
 
 
-def rows_of(base: Configuration, heads: Path, small: str, only: Sequence[str]) -> tuple[list[tuple[Method, Head | None]], list[str]]:
+def rows_of(
+    base: Configuration, heads: Path, small: str, only: Sequence[str]
+) -> tuple[list[tuple[Method, Head | None]], list[str]]:
     """The rows whose heads are there, and for each of the others how to make it."""
     chosen: list[tuple[Method, Head | None]] = []
     missing = []
@@ -154,11 +241,19 @@ def rows_of(base: Configuration, heads: Path, small: str, only: Sequence[str]) -
             continue
         if (folder / "config.json").is_file():
             method = read_method(base, str(folder))
-            chosen.append((Method(head.name, method.configuration.over("papers", head.settings)), head))
+            chosen.append(
+                (Method(head.name, method.configuration.over("papers", head.settings)), head)
+            )
         else:
-            missing.append(f"{head.name}: {folder} is missing; make it with dovetail train {head.training} --features FOLDER --out {folder}")
+            missing.append(
+                f"{head.name}: {folder} is missing; make it with dovetail train "
+                f"{head.training} --features FOLDER --out {folder}"
+            )
     if not chosen:
-        raise UserError(f"there is nothing to measure in {heads}: " + "; ".join(missing or ["no row begins with what --only says"]))
+        raise UserError(
+            f"there is nothing to measure in {heads}: "
+            + "; ".join(missing or ["no row begins with what --only says"])
+        )
     return chosen, missing
 
 
@@ -179,11 +274,22 @@ class Row:
     """Of a round, from the verdict's arrival at the draft worker to the proposal's departure."""
 
     @classmethod
-    def of(cls, cell: Cell, alone: Cell, contender: Contender, seed: int, head: Head | None) -> "Row":
+    def of(
+        cls, cell: Cell, alone: Cell, contender: Contender, seed: int, head: Head | None
+    ) -> "Row":
         folder = Path(cell.method.configuration.settings.draft.model)
         results = [run.finished.result for run in cell.runs]
-        draft_ms = 1e3 * sum(r.draft_exposed_s for r in results) / max(1, sum(r.rounds for r in results))
-        return cls(cell.method.name, head.family if head else SMALL, row(cell, alone, contender, seed), parameters(folder), training_of(folder), draft_ms)
+        draft_ms = (
+            1e3 * sum(r.draft_exposed_s for r in results) / max(1, sum(r.rounds for r in results))
+        )
+        return cls(
+            cell.method.name,
+            head.family if head else SMALL,
+            row(cell, alone, contender, seed),
+            parameters(folder),
+            training_of(folder),
+            draft_ms,
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -201,11 +307,19 @@ def compared(cells: Sequence[Cell], temperature: float) -> Iterator[dict[str, An
     rounds: dict[str, list[tuple[float, float]]] = {}
     for cell in cells:
         if cell.temperature == temperature:
-            rounds.setdefault(cell.method.name, []).extend((run.decoded_tokens, run.finished.result.rounds) for run in cell.runs)
+            rounds.setdefault(cell.method.name, []).extend(
+                (run.decoded_tokens, run.finished.result.rounds) for run in cell.runs
+            )
     for name, other, what in FINDINGS:
         if name in rounds and other in rounds:
             ratio = ratio_of_sums(rounds[name], rounds[other])
-            yield {"what": what, "method": name, "against": other, "temperature": temperature, "tau": ratio.as_json()}
+            yield {
+                "what": what,
+                "method": name,
+                "against": other,
+                "temperature": temperature,
+                "tau": ratio.as_json(),
+            }
 
 
 def parameters(folder: Path) -> int:
@@ -214,24 +328,43 @@ def parameters(folder: Path) -> int:
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-        total += sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        total += sum(
+            prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        )
     return total
 
 
 def training_of(folder: Path) -> dict[str, Any]:
-    """What the head's own folder says of its training (steps, tokens, minutes), if it says anything."""
+    """What the head's own folder says of its training (steps, tokens, minutes), if it says
+    anything."""
     file = folder / "training.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))["outcome"]) if file.is_file() else {}
 
 
-def draft_passes(contender: Contender, head: Head | None, prompt: Prompt, seed: int) -> dict[str, float | None]:
-    """Passes of the draft a round and milliseconds of one, from the spans of a reply of its own that is timed for nothing else."""
+def draft_passes(
+    contender: Contender, head: Head | None, prompt: Prompt, seed: int
+) -> dict[str, float | None]:
+    """Passes of the draft a round and milliseconds of one, from the spans of a reply of its own
+    that is timed for nothing else."""
     assert isinstance(contender, Ours)
     settings, client = contender.method.configuration.settings, contender.connection.client
     sampling = settings.sampling
-    request = client.submit(turns=prompt.turns[:1], sampling=sampling, tree=settings.tree, max_tokens=sampling.max_tokens, seed=seed, trace=True)
-    spans = [(name, duration) for process, (name, _, duration) in client.complete(request).spans if process == "draft"]
-    passes = list(passes_of(spans, settings.tree.depth if head is not None and head.foretells else 0))
+    request = client.submit(
+        turns=prompt.turns[:1],
+        sampling=sampling,
+        tree=settings.tree,
+        max_tokens=sampling.max_tokens,
+        seed=seed,
+        trace=True,
+    )
+    spans = [
+        (name, duration)
+        for process, (name, _, duration) in client.complete(request).spans
+        if process == "draft"
+    ]
+    passes = list(
+        passes_of(spans, settings.tree.depth if head is not None and head.foretells else 0)
+    )
     milliseconds = [duration / 1e6 for one_round in passes for duration in one_round]
     if not milliseconds:
         return {"passes": None, "pass_ms": None}
@@ -239,7 +372,8 @@ def draft_passes(contender: Contender, head: Head | None, prompt: Prompt, seed: 
 
 
 def passes_of(spans: Sequence[tuple[str, int]], foretold: int) -> Iterator[list[int]]:
-    """Nanoseconds of the passes of each round; the level number `foretold`, if there is one, needs none. A round's own span ends it."""
+    """Nanoseconds of the passes of each round; the level number `foretold`, if there is one, needs
+    none. A round's own span ends it."""
     passes: list[int] = []
     for name, duration in spans:
         if name in PASSES:
@@ -249,26 +383,52 @@ def passes_of(spans: Sequence[tuple[str, int]], foretold: int) -> Iterator[list[
             passes = []
 
 
-# -- how it is told ----------------------------------------------------------------------------------------------------------------------------
+# -- how it is told --------------------------------------------------------------------------------
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table: a line for each row, columns for each set of prompts and temperature."""
     rows: Sequence[Mapping[str, Any]] = result["rows"]
     where = list(dict.fromkeys((told["prompts"], told["temperature"]) for told in rows))
-    titles = ["method", "parameters", "passes", "ms a pass", *(f"{prompts} T={t:g} {what}" for prompts, t in where for what in ("tau", "tokens/s", "speed-up"))]
+    titles = [
+        "method",
+        "parameters",
+        "passes",
+        "ms a pass",
+        *(
+            f"{prompts} T={t:g} {what}"
+            for prompts, t in where
+            for what in ("tau", "tokens/s", "speed-up")
+        ),
+    ]
     lines = [_line(titles), _line(["---", *["---:"] * (len(titles) - 1)])]
     for name in dict.fromkeys(told["method"] for told in rows):
-        own = {(told["prompts"], told["temperature"]): told for told in rows if told["method"] == name}
+        own = {
+            (told["prompts"], told["temperature"]): told for told in rows if told["method"] == name
+        }
         first = next(iter(own.values()))
-        cells = [name, f"{first['parameters']:,}", _number(first["passes"], 1), _number(first["pass_ms"], 2)]
+        cells = [
+            name,
+            f"{first['parameters']:,}",
+            _number(first["passes"], 1),
+            _number(first["pass_ms"], 2),
+        ]
         for at in where:
-            cells += [_number(own[at]["tau"], 2), _number(own[at]["tokens_per_s"], 1), _interval(own[at])]
+            cells += [
+                _number(own[at]["tau"], 2),
+                _number(own[at]["tokens_per_s"], 1),
+                _interval(own[at]),
+            ]
         lines.append(_line(cells))
     gamma, depth, width = result["tree"]
-    about = f"Tree {gamma}/{depth}/{width}; " + (f"target inflated to {result['inflate']}; " if result["inflate"] else "")
+    about = f"Tree {gamma}/{depth}/{width}; " + (
+        f"target inflated to {result['inflate']}; " if result["inflate"] else ""
+    )
     sets = ", ".join(f"{name} ({count})" for name, count in result["prompts"].items())
-    notes = f"{about}prompts: {sets}. Speed-up over the target alone, with the 95 % interval of a bootstrap over prompts."
+    notes = (
+        f"{about}prompts: {sets}. Speed-up over the target alone, with the 95 % interval "
+        "of a bootstrap over prompts."
+    )
     return "\n".join((*lines, "", notes, "", *_findings(result["findings"]), ""))
 
 
@@ -292,17 +452,30 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _interval(told: Mapping[str, Any]) -> str:
-    return "-" if told["speedup"] is None else f"{told['speedup']:.2f} ({told['speedup_low']:.2f}-{told['speedup_high']:.2f})"
+    return (
+        "-"
+        if told["speedup"] is None
+        else f"{told['speedup']:.2f} ({told['speedup_low']:.2f}-{told['speedup_high']:.2f})"
+    )
 
 
 def plot(rows: Sequence[Mapping[str, Any]], temperature: float) -> str:
-    """tau against the size of the draft, averaged over the sets of prompts; a curve for each family."""
+    """tau against the size of the draft, averaged over the sets of prompts; a curve for each
+    family."""
     points: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for told in rows:
         if told["temperature"] == temperature and told["tau"] is not None:
             points.setdefault(told["family"], {}).setdefault(told["method"], []).append(told)
     curves = []
     for family, methods in points.items():
-        middles = [(sets[0]["parameters"] / 1e6, sum(told["tau"] for told in sets) / len(sets)) for sets in methods.values()]
+        middles = [
+            (sets[0]["parameters"] / 1e6, sum(told["tau"] for told in sets) / len(sets))
+            for sets in methods.values()
+        ]
         curves.append(Curve(family, sorted(middles)))
-    return draw(f"Committed tokens a round at temperature {temperature:g}", "parameters of the draft (millions)", "tau", curves)
+    return draw(
+        f"Committed tokens a round at temperature {temperature:g}",
+        "parameters of the draft (millions)",
+        "tau",
+        curves,
+    )

@@ -1,7 +1,9 @@
-"""A process that places one target under limits, has it read a long prompt and verify large trees, and tells what that took beside what placement counted.
+"""A process that places one target under limits, has it read a long prompt and verify large trees,
+and tells what that took beside what placement counted.
 
-Anonymous memory counts, above what the process held before: torch alone is hundreds of megabytes, and the pages of a checkpoint are the system's to take back.
-On a GPU it is what torch has reserved there.
+Anonymous memory counts, above what the process held before: torch alone is hundreds of megabytes,
+and the pages of a checkpoint are the system's to take back. On a GPU it is what torch has reserved
+there.
 """
 
 import argparse
@@ -16,7 +18,14 @@ import torch
 from benchmarks.child import obey
 from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.noise import session_key
-from dovetail.protocol.settings import MemorySettings, Sampling, SplitSettings, TargetSettings, TreeSettings, byte_count
+from dovetail.protocol.settings import (
+    MemorySettings,
+    Sampling,
+    SplitSettings,
+    TargetSettings,
+    TreeSettings,
+    byte_count,
+)
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices import open_device
@@ -57,47 +66,98 @@ class Peak:
 
 
 def anonymous_bytes() -> int:
-    line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith("RssAnon:"))
+    line = next(
+        line
+        for line in STATUS.read_text(encoding="ascii").splitlines()
+        if line.startswith("RssAnon:")
+    )
     return 1024 * int(line.split()[1])
 
 
-def prepare(folder: Path, warm_up: Path, weights: str, inflate: str, device: str) -> tuple[Any, Any]:
-    """`warm_up`: a small model that is loaded first, so that libraries are in memory and what they keep of their own is not counted."""
+def prepare(
+    folder: Path, warm_up: Path, weights: str, inflate: str, device: str
+) -> tuple[Any, Any]:
+    """`warm_up`: a small model that is loaded first, so that libraries are in memory and what they
+    keep of their own is not counted."""
     load_language_model(str(warm_up), weights="fp32", device="cpu", backend="kernels")
     release_memory()
 
     def place(layers: int | None, resident: int | None, vram: str) -> Mapping[str, Any]:
         split = SplitSettings(device=device, layers="auto" if layers is None else layers)
-        target = TargetSettings(model=str(folder), weights=weights, split=split, resident="auto" if resident is None else resident, inflate=inflate)
+        target = TargetSettings(
+            model=str(folder),
+            weights=weights,
+            split=split,
+            resident="auto" if resident is None else resident,
+            inflate=inflate,
+        )
         spread = spread_of(target, MemorySettings(vram=vram), open_device("cpu", 1), 1)
         assert spread is not None
         before, peak = anonymous_bytes(), Peak()
         with peak.watched():
-            model = load_language_model(str(folder), weights=weights, device="cpu", inflate_bytes=byte_count(inflate) if inflate else 0, stage=spread.stage)
+            model = load_language_model(
+                str(folder),
+                weights=weights,
+                device="cpu",
+                inflate_bytes=byte_count(inflate) if inflate else 0,
+                stage=spread.stage,
+            )
             loaded = anonymous_bytes() - before
             work(Verifier(model, Spans()), model.context, model.vocabulary_size)
         placement = spread.placement
         assert isinstance(placement, Placement)
         on_gpu = torch.cuda.max_memory_reserved() if device != "cpu" else None
-        told = {"placement": str(placement), "device_bytes": placement.device_bytes, "host_bytes": placement.host_bytes}
-        return {**told, "loaded_bytes": loaded, "peak_bytes": peak.bytes - before, "reserved_bytes": on_gpu}
+        told = {
+            "placement": str(placement),
+            "device_bytes": placement.device_bytes,
+            "host_bytes": placement.host_bytes,
+        }
+        return {
+            **told,
+            "loaded_bytes": loaded,
+            "peak_bytes": peak.bytes - before,
+            "reserved_bytes": on_gpu,
+        }
 
     return {}, {"place": place}
 
 
 def work(verifier: Verifier, context: int, size: int) -> None:
-    """One conversation as long as is counted: a prompt that leaves room for some rounds, then trees, with everything that a sampled session has done to it."""
+    """One conversation as long as is counted: a prompt that leaves room for some rounds, then
+    trees, with everything that a sampled session has done to it."""
     rounds = ROUNDS * 4
     capacity = min(context, CACHED_ROWS - NODES)
     prompt = [token % size for token in range(capacity - rounds)]
-    tree = TreeSettings(policy="beam", insist=True, gamma=NODES, depth=NODES // BRANCHES, width=BRANCHES)
+    tree = TreeSettings(
+        policy="beam", insist=True, gamma=NODES, depth=NODES // BRANCHES, width=BRANCHES
+    )
     sampling = Sampling(temperature=1.0, top_p=0.95, repetition_penalty=1.1, min_tokens=rounds)
-    for _ in verifier.open(1, key=session_key(1, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=tree):
+    for _ in verifier.open(
+        1,
+        key=session_key(1, 0, prompt),
+        prompt=prompt,
+        capacity=capacity,
+        sampling=sampling,
+        tree=tree,
+    ):
         pass
-    nodes = TokenTree(tuple(node % size for node in range(NODES)), tuple(node - BRANCHES if node >= BRANCHES else -1 for node in range(NODES)))
+    nodes = TokenTree(
+        tuple(node % size for node in range(NODES)),
+        tuple(node - BRANCHES if node >= BRANCHES else -1 for node in range(NODES)),
+    )
     for number in range(1, ROUNDS + 1):
         log, _, _ = verifier.lend(1)
-        verifier.verify([VerifyItem(session=1, round=number, prefix=len(log), tokens=nodes.tokens, parents=nodes.parents)])
+        verifier.verify(
+            [
+                VerifyItem(
+                    session=1,
+                    round=number,
+                    prefix=len(log),
+                    tokens=nodes.tokens,
+                    parents=nodes.parents,
+                )
+            ]
+        )
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """The command `rounds`: where the time of a round goes, and whether its parts add up to it.
 
-Two clocks: the parts are what coordinator and workers measured (`messages.RoundRecord`); the round is what somebody outside sees, from one record's arrival to
-the next one's. What two workers and the wire between them need - drafting that is waited for, pass, transport - is what a round could not do without: tokens
-over that is the rate that there could be.
+Two clocks: the parts are what coordinator and workers measured (`messages.RoundRecord`); the round
+is what somebody outside sees, from one record's arrival to the next one's. What two workers and the
+wire between them need - drafting that is waited for, pass, transport - is what a round could not do
+without: tokens over that is the rate that there could be.
 """
 
 import time
@@ -28,22 +29,56 @@ NEEDED = ("draft_ns", "verify_ns", "transport_ns")
 
 
 @click.command(cls=Command)
-@option("--draft", default="small", help="Folder of a draft or head, or a kind that comes with the program.")
+@option(
+    "--draft",
+    default="small",
+    help="Folder of a draft or head, or a kind that comes with the program.",
+)
 @option("--target", default="", help="Folder of the target.  [default: the embedded one]")
 @option("--weights", default="fp32", help="Of the target.")
-@option("--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is.")
-@option("--policy", "policies", multiple=True, default=("dynamic", "goodput"), help="Of the tree; can be repeated.")
+@option(
+    "--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is."
+)
+@option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("dynamic", "goodput"),
+    help="Of the tree; can be repeated.",
+)
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
-@option("--prompts", type=click.Path(dir_okay=False, path_type=Path), default=PROMPTS, help="File of prompts.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=PROMPTS,
+    help="File of prompts.",
+)
 @option("--limit", type=click.IntRange(min=1), default=20, help="Prompts taken.")
 @option("--max-tokens", type=click.IntRange(min=8), default=128, help="Of a reply.")
 @option("--temperature", type=click.FloatRange(min=0.0), default=0.0, help="Of the sampling.")
 @options("json")
-def rounds(policies: Sequence[str], prompts: Path, limit: int, temperature: float, as_json: bool, **settings: Any) -> None:
-    """Milliseconds of each part of a round, their sum over the round, and the rate over the one that the parts allow."""
+def rounds(
+    policies: Sequence[str],
+    prompts: Path,
+    limit: int,
+    temperature: float,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Milliseconds of each part of a round, their sum over the round, and the rate over the one
+    that the parts allow."""
     gamma, depth, width = settings["tree"]
-    target = {"target.model": settings["target"], "target.weights": settings["weights"], "target.inflate": settings["inflate"]}
-    shape = {"tree.gamma": gamma, "tree.depth": depth, "tree.width": width, "sampling.max_tokens": settings["max_tokens"]}
+    target = {
+        "target.model": settings["target"],
+        "target.weights": settings["weights"],
+        "target.inflate": settings["inflate"],
+    }
+    shape = {
+        "tree.gamma": gamma,
+        "tree.depth": depth,
+        "tree.width": width,
+        "sampling.max_tokens": settings["max_tokens"],
+    }
     base = settings_of({**target, **shape, **draft_of(settings["draft"])})
     seen: dict[str, list[Waterfall]] = {policy: [] for policy in policies}
     with ring(base, {policy: tree_of(policy) for policy in policies}) as found:
@@ -71,10 +106,16 @@ class Waterfall:
 
     @classmethod
     def of(cls, arrivals_ns: Sequence[int], records: Sequence[RoundRecord]) -> "Waterfall":
-        """From the records of a reply, two at least, and when each of them arrived: the first one's arrival begins the second round."""
+        """From the records of a reply, two at least, and when each of them arrived: the first one's
+        arrival begins the second round."""
         later = records[1:]
         parts = {part: sum(getattr(record, part) for record in later) / 1e9 for part in PARTS}
-        return cls(len(later), sum(len(record.accepted) + 1 for record in later), (arrivals_ns[-1] - arrivals_ns[0]) / 1e9, parts)
+        return cls(
+            len(later),
+            sum(len(record.accepted) + 1 for record in later),
+            (arrivals_ns[-1] - arrivals_ns[0]) / 1e9,
+            parts,
+        )
 
     @property
     def explained(self) -> float:
@@ -103,14 +144,23 @@ def watch(contender: Ours, task: Task, temperature: float) -> list[Waterfall]:
 def told(falls: Sequence[Waterfall]) -> dict[str, Any]:
     """Means over all rounds, and the two figures as medians over replies."""
     count = sum(fall.rounds for fall in falls)
-    explained, reached = estimate([fall.explained for fall in falls]), estimate([fall.reached for fall in falls])
+    explained, reached = (
+        estimate([fall.explained for fall in falls]),
+        estimate([fall.reached for fall in falls]),
+    )
     return {
         "replies": len(falls),
         "rounds": count,
         "tau": sum(fall.tokens for fall in falls) / count,
         "round_ms": 1e3 * sum(fall.seconds for fall in falls) / count,
-        **{part.replace("_ns", "_ms"): 1e3 * sum(fall.parts[part] for fall in falls) / count for part in PARTS},
-        "explained": {**explained.as_json(), "holds": explained.reaches(1 - ADDS_UP) and explained.holds(1 + ADDS_UP)},
+        **{
+            part.replace("_ns", "_ms"): 1e3 * sum(fall.parts[part] for fall in falls) / count
+            for part in PARTS
+        },
+        "explained": {
+            **explained.as_json(),
+            "holds": explained.reaches(1 - ADDS_UP) and explained.holds(1 + ADDS_UP),
+        },
         "reached": {**reached.as_json(), "holds": reached.reaches(ACCOUNTED)},
     }
 
@@ -121,8 +171,21 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     cells = []
     for row in rows:
         times = [f"{row[part]:.3f} ({row[part] / row['round_ms']:.0%})" for part in parts]
-        cells.append((row["policy"], row["rounds"], f"{row['tau']:.2f}", f"{row['round_ms']:.3f}", *times, _cell(row["explained"]), _cell(row["reached"])))
-    print_table(("policy", "rounds", "tau", "ms a round", *titles, "parts / round", "rate / parts' rate"), cells)
+        cells.append(
+            (
+                row["policy"],
+                row["rounds"],
+                f"{row['tau']:.2f}",
+                f"{row['round_ms']:.3f}",
+                *times,
+                _cell(row["explained"]),
+                _cell(row["reached"]),
+            )
+        )
+    print_table(
+        ("policy", "rounds", "tau", "ms a round", *titles, "parts / round", "rate / parts' rate"),
+        cells,
+    )
 
 
 def _cell(figure: Mapping[str, Any]) -> str:

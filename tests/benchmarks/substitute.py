@@ -1,7 +1,10 @@
-"""The command `substitute`: what each part of SubSpec is worth (as in its Table 2), what quantising takes, and how well a target's substitute drafts.
+"""The command `substitute`: what each part of SubSpec is worth (as in its Table 2), what quantising
+takes, and how well a target's substitute drafts.
 
-The target streams all of its layers over a link of a limited rate (`link.py`), which stands for PCIe as the CPU stands for the GPU, and is inflated so that
-a pass over one row and one over a tree take what the link takes. Engines are driven directly, in one process; the last part runs real processes.
+The target streams all of its layers over a link of a limited rate (`link.py`), which stands for
+PCIe as the CPU stands for the GPU, and is inflated so that a pass over one row and one over a tree
+take what the link takes. Engines are driven directly, in one process; the last part runs real
+processes.
 """
 
 import time
@@ -45,7 +48,10 @@ PLAIN_TOKENS = 12
 DRAFTS: Mapping[str, Mapping[str, str]] = {
     "small": {"draft.kind": "small"},
     "dovetail": {"draft.kind": "dovetail"},
-    **{f"substitute {weights}": {"draft.kind": "substitute", "draft.weights": weights} for weights in ("int8", "int4", "int3", "int2")},
+    **{
+        f"substitute {weights}": {"draft.kind": "substitute", "draft.weights": weights}
+        for weights in ("int8", "int4", "int3", "int2")
+    },
 }
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
 """Of the comparison of drafts."""
@@ -70,20 +76,39 @@ STEPS = (
 
 
 @click.command("substitute", cls=Command)
-@option("--inflate", default="256MiB", help="Size of the target's linears, so that the link is what its passes wait for.")
+@option(
+    "--inflate",
+    default="256MiB",
+    help="Size of the target's linears, so that the link is what its passes wait for.",
+)
 @option("--link", default="1GB", help="Bytes a second of the link.")
 @option("--gamma", type=int, default=96)
 @option("--depth", type=int, default=24)
 @option("--width", type=int, default=4)
-@option("--bits", type=click.Choice(tuple(BITS)), default="int4", help="Of the ablation's substitute.")
+@option(
+    "--bits", type=click.Choice(tuple(BITS)), default="int4", help="Of the ablation's substitute."
+)
 @option("--limit", type=click.IntRange(min=1), default=4, help="Shipped prompts.")
 @option("--max-tokens", type=click.IntRange(min=8), default=96)
 @option("--temperature", "temperatures", type=float, multiple=True, default=(0.0, 1.0))
 @option("--only", type=click.Choice(("ablation", "quantise", "drafts")), help="One part of it.")
-@option("--cache", type=click.Path(path_type=Path, file_okay=False), help="Folder of quantised weights; without it they are made anew.")
+@option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of quantised weights; without it they are made anew.",
+)
 @options("threads", "json")
-def substitute(only: str | None, as_json: bool, threads: int, limit: int, max_tokens: int, temperatures: Sequence[float], **of_ablation: Any) -> None:
-    """Ablation over a streamed target, seconds to quantise, and tau of substitutes beside that of other drafts."""
+def substitute(
+    only: str | None,
+    as_json: bool,
+    threads: int,
+    limit: int,
+    max_tokens: int,
+    temperatures: Sequence[float],
+    **of_ablation: Any,
+) -> None:
+    """Ablation over a streamed target, seconds to quantise, and tau of substitutes beside that of
+    other drafts."""
     if find_spec("hqq") is None:
         raise UserError("the hqq package is not installed: pip install 'dovetail[subspec]'")
     kernels.set_threads(threads)
@@ -94,20 +119,27 @@ def substitute(only: str | None, as_json: bool, threads: int, limit: int, max_to
     if only in (None, "ablation"):
         result["ablation"] = ablation(prompts(limit), max_tokens, temperatures, **of_ablation)
     if only in (None, "drafts"):
-        result["drafts"] = [drafted(name, flags, limit, max_tokens, temperatures) for name, flags in DRAFTS.items()]
+        result["drafts"] = [
+            drafted(name, flags, limit, max_tokens, temperatures) for name, flags in DRAFTS.items()
+        ]
     report(result, as_json, lambda: show(result))
 
 
-# -- seconds to quantise ------------------------------------------------------------------------------------------------------------------------
+# -- seconds to quantise ---------------------------------------------------------------------------
 
 
 def quantised(weights: str) -> dict[str, Any]:
     """What it takes to make the codes of the embedded target."""
     _, made = load_substitute(str(TARGET), weights=weights, device="cpu")
-    return {"weights": weights, "seconds": made.seconds, "million_weights": made.weights / 1e6, "million_weights_per_s": made.weights / 1e6 / made.seconds}
+    return {
+        "weights": weights,
+        "seconds": made.seconds,
+        "million_weights": made.weights / 1e6,
+        "million_weights_per_s": made.weights / 1e6 / made.seconds,
+    }
 
 
-# -- ablation -----------------------------------------------------------------------------------------------------------------------------------
+# -- ablation --------------------------------------------------------------------------------------
 
 
 def prompts(limit: int) -> list[list[int]]:
@@ -135,8 +167,15 @@ def ablation(
     def stage(config: Mapping[str, Any], weights: str) -> Staging:
         return Staging((Place.STREAMED,) * sizes_of(config, weights).layers, limited)
 
-    target = load_language_model(str(TARGET), weights="fp32", device="cpu", inflate_bytes=size, stage=stage)
-    models = {shared: load_substitute(str(TARGET), weights=bits, device="cpu", inflate_bytes=size, folder=cache)[0] for shared in (False, True)}
+    target = load_language_model(
+        str(TARGET), weights="fp32", device="cpu", inflate_bytes=size, stage=stage
+    )
+    models = {
+        shared: load_substitute(
+            str(TARGET), weights=bits, device="cpu", inflate_bytes=size, folder=cache
+        )[0]
+        for shared in (False, True)
+    }
     share(models[True], target)
     rows = []
     for temperature in temperatures:
@@ -145,24 +184,67 @@ def ablation(
         alone: list[float] = []
         for number, text in enumerate(texts, 1):
             limited.waits = False
-            plain, _, seconds = decode(Verifier(target, Spans()), None, text, number, PLAIN_TOKENS, sampling, TreeSettings())
+            plain, _, seconds = decode(
+                Verifier(target, Spans()),
+                None,
+                text,
+                number,
+                PLAIN_TOKENS,
+                sampling,
+                TreeSettings(),
+            )
             alone.append((len(plain) - 1) / seconds)
             logs = []
             for step in STEPS:
                 limited.waits = step.waits
-                tree = TreeSettings(policy="beam", insist=True, gamma=gamma, depth=depth, width=width, sharpening=step.sharpening)
+                tree = TreeSettings(
+                    policy="beam",
+                    insist=True,
+                    gamma=gamma,
+                    depth=depth,
+                    width=width,
+                    sharpening=step.sharpening,
+                )
                 verifier, drafter = pair(target, models[step.shared], shared=step.shared)
-                log, rounds, seconds = decode(verifier, drafter, text, number, max_tokens, sampling, tree)
+                log, rounds, seconds = decode(
+                    verifier, drafter, text, number, max_tokens, sampling, tree
+                )
                 found[step.name].append((len(log) - 1, rounds, seconds))
                 logs.append(log[:max_tokens])
-            if any(log != logs[0] for log in logs) or logs[0][: len(plain)] != plain[: len(logs[0])]:
+            if (
+                any(log != logs[0] for log in logs)
+                or logs[0][: len(plain)] != plain[: len(logs[0])]
+            ):
                 raise UserError(f"prompt {number}: the steps do not write the same tokens")
         for name, cells in found.items():
             tokens, rounds, seconds = (sum(cell[part] for cell in cells) for part in range(3))
             rate = tokens / seconds
-            rows.append({"temperature": temperature, "step": name, "tau": tokens / rounds, "tokens_per_s": rate, "ratio": rate / fmean(alone)})
-        rows.append({"temperature": temperature, "step": "target alone, streamed", "tau": 1.0, "tokens_per_s": fmean(alone), "ratio": 1.0})
-    return {"rows": rows, "inflate": inflate, "link": link, "tree": f"{gamma}/{depth}/{width}", "bits": bits, "copied_s": size / limited.bytes_per_s}
+            rows.append(
+                {
+                    "temperature": temperature,
+                    "step": name,
+                    "tau": tokens / rounds,
+                    "tokens_per_s": rate,
+                    "ratio": rate / fmean(alone),
+                }
+            )
+        rows.append(
+            {
+                "temperature": temperature,
+                "step": "target alone, streamed",
+                "tau": 1.0,
+                "tokens_per_s": fmean(alone),
+                "ratio": 1.0,
+            }
+        )
+    return {
+        "rows": rows,
+        "inflate": inflate,
+        "link": link,
+        "tree": f"{gamma}/{depth}/{width}",
+        "bits": bits,
+        "copied_s": size / limited.bytes_per_s,
+    }
 
 
 def pair(target: LanguageModel, model: LanguageModel, *, shared: bool) -> tuple[Verifier, Drafter]:
@@ -181,16 +263,30 @@ def pair(target: LanguageModel, model: LanguageModel, *, shared: bool) -> tuple[
 
 
 def decode(
-    verifier: Verifier, drafter: Drafter | None, prompt: Sequence[int], number: int, tokens: int, sampling: Sampling, tree: TreeSettings
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    number: int,
+    tokens: int,
+    sampling: Sampling,
+    tree: TreeSettings,
 ) -> tuple[list[int], int, float]:
     """The reply, its rounds, and the seconds behind its first token."""
-    key, capacity, size = session_key(7, number, prompt), len(prompt) + tokens + 1, verifier._model.vocabulary_size
+    key, capacity, size = (
+        session_key(7, number, prompt),
+        len(prompt) + tokens + 1,
+        verifier._model.vocabulary_size,
+    )
     session = None
     if drafter is not None:
-        session = drafter.open(prompt, capacity=capacity, vocabulary_size=size, key=key, sampling=sampling, tree=tree)
+        session = drafter.open(
+            prompt, capacity=capacity, vocabulary_size=size, key=key, sampling=sampling, tree=tree
+        )
         if isinstance(session, SharedSession):
             session.number = number
-    (first,) = verifier.open(number, key=key, prompt=prompt, capacity=capacity, sampling=sampling, tree=tree)
+    (first,) = verifier.open(
+        number, key=key, prompt=prompt, capacity=capacity, sampling=sampling, tree=tree
+    )
     assert isinstance(first, First)
     reply, ends = [first.token], {*verifier._model.end}
     accepted: Sequence[int] = ()
@@ -200,7 +296,13 @@ def decode(
         if drafter is not None and session is not None:
             proposed = drafter.draft(session, accepted, reply[-1], shape).tree
         rounds += 1
-        item = VerifyItem(session=number, round=rounds, prefix=len(prompt) + len(reply), tokens=proposed.tokens, parents=proposed.parents)
+        item = VerifyItem(
+            session=number,
+            round=rounds,
+            prefix=len(prompt) + len(reply),
+            tokens=proposed.tokens,
+            parents=proposed.parents,
+        )
         (verdict,) = verifier.verify([item])
         assert isinstance(verdict, Verdict)
         accepted = verdict.item.accepted
@@ -208,34 +310,59 @@ def decode(
     return reply, rounds, time.perf_counter() - start
 
 
-# -- drafts side by side ------------------------------------------------------------------------------------------------------------------------
+# -- drafts side by side ---------------------------------------------------------------------------
 
 
-def drafted(name: str, flags: Mapping[str, str], limit: int, max_tokens: int, temperatures: Sequence[float]) -> dict[str, Any]:
+def drafted(
+    name: str, flags: Mapping[str, str], limit: int, max_tokens: int, temperatures: Sequence[float]
+) -> dict[str, Any]:
     """tau of a draft over the shipped prompts, by real processes."""
     found: dict[str, Any] = {"draft": name}
     with running({**flags, "draft.device": "cpu"}) as client:
         for temperature in temperatures:
             sampling = Sampling(temperature=temperature)
-            asked = [submit(client, turns[:1], sampling=sampling, tokens=max_tokens, seed=5, tree=TREE) for turns in PROMPTS[:limit]]
+            asked = [
+                submit(client, turns[:1], sampling=sampling, tokens=max_tokens, seed=5, tree=TREE)
+                for turns in PROMPTS[:limit]
+            ]
             ends = [finished.result for finished in complete_all(client, asked)]
-            found[f"tau at {temperature:g}"] = sum(len(result.token_ids) - 1 for result in ends) / sum(result.rounds for result in ends)
+            found[f"tau at {temperature:g}"] = sum(
+                len(result.token_ids) - 1 for result in ends
+            ) / sum(result.rounds for result in ends)
     return found
 
 
 def show(result: Mapping[str, Any]) -> None:
     if "quantise" in result:
-        rates = [(r["weights"], *(f"{r[k]:.2f}" for k in ("million_weights", "seconds", "million_weights_per_s"))) for r in result["quantise"]]
+        rates = [
+            (
+                r["weights"],
+                *(f"{r[k]:.2f}" for k in ("million_weights", "seconds", "million_weights_per_s")),
+            )
+            for r in result["quantise"]
+        ]
         print_table(("weights", "million weights", "s", "million/s"), rates)
     if "ablation" in result:
         told = result["ablation"]
         click.echo(
-            f"\nThe CPU stands for the GPU, and a link of {told['link']}/s for PCIe: a pass over the weights of the target, inflated to {told['inflate']}, "
-            f"takes {told['copied_s']:.3f} s to copy. Substitute of {told['bits']}, beam {told['tree']}."
+            f"\nThe CPU stands for the GPU, and a link of {told['link']}/s for PCIe: a pass "
+            f"over the weights of the target, inflated to {told['inflate']}, "
+            f"takes {told['copied_s']:.3f} s to copy. Substitute of {told['bits']}, beam "
+            f"{told['tree']}."
         )
-        cells = [(f"{r['temperature']:g}", r["step"], *(f"{r[k]:.2f}" for k in ("tau", "tokens_per_s", "ratio"))) for r in told["rows"]]
+        cells = [
+            (
+                f"{r['temperature']:g}",
+                r["step"],
+                *(f"{r[k]:.2f}" for k in ("tau", "tokens_per_s", "ratio")),
+            )
+            for r in told["rows"]
+        ]
         print_table(("T", "step", "tau", "tokens/s", "over streamed alone"), cells)
     if "drafts" in result:
         click.echo(f"\ntau, tree {TREE.gamma}/{TREE.depth}/{TREE.width}:")
         names = [key for key in result["drafts"][0] if key != "draft"]
-        print_table(("draft", *names), [(r["draft"], *(f"{r[name]:.2f}" for name in names)) for r in result["drafts"]])
+        print_table(
+            ("draft", *names),
+            [(r["draft"], *(f"{r[name]:.2f}" for name in names)) for r in result["drafts"]],
+        )

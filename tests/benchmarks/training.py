@@ -1,4 +1,5 @@
-"""The command `training`: tokens a second that a head learns from, forward and backward, with features from files."""
+"""The command `training`: tokens a second that a head learns from, forward and backward, with
+features from files."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -33,14 +34,41 @@ UNTIMED = 2
 
 
 @click.command(cls=Command)
-@option("--features", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True, help="What `dovetail features` has written.")
-@option("--kind", "names", type=click.Choice(tuple(KINDS)), multiple=True, default=tuple(KINDS), help="Can be repeated.")
+@option(
+    "--features",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    required=True,
+    help="What `dovetail features` has written.",
+)
+@option(
+    "--kind",
+    "names",
+    type=click.Choice(tuple(KINDS)),
+    multiple=True,
+    default=tuple(KINDS),
+    help="Can be repeated.",
+)
 @option("--steps", type=click.IntRange(min=1), default=8, help="Steps that are timed.")
-@option("--number", type=click.Choice(("fp32", "bf16")), default="fp32", help="What matrix products are computed in.")
+@option(
+    "--number",
+    type=click.Choice(("fp32", "bf16")),
+    default="fp32",
+    help="What matrix products are computed in.",
+)
 @option("--device", default="cpu", help="cpu or cuda:N.")
 @options("threads", "clock", "json")
-def training(features: Path, names: Sequence[str], steps: int, number: Literal["fp32", "bf16"], device: str, threads: int, clock: str, as_json: bool) -> None:
-    """Training tokens a second of each kind of head, with the losses and batches of its preset: those of a step over the median time of one."""
+def training(
+    features: Path,
+    names: Sequence[str],
+    steps: int,
+    number: Literal["fp32", "bf16"],
+    device: str,
+    threads: int,
+    clock: str,
+    as_json: bool,
+) -> None:
+    """Training tokens a second of each kind of head, with the losses and batches of its preset:
+    those of a step over the median time of one."""
     pin(threads)
     torch.set_num_threads(threads)
     now = time.perf_counter if clock == "wall" else time.process_time
@@ -62,15 +90,30 @@ def training(features: Path, names: Sequence[str], steps: int, number: Literal["
                 progress=lambda run, times=times: times.append((now(), run.tokens)),  # type: ignore[misc]
             )
             rows.append({"head": name, "parameters": trained.outcome.parameters, **rate_of(times)})
-    report({"device": device, "threads": threads, "number": number, "clock": clock, "rows": rows}, as_json, lambda: show(rows))
+    report(
+        {"device": device, "threads": threads, "number": number, "clock": clock, "rows": rows},
+        as_json,
+        lambda: show(rows),
+    )
 
 
 def rate_of(times: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """Tokens a second of the steps between the ends of the first and the last but one; `times` are the ends and the tokens by then."""
-    rates = [(after - before) / (end - begin) for (begin, before), (end, after) in pairwise(times[:-1])]
+    """Tokens a second of the steps between the ends of the first and the last but one; `times` are
+    the ends and the tokens by then."""
+    rates = [
+        (after - before) / (end - begin) for (begin, before), (end, after) in pairwise(times[:-1])
+    ]
     return {"tokens_per_s": estimate(rates).as_json()}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [(row["head"], row["parameters"], round(row["tokens_per_s"]["median"]), "{low:.0f}-{high:.0f}".format(**row["tokens_per_s"])) for row in rows]
+    cells = [
+        (
+            row["head"],
+            row["parameters"],
+            round(row["tokens_per_s"]["median"]),
+            "{low:.0f}-{high:.0f}".format(**row["tokens_per_s"]),
+        )
+        for row in rows
+    ]
     print_table(("head", "parameters", "tokens/s", "95 %"), cells)

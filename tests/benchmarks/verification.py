@@ -1,4 +1,5 @@
-"""T_V(M) and prefill of two engines that take turns, pass by pass, on the same cores and the same model."""
+"""T_V(M) and prefill of two engines that take turns, pass by pass, on the same cores and the same
+model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Pass:
-    """What is asked of both sides: `verify` so many rows behind a filled cache, or `prefill` so many."""
+    """What is asked of both sides: `verify` so many rows behind a filled cache, or `prefill` so
+    many."""
 
     do: str
     rows: int
@@ -31,8 +33,17 @@ class Comparison:
         return ratio(self.ours, self.theirs)
 
     def as_json(self) -> dict[str, Any]:
-        seconds = {"ours_s": estimate(self.ours).as_json(), "theirs_s": estimate(self.theirs).as_json()}
-        return {"pass": self.kind.do, "rows": self.kind.rows, "pairs": len(self.ours), **seconds, "ratio": self.ratio.as_json()}
+        seconds = {
+            "ours_s": estimate(self.ours).as_json(),
+            "theirs_s": estimate(self.theirs).as_json(),
+        }
+        return {
+            "pass": self.kind.do,
+            "rows": self.kind.rows,
+            "pairs": len(self.ours),
+            **seconds,
+            "ratio": self.ratio.as_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,11 @@ class Turn:
         return seconds
 
 
-def take_rounds(turns: Sequence[Sequence[Turn]], *, pairs: int, step: Callable[[str], None]) -> list[list[tuple[float, ...]]]:
-    """`pairs` rounds over all of `turns`, after some that are not counted; the turns of each take place one after the other. `step`: before every round."""
+def take_rounds(
+    turns: Sequence[Sequence[Turn]], *, pairs: int, step: Callable[[str], None]
+) -> list[list[tuple[float, ...]]]:
+    """`pairs` rounds over all of `turns`, after some that are not counted; the turns of each take
+    place one after the other. `step`: before every round."""
     measured: list[list[tuple[float, ...]]] = [[] for _ in turns]
     for number in range(-WARM_UP, pairs):
         step("warming up" if number < 0 else "")
@@ -59,8 +73,19 @@ def take_rounds(turns: Sequence[Sequence[Turn]], *, pairs: int, step: Callable[[
     return [seconds[WARM_UP:] for seconds in measured]
 
 
-def compare(ours: Side, theirs: Side, passes: Sequence[Pass], *, pairs: int, clock: str, step: Callable[[str], None]) -> list[Comparison]:
+def compare(
+    ours: Side,
+    theirs: Side,
+    passes: Sequence[Pass],
+    *,
+    pairs: int,
+    clock: str,
+    step: Callable[[str], None],
+) -> list[Comparison]:
     """All passes of both sides, alternating."""
     turns = [[Turn(side, kind.do, kind.rows, clock) for side in (ours, theirs)] for kind in passes]
     found = take_rounds(turns, pairs=pairs, step=step)
-    return [Comparison(kind, tuple(a for a, _ in seconds), tuple(b for _, b in seconds)) for kind, seconds in zip(passes, found, strict=True)]
+    return [
+        Comparison(kind, tuple(a for a, _ in seconds), tuple(b for _, b in seconds))
+        for kind, seconds in zip(passes, found, strict=True)
+    ]

@@ -1,1 +1,2 @@
-"""Clients that people have, against a running `dovetail serve`: each in an environment of its own, by one command."""
+"""Clients that people have, against a running `dovetail serve`: each in an environment of its own,
+by one command."""

@@ -8,7 +8,8 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 @dataclass(frozen=True)
 class ClientKind:
-    """A client of the HTTP API: a name, what pip installs for it, and the script that asserts what it should see."""
+    """A client of the HTTP API: a name, what pip installs for it, and the script that asserts what
+    it should see."""
 
     name: str
     requirements: tuple[str, ...]

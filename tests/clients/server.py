@@ -14,7 +14,8 @@ ENDING_S = 30.0
 
 @contextmanager
 def serving(*flags: str) -> Iterator[str]:
-    """Its URL; it has a runtime directory of its own, so that it meets no other server of this user."""
+    """Its URL; it has a runtime directory of its own, so that it meets no other server of this
+    user."""
     with tempfile.TemporaryDirectory(prefix="dt-") as folder:
         command = [
             sys.executable,
@@ -31,7 +32,13 @@ def serving(*flags: str) -> Iterator[str]:
             "cpu",
             *flags,
         ]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env={**os.environ, "XDG_RUNTIME_DIR": folder})
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "XDG_RUNTIME_DIR": folder},
+        )
         assert process.stdout is not None
         try:
             line = process.stdout.readline()

@@ -1,7 +1,8 @@
 """What is done with the dashboard by hand: the documentation's pictures, and what looking costs.
 
-A real coordinator with the embedded pair decodes all the while. For the pictures its target is inflated, so that the page shows what a real one would; for the
-costs requests go to the coordinator itself, so that the HTTP process does nothing but answer those who look.
+A real coordinator with the embedded pair decodes all the while. For the pictures its target is
+inflated, so that the page shows what a real one would; for the costs requests go to the coordinator
+itself, so that the HTTP process does nothing but answer those who look.
 """
 
 import itertools
@@ -32,7 +33,11 @@ from support.web import Api, api
 ROOT = Path(__file__).resolve().parent.parent.parent
 WARM_S = 25.0
 """How long it has decoded before its picture is taken."""
-SIZES = {"dashboard-light": (1000, 1330, False), "dashboard-dark": (1000, 1330, True), "dashboard-phone": (360, 900, False)}
+SIZES = {
+    "dashboard-light": (1000, 1330, False),
+    "dashboard-dark": (1000, 1330, True),
+    "dashboard-phone": (360, 900, False),
+}
 LIVE = "document.querySelectorAll('#tree .node.a').length > 1"
 TEMPLATE_FONTS = "@font-face"
 
@@ -43,7 +48,13 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=ROOT / "launch" / "pictures", show_default=True, help="Folder.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=ROOT / "launch" / "pictures",
+    show_default=True,
+    help="Folder.",
+)
 @click.option("--inflate", default="256MiB", show_default=True, help="Size of the target.")
 @click.option("--whole", is_flag=True, help="The whole page instead of what a window shows of it.")
 def pictures(out: Path, inflate: str, whole: bool) -> None:
@@ -56,15 +67,21 @@ def pictures(out: Path, inflate: str, whole: bool) -> None:
         step = opened.enter_context(progress_bar(len(SIZES) + 2, "pictures"))
         step("decoding")
         stack, _ = opened.enter_context(started({"draft.device": "cpu", "target.inflate": inflate}))
-        server = opened.enter_context(api(stack.address, "--policy=dynamic", "--tree.insist=true", "--http.model=demo"))
+        server = opened.enter_context(
+            api(stack.address, "--policy=dynamic", "--tree.insist=true", "--http.model=demo")
+        )
         browser = opened.enter_context(chromium(program))
         opened.enter_context(talking(server.url))
         _look_for(server, WARM_S)
         for name, (width, height, dark) in SIZES.items():
             step(name)
-            _photograph(browser, server.url, out / f"{name}.png", width, height, dark=dark, whole=whole)
+            _photograph(
+                browser, server.url, out / f"{name}.png", width, height, dark=dark, whole=whole
+            )
         step("top")
-        (out / "top.svg").write_text(_terminal(server.client.get(STATE_PATH).json()), encoding="utf-8")
+        (out / "top.svg").write_text(
+            _terminal(server.client.get(STATE_PATH).json()), encoding="utf-8"
+        )
     note(f"written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
@@ -76,21 +93,36 @@ def _look_for(server: Api, seconds: float) -> None:
         time.sleep(EVERY_S)
 
 
-def _photograph(browser: Browser, url: str, path: Path, width: int, height: int, *, dark: bool, whole: bool) -> None:
+def _photograph(
+    browser: Browser, url: str, path: Path, width: int, height: int, *, dark: bool, whole: bool
+) -> None:
     tab = browser.page()
     tab.open(url, width=width, height=height, dark=dark)
     deadline = time.monotonic() + PATIENCE_S
-    while not tab.value(LIVE) and time.monotonic() < deadline:  # a round with an accepted path shows what there is to see
+    while (
+        not tab.value(LIVE) and time.monotonic() < deadline
+    ):  # a round with an accepted path shows what there is to see
         time.sleep(0.2)
     tab.small_picture(path, whole=whole)
     tab.close()
 
 
 def _terminal(picture: dict[str, Any]) -> str:
-    console = Console(width=80, height=30, record=True, force_terminal=True, color_system="truecolor", file=_Nowhere(), legacy_windows=False)
+    console = Console(
+        width=80,
+        height=30,
+        record=True,
+        force_terminal=True,
+        color_system="truecolor",
+        file=_Nowhere(),
+        legacy_windows=False,
+    )
     console.print(page(picture, Standing(), console), end="")
     drawn = console.export_svg(title="dovetail top", theme=MONOKAI)
-    return "".join(part.partition("}")[2] if place else part for place, part in enumerate(drawn.split(TEMPLATE_FONTS)))  # fonts from elsewhere
+    return "".join(
+        part.partition("}")[2] if place else part
+        for place, part in enumerate(drawn.split(TEMPLATE_FONTS))
+    )  # fonts from elsewhere
 
 
 class _Nowhere:
@@ -103,21 +135,47 @@ class _Nowhere:
         """There is nothing."""
 
 
-# -- costs ----------------------------------------------------------------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------
 
 
 @main.command()
-@click.option("--seconds", type=click.FloatRange(min=2.0), default=12.0, show_default=True, help="Of each measurement.")
-@click.option("--turns", type=click.IntRange(min=2), default=6, show_default=True, help="With so many pages and without any, in turns.")
-@click.option("--pages", type=click.IntRange(min=1), default=1, show_default=True, help="That are open.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=2.0),
+    default=12.0,
+    show_default=True,
+    help="Of each measurement.",
+)
+@click.option(
+    "--turns",
+    type=click.IntRange(min=2),
+    default=6,
+    show_default=True,
+    help="With so many pages and without any, in turns.",
+)
+@click.option(
+    "--pages", type=click.IntRange(min=1), default=1, show_default=True, help="That are open."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def cost(seconds: float, turns: int, pages: int, as_json: bool) -> None:
-    """What open pages cost the HTTP process and the coordinator while two sessions decode, and what is paid when nobody looks."""
-    with progress_bar(2 * turns, "measurements") as step, started({"draft.device": "cpu"}) as (stack, client):
+    """What open pages cost the HTTP process and the coordinator while two sessions decode, and what
+    is paid when nobody looks."""
+    with (
+        progress_bar(2 * turns, "measurements") as step,
+        started({"draft.device": "cpu"}) as (stack, client),
+    ):
         coordinator = psutil.Process(client.status().pid)
         with api(stack.address) as server, _decoding(stack):
             processes = {"http": psutil.Process(server.process.pid), "coordinator": coordinator}
-            shares: dict[str, list[float]] = {name: [] for name in ("http, nobody", "http, looking", "coordinator, nobody", "coordinator, looking")}
+            shares: dict[str, list[float]] = {
+                name: []
+                for name in (
+                    "http, nobody",
+                    "http, looking",
+                    "coordinator, nobody",
+                    "coordinator, looking",
+                )
+            }
             rounds = []
             for _ in range(turns):
                 for looking in (0, pages):
@@ -129,18 +187,51 @@ def cost(seconds: float, turns: int, pages: int, as_json: bool) -> None:
                     rounds.append((client.status().rounds - before) / seconds)
             size = len(server.client.get(STATE_PATH).content)
     found = {name: estimate([100 * share for share in of]) for name, of in shares.items()}
-    paid = estimate([100 * (late - early) for early, late in zip(shares["http, nobody"], shares["http, looking"], strict=True)])
-    asked = estimate([100 * (late - early) for early, late in zip(shares["coordinator, nobody"], shares["coordinator, looking"], strict=True)])
+    paid = estimate(
+        [
+            100 * (late - early)
+            for early, late in zip(shares["http, nobody"], shares["http, looking"], strict=True)
+        ]
+    )
+    asked = estimate(
+        [
+            100 * (late - early)
+            for early, late in zip(
+                shares["coordinator, nobody"], shares["coordinator, looking"], strict=True
+            )
+        ]
+    )
     _report(pages, found, paid, asked, size, sum(rounds) / len(rounds), as_json=as_json)
 
 
-def _report(pages: int, found: dict[str, Estimate], paid: Estimate, asked: Estimate, size: int, rounds_per_s: float, *, as_json: bool) -> None:
+def _report(
+    pages: int,
+    found: dict[str, Estimate],
+    paid: Estimate,
+    asked: Estimate,
+    size: int,
+    rounds_per_s: float,
+    *,
+    as_json: bool,
+) -> None:
     rows = {**found, f"http: {pages} open": paid, f"coordinator: {pages} open": asked}
     if as_json:
         told = {name: value.as_json() for name, value in rows.items()}
-        click.echo(json.dumps({"pages": pages, "percent_of_a_core": told, "bytes_an_answer": size, "rounds_per_s": rounds_per_s}))
+        click.echo(
+            json.dumps(
+                {
+                    "pages": pages,
+                    "percent_of_a_core": told,
+                    "bytes_an_answer": size,
+                    "rounds_per_s": rounds_per_s,
+                }
+            )
+        )
         return
-    print_table(("per cent of a core", "median", "low", "high"), [(name, *value.as_json().values()) for name, value in rows.items()])
+    print_table(
+        ("per cent of a core", "median", "low", "high"),
+        [(name, *value.as_json().values()) for name, value in rows.items()],
+    )
     note(f"{size} bytes an answer, one a page and {EVERY_S:g} s; {rounds_per_s:.0f} rounds/s")
 
 
@@ -179,7 +270,10 @@ def _decoding(stack: Stack) -> Iterator[None]:
         with stack.connect() as client:
             for number in itertools.count():
                 chosen = [PROMPTS[(2 * number + place) % len(PROMPTS)][:1] for place in range(2)]
-                complete_all(client, [client.submit(turns=turns, max_tokens=200, seed=number) for turns in chosen])
+                complete_all(
+                    client,
+                    [client.submit(turns=turns, max_tokens=200, seed=number) for turns in chosen],
+                )
                 if ended.is_set():
                     return
 

@@ -1,4 +1,5 @@
-"""A browser for all tests of this folder, and the embedded pair behind a server with requests that run."""
+"""A browser for all tests of this folder, and the embedded pair behind a server with requests that
+run."""
 
 from collections.abc import Iterator
 
@@ -29,5 +30,8 @@ def page(browser: Browser) -> Iterator[Page]:
 @pytest.fixture(scope="session")
 def server(stack: Stack) -> Iterator[Api]:
     """The embedded pair over HTTP, with two chats that go on and on."""
-    with api(stack.address, "--policy=dynamic", "--tree.insist=true") as started, talking(started.url):
+    with (
+        api(stack.address, "--policy=dynamic", "--tree.insist=true") as started,
+        talking(started.url),
+    ):
         yield started

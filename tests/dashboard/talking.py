@@ -17,7 +17,10 @@ TOKENS = 300
 def talking(url: str, *, streams: int = 2, speculate: bool = True) -> Iterator[None]:
     """So many chats at a time, one after the other, until the end of the block."""
     ended = threading.Event()
-    threads = [threading.Thread(target=_talk, args=(url, ended, first, speculate), daemon=True) for first in range(streams)]
+    threads = [
+        threading.Thread(target=_talk, args=(url, ended, first, speculate), daemon=True)
+        for first in range(streams)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -32,8 +35,16 @@ def _talk(url: str, ended: threading.Event, first: int, speculate: bool) -> None
     with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
         for number in itertools.count(first, 3):
             content = PROMPTS[number % len(PROMPTS)][0]
-            body = {"messages": [{"role": "user", "content": content}], "max_tokens": TOKENS, "stream": True, "dovetail": {"speculate": speculate}}
-            with contextlib.suppress(httpx.HTTPError), client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            body = {
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": TOKENS,
+                "stream": True,
+                "dovetail": {"speculate": speculate},
+            }
+            with (
+                contextlib.suppress(httpx.HTTPError),
+                client.stream("POST", "/v1/chat/completions", json=body) as reply,
+            ):
                 for _ in reply.iter_lines():
                     if ended.is_set():
                         return

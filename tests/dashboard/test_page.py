@@ -1,4 +1,5 @@
-"""The dashboard in a browser, before a real server: what it shows, to whom, by which keys, and that it comes back.
+"""The dashboard in a browser, before a real server: what it shows, to whom, by which keys, and that
+it comes back.
 
 By `python -m pytest -m slow tests/dashboard`, where Chromium is installed.
 """
@@ -42,13 +43,30 @@ def live(page: Page, server: Api) -> Iterator[Page]:
 
 def test_it_shows_workers_figures_and_a_tree_and_goes_on(live: Page) -> None:
     assert "Speculation is on." in " ".join(live.text("#speculation").split())
-    assert live.value("[...document.querySelectorAll('#workers h3')].map(h => h.textContent)") == ["target", "draft"]
+    assert live.value("[...document.querySelectorAll('#workers h3')].map(h => h.textContent)") == [
+        "target",
+        "draft",
+    ]
     workers = live.text("#workers")
-    assert all(word in workers for word in ("fingerprint", "epoch", "round trip", "clock known within", "a round", "binding", "pid"))
+    assert all(
+        word in workers
+        for word in (
+            "fingerprint",
+            "epoch",
+            "round trip",
+            "clock known within",
+            "a round",
+            "binding",
+            "pid",
+        )
+    )
     live.until("parseFloat(document.querySelectorAll('#figures dd')[0].textContent) > 1")
     assert float(live.value("document.querySelectorAll('#figures dd')[1].textContent")) > 1.0
     live.until("document.querySelector('#devices .curve').getAttribute('d').split('L').length > 2")
-    live.until("[...document.querySelectorAll('#devices strong')].every(value => value.textContent.startsWith('busy '))")
+    live.until(
+        "[...document.querySelectorAll('#devices strong')].every(value => "
+        "value.textContent.startsWith('busy '))"
+    )
     assert "just now it " in live.text("#devices")
     before = live.text("#tree-words")
     live.until(f"document.getElementById('tree-words').innerText !== {json.dumps(before)}")
@@ -57,9 +75,16 @@ def test_it_shows_workers_figures_and_a_tree_and_goes_on(live: Page) -> None:
 def test_the_tree_is_the_one_that_the_server_tells_of(live: Page) -> None:
     live.value("document.getElementById('pause').click()")
     live.until("document.getElementById('link').dataset.state === 'paused'")
-    counts = {kind: live.value(f"document.querySelectorAll('#tree .node.{kind}').length") for kind in "arnb"}
+    counts = {
+        kind: live.value(f"document.querySelectorAll('#tree .node.{kind}').length")
+        for kind in "arnb"
+    }
     offered, verified, accepted = _counts(live)
-    assert (counts["a"], counts["a"] + counts["r"], counts["a"] + counts["r"] + counts["n"]) == (accepted, verified, offered)
+    assert (counts["a"], counts["a"] + counts["r"], counts["a"] + counts["r"] + counts["n"]) == (
+        accepted,
+        verified,
+        offered,
+    )
     assert counts["b"] == 1
     assert live.value("document.querySelectorAll('#tree .edge.a').length") == accepted
     live.value("document.querySelector('#tree-details summary').click()")
@@ -70,16 +95,24 @@ def test_the_tree_is_the_one_that_the_server_tells_of(live: Page) -> None:
 def _counts(page: Page) -> tuple[int, int, int]:
     """Nodes offered, verified and accepted, in the words above the tree."""
     words = page.text("#tree-words").replace(",", "").split()
-    offered, verified, accepted = (int(words[words.index(word) - (2 if word == "offered" else 1)]) for word in ("offered", "verified", "accepted"))
+    offered, verified, accepted = (
+        int(words[words.index(word) - (2 if word == "offered" else 1)])
+        for word in ("offered", "verified", "accepted")
+    )
     return offered, verified, accepted
 
 
 def test_fates_are_told_apart_without_colour(live: Page) -> None:
     """Each has a mark of its own shape, and an outline of its own."""
     live.value("document.getElementById('pause').click()")
-    shapes = live.value("[...document.querySelectorAll('#legend .mark')].map(m => m.getAttribute('d'))")
+    shapes = live.value(
+        "[...document.querySelectorAll('#legend .mark')].map(m => m.getAttribute('d'))"
+    )
     assert len(set(shapes)) == len(shapes) == 4
-    dashed = "[...document.querySelectorAll('#legend rect')].map(r => getComputedStyle(r).strokeDasharray + getComputedStyle(r).strokeWidth)"
+    dashed = (
+        "[...document.querySelectorAll('#legend rect')].map(r => "
+        "getComputedStyle(r).strokeDasharray + getComputedStyle(r).strokeWidth)"
+    )
     assert len(set(live.value(dashed)[:3])) == 3
 
 
@@ -100,7 +133,10 @@ def test_everything_can_be_read(page: Page, server: Api, width: int, dark: bool)
 def test_the_switch_of_colours_goes_before_the_system(live: Page) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = live.value(ground)
-    choose = "(theme => { const t = document.getElementById('theme'); t.value = theme; t.dispatchEvent(new Event('change')); })"
+    choose = (
+        "(theme => { const t = document.getElementById('theme'); t.value = theme; "
+        "t.dispatchEvent(new Event('change')); })"
+    )
     live.value(f"{choose}('dark')")
     dark = live.value(ground)
     assert dark != light
@@ -116,7 +152,15 @@ def test_everything_is_reached_by_keys_and_seen_when_it_is(live: Page) -> None:
     for _ in range(7):
         live.press("Tab")
         reached.append(check(live, "focus"))
-    assert [focus["name"] for focus in reached] == ["skip", "pause", "theme", "session", "tree", "SUMMARY", "BODY"]
+    assert [focus["name"] for focus in reached] == [
+        "skip",
+        "pause",
+        "theme",
+        "session",
+        "tree",
+        "SUMMARY",
+        "BODY",
+    ]
     assert all(focus["seen"] for focus in reached[:-1])
 
 
@@ -136,11 +180,28 @@ def test_keys_pause_it_and_have_it_go_on(live: Page) -> None:
 
 def test_every_control_and_picture_has_a_name(live: Page) -> None:
     nodes = live.call("Accessibility.getFullAXTree")["nodes"]
-    wanted = ("button", "combobox", "textbox", "region", "image", "table", "main", "heading", "article")
-    roles = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored") and node["role"]["value"] in wanted]
+    wanted = (
+        "button",
+        "combobox",
+        "textbox",
+        "region",
+        "image",
+        "table",
+        "main",
+        "heading",
+        "article",
+    )
+    roles = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in nodes
+        if not node.get("ignored") and node["role"]["value"] in wanted
+    ]
     assert {role for role, name in roles if not name} <= {"main"}
     assert {"button", "combobox", "image", "heading"} <= {role for role, _ in roles}
-    assert live.value("[...document.querySelectorAll('[id]')].length === new Set([...document.querySelectorAll('[id]')].map(n => n.id)).size")
+    assert live.value(
+        "[...document.querySelectorAll('[id]')].length === new "
+        "Set([...document.querySelectorAll('[id]')].map(n => n.id)).size"
+    )
 
 
 def test_it_asks_only_its_server_and_once_a_second(live: Page, server: Api) -> None:
@@ -153,7 +214,10 @@ def test_it_asks_only_its_server_and_once_a_second(live: Page, server: Api) -> N
 
 
 def test_a_hidden_page_asks_nothing(live: Page) -> None:
-    live.value("Object.defineProperty(document, 'hidden', {value: true, configurable: true}); document.dispatchEvent(new Event('visibilitychange'))")
+    live.value(
+        "Object.defineProperty(document, 'hidden', {value: true, configurable: true}); "
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
     live.value("new Promise(done => setTimeout(done, 1500))")
     asked = len(live.requests)
     live.value("new Promise(done => setTimeout(done, 2500))")
@@ -165,7 +229,9 @@ def test_a_hidden_page_asks_nothing(live: Page) -> None:
 def test_little_motion_is_none_for_who_wants_it_so(page: Page, server: Api) -> None:
     page.open(server.url, still=True)
     page.until(DRAWN)
-    assert page.value("getComputedStyle(document.querySelector('.bar > span')).transitionDuration") in ("0s", "0s, 0s")
+    assert page.value(
+        "getComputedStyle(document.querySelector('.bar > span')).transitionDuration"
+    ) in ("0s", "0s, 0s")
 
 
 def test_what_peers_call_themselves_and_what_models_say_is_never_html(page: Page) -> None:
@@ -184,18 +250,30 @@ def test_what_peers_call_themselves_and_what_models_say_is_never_html(page: Page
     assert EVIL in page.text("#workers")
     assert page.value("document.querySelectorAll('main b, main img, main script').length") == 0
     assert page.value("window.evil") is None
-    assert [message for message in page.messages if "TrustedHTML" in message or "Content Security" in message] == []
+    assert [
+        message
+        for message in page.messages
+        if "TrustedHTML" in message or "Content Security" in message
+    ] == []
 
 
 def test_the_policy_stops_what_would_take_text_for_html(live: Page) -> None:
-    refused = "(() => { try { document.body.innerHTML = '<p>x'; return ''; } catch (error) { return error.name; } })()"
+    refused = (
+        "(() => { try { document.body.innerHTML = '<p>x'; return ''; } catch (error) { "
+        "return error.name; } })()"
+    )
     assert live.value(refused) == "TypeError"
-    injected = "new Promise(done => { const s = document.createElement('img'); s.onerror = () => done('stopped'); s.src = 'http://127.0.0.2:9/x.png'; })"
+    injected = (
+        "new Promise(done => { const s = document.createElement('img'); s.onerror = () "
+        "=> done('stopped'); s.src = 'http://127.0.0.2:9/x.png'; })"
+    )
     assert live.value(injected) == "stopped"
     live.messages.clear()
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(browser: Browser, page: Page, server: Api, stack: Any, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(
+    browser: Browser, page: Page, server: Api, stack: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "keys"
     file.write_text(KEY, encoding="utf-8")
     file.chmod(0o600)
@@ -207,12 +285,17 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(browser: Brow
         page.press("Enter")
         page.until("document.getElementById('key-words').textContent.includes('does not take')")
         page.type(KEY)
-        page.value("[...document.querySelectorAll('#key-form button')].find(button => button.textContent === 'Send the key').click()")
+        page.value(
+            "[...document.querySelectorAll('#key-form button')].find(button => "
+            "button.textContent === 'Send the key').click()"
+        )
         page.until(LIVE)
         page.until("document.activeElement.id === 'main'")
         page.until(DRAWN)
         assert page.value("document.querySelector('#tree .node.root text').textContent") == "root"
-        assert page.value("[...document.querySelectorAll('#tree .node text:not(.rank)')].length") == 1
+        assert (
+            page.value("[...document.querySelectorAll('#tree .node text:not(.rank)')].length") == 1
+        )
         assert "not shown" in page.text("#about")
         page.reload()
         page.until(LIVE)
@@ -258,8 +341,13 @@ def test_without_workers_and_without_a_draft_it_says_so(page: Page) -> None:
         assert "is not possible: no target worker is registered" in page.text("#speculation")
         assert "No worker is registered" in page.text("#workers")
         house.add(ScriptedTarget, "target")
-        page.until("document.getElementById('speculation-words').textContent.includes('no draft worker is registered')")
-        assert page.value("document.getElementById('speculation').dataset.state") == "alone", "nobody wanted one: no fault"
+        page.until(
+            "document.getElementById('speculation-words').textContent.includes('no draft "
+            "worker is registered')"
+        )
+        assert page.value("document.getElementById('speculation').dataset.state") == "alone", (
+            "nobody wanted one: no fault"
+        )
     assert [message for message in page.messages if "status of 503" not in message] == []
 
 
@@ -269,6 +357,12 @@ def test_without_scripts_it_says_what_to_do(page: Page, server: Api) -> None:
     deadline, found = time.monotonic() + 60.0, 0
     while not found:
         assert time.monotonic() < deadline, "where scripts run it is no element but text"
-        with contextlib.suppress(AssertionError):  # the document may become another between the two questions
-            found = page.call("DOM.querySelector", nodeId=page.call("DOM.getDocument")["root"]["nodeId"], selector="noscript p")["nodeId"]
+        with contextlib.suppress(
+            AssertionError
+        ):  # the document may become another between the two questions
+            found = page.call(
+                "DOM.querySelector",
+                nodeId=page.call("DOM.getDocument")["root"]["nodeId"],
+                selector="noscript p",
+            )["nodeId"]
     assert "dovetail top" in page.call("DOM.getOuterHTML", nodeId=found)["outerHTML"]

@@ -1,4 +1,5 @@
-"""What the device is, and how fast bytes move: in its own memory, and between it and pinned memory of the host. The CPU may stand for it."""
+"""What the device is, and how fast bytes move: in its own memory, and between it and pinned memory
+of the host. The CPU may stand for it."""
 
 import platform
 import subprocess
@@ -16,16 +17,25 @@ TIMES = 8
 def describe(device: torch.device) -> dict[str, str]:
     """Name, capability, memory, driver and torch build."""
     if device.type != "cuda":
-        return {"device": f"the CPU in place of a GPU ({platform.processor() or platform.machine()})", "torch": torch.__version__}
+        return {
+            "device": f"the CPU in place of a GPU ({platform.processor() or platform.machine()})",
+            "torch": torch.__version__,
+        }
     facts = torch.cuda.get_device_properties(device)
-    query = ["nvidia-smi", f"--id={device.index}", "--query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        f"--id={device.index}",
+        "--query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current",
+        "--format=csv,noheader",
+    ]
     try:
         told = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
         driver = told.stdout.strip() or told.stderr.strip()
     except OSError as error:
         driver = f"nvidia-smi cannot be asked: {error.strerror}"
     return {
-        "device": f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 1e9:.1f} GB, {facts.multi_processor_count} SMs",
+        "device": f"{facts.name}, compute capability {facts.major}.{facts.minor}, "
+        f"{facts.total_memory / 1e9:.1f} GB, {facts.multi_processor_count} SMs",
         "driver; PCIe generation and width": driver,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
     }

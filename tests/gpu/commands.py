@@ -1,7 +1,7 @@
 """Every check and figure that wants a GPU, in one command and under nine minutes, with no network.
 
-Each step is a process of its own with a limit of time: one that fails or hangs is named, with its last words, and the others go on. What they found is written
-as they find it.
+Each step is a process of its own with a limit of time: one that fails or hangs is named, with its
+last words, and the others go on. What they found is written as they find it.
 """
 
 import json
@@ -46,18 +46,47 @@ class Step:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--device", default="cuda:0", show_default=True, help="cuda:N; or cpu in place of a GPU, or pretended, the CPU behind the rules of one.")
-@click.option("--vram", default="8,12,24", show_default=True, help="Caps of the device's memory in GB.")
-@click.option("--quick", is_flag=True, help="Sizes at which figures mean nothing, to see that everything runs.")
-@click.option("--only", multiple=True, type=click.Choice([*LIMITS]), help="These steps; can be repeated.  [default: all]")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File for all results, JSON, written after every step.")
+@click.option(
+    "--device",
+    default="cuda:0",
+    show_default=True,
+    help="cuda:N; or cpu in place of a GPU, or pretended, the CPU behind the rules of one.",
+)
+@click.option(
+    "--vram", default="8,12,24", show_default=True, help="Caps of the device's memory in GB."
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Sizes at which figures mean nothing, to see that everything runs.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice([*LIMITS]),
+    help="These steps; can be repeated.  [default: all]",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for all results, JSON, written after every step.",
+)
 @click.option("--step", hidden=True, type=click.Choice([*LIMITS]))
 @click.option("--work", hidden=True, type=click.Path(file_okay=False, path_type=Path))
-def main(device: str, vram: str, quick: bool, only: Sequence[str], out: Path | None, step: str | None, work: Path | None) -> None:
-    """Check and measure what only a GPU can show; one table at the end: wanted, measured, whether it holds.
+def main(
+    device: str,
+    vram: str,
+    quick: bool,
+    only: Sequence[str],
+    out: Path | None,
+    step: str | None,
+    work: Path | None,
+) -> None:
+    """Check and measure what only a GPU can show; one table at the end: wanted, measured, whether
+    it holds.
 
-    Exit code 1 if a check fails: tokens that differ beyond a near-tie, a test, memory beyond its cap, a step that ends early. A figure that misses what is
-    wanted of it does not fail.
+    Exit code 1 if a check fails: tokens that differ beyond a near-tie, a test, memory beyond its
+    cap, a step that ends early. A figure that misses what is wanted of it does not fail.
     """
     caps = _caps(vram)
     if step is not None:
@@ -76,12 +105,21 @@ def main(device: str, vram: str, quick: bool, only: Sequence[str], out: Path | N
             left = LIMIT_S - (time.monotonic() - began)
             limit = min(left, LIMITS[name])
             note(f"{name}: at most {limit:.0f} s, {left:.0f} s left for all")
-            done.append(_run(name, place, limit, [f"--device={device}", f"--vram={vram}", *(["--quick"] if quick else [])]))
+            done.append(
+                _run(
+                    name,
+                    place,
+                    limit,
+                    [f"--device={device}", f"--vram={vram}", *(["--quick"] if quick else [])],
+                )
+            )
             if out is not None:
                 out.write_text(json.dumps([asdict(s) for s in done], indent=1), encoding="utf-8")
     _show(done)
     note(f"{time.monotonic() - began:.0f} s" + (f"; {out} is written" if out is not None else ""))
-    failed = any(s.failure or any(line.kind == "check" and not line.holds for line in s.lines) for s in done)
+    failed = any(
+        s.failure or any(line.kind == "check" and not line.holds for line in s.lines) for s in done
+    )
     raise SystemExit(1 if failed else 0)
 
 
@@ -109,11 +147,18 @@ def _run(name: str, place: Path, limit: float, flags: Sequence[str]) -> Step:
     start, log = time.monotonic(), place / f"{name}.log"
     command = [sys.executable, str(TESTS / "gpu"), f"--step={name}", f"--work={place}", *flags]
     # what a step caches goes with it, and nothing is asked of a network
-    environment = {**os.environ, "XDG_CACHE_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(place / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     failure = ""
     with (
         log.open("w", encoding="utf-8") as said,
-        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, env=environment) as process,
+        subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        ) as process,
     ):
         reader = _Follower(log)
         while process.poll() is None:
@@ -129,7 +174,12 @@ def _run(name: str, place: Path, limit: float, flags: Sequence[str]) -> Step:
     if failure:
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:]
         note("\n".join(f"  {name} | {line}" for line in last))
-    return Step(name, round(time.monotonic() - start, 1), failure, [*Report(place / f"{name}.jsonl").lines()])
+    return Step(
+        name,
+        round(time.monotonic() - start, 1),
+        failure,
+        [*Report(place / f"{name}.jsonl").lines()],
+    )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -185,7 +235,9 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
         report.note("link, pinned", f"{there:.1f} GB/s to the device, {back:.1f} GB/s back")
         report.note("memory", f"{chip.memory_gb_s(opened.torch_device, size):.0f} GB/s")
     elif device == PRETENDED:
-        report.note("offload", f"left out: {device} has neither times nor a limit of memory of its own")
+        report.note(
+            "offload", f"left out: {device} has neither times nor a limit of memory of its own"
+        )
     else:
         from gpu import offload
 
@@ -194,7 +246,17 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
 
 def _tests(report: Report, device: str) -> None:
     """Every test that is marked gpu; without one that they can be collected."""
-    command = [sys.executable, "-m", "pytest", str(TESTS), "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(TESTS),
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     if device in ("cpu", PRETENDED):
         command.append("--collect-only")
     elif not device.endswith(":0"):
@@ -202,17 +264,36 @@ def _tests(report: Report, device: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
     said = found.stdout.strip().splitlines()
     report.check(
-        "pytest -m gpu" + (", collected" if device in ("cpu", PRETENDED) else ""), found.returncode == 0, said[-1] if said else found.stderr.strip(), "all pass"
+        "pytest -m gpu" + (", collected" if device in ("cpu", PRETENDED) else ""),
+        found.returncode == 0,
+        said[-1] if said else found.stderr.strip(),
+        "all pass",
     )
     if found.returncode:
         note("\n".join((*said[-60:], *found.stderr.splitlines()[-10:])))
 
 
 def _show(done: Sequence[Step]) -> None:
-    rows = [(step.name, line.name, line.measured, line.wanted, _word(line)) for step in done for line in step.lines]
-    rows += [(step.name, "the step", step.failure, "ends by itself", "NO") for step in done if step.failure]
+    rows = [
+        (step.name, line.name, line.measured, line.wanted, _word(line))
+        for step in done
+        for line in step.lines
+    ]
+    rows += [
+        (step.name, "the step", step.failure, "ends by itself", "NO")
+        for step in done
+        if step.failure
+    ]
     print_table(("step", "what", "measured", "wanted", "holds"), rows)
 
 
 def _word(line: Line) -> str:
-    return "" if line.holds is None else "yes" if line.holds else "NO" if line.kind == "check" else "missed"
+    return (
+        ""
+        if line.holds is None
+        else "yes"
+        if line.holds
+        else "NO"
+        if line.kind == "check"
+        else "missed"
+    )

@@ -1,7 +1,9 @@
-"""Every kind of draft on a device, through real processes: the replies are the target's own, each is drafted for to its end, and tau is as on the CPU.
+"""Every kind of draft on a device, through real processes: the replies are the target's own, each
+is drafted for to its end, and tau is as on the CPU.
 
-Eagle, Dovetail and the small model are those of the demonstration; heads of the other kinds have random weights, which nothing is accepted of, so that of
-them only the tokens, and that they draft, mean anything.
+Eagle, Dovetail and the small model are those of the demonstration; heads of the other kinds have
+random weights, which nothing is accepted of, so that of them only the tokens, and that they draft,
+mean anything.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +21,16 @@ from support.stacks import running
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TAU = 0.9
 """Of the CPU's draft: rounding and narrower weights cost little."""
-SIZES = {"hidden": 256, "target_width": 256, "vocabulary": 4096, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 512, "gain": 1.0}
+SIZES = {
+    "hidden": 256,
+    "target_width": 256,
+    "vocabulary": 4096,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 32,
+    "intermediate": 512,
+    "gain": 1.0,
+}
 """Of a head for the demonstration's target."""
 
 
@@ -39,7 +50,12 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "eagle": Kind({"draft.kind": "eagle"}, weights=("fp16", "int8")),
         "dovetail": Kind({"draft.kind": "dovetail"}, weights=("fp16", "int4")),
     }
-    for name, contrast in (("eagle3", True), ("jakiro", True), ("jakiro", False), ("jakiro-star", True)):
+    for name, contrast in (
+        ("eagle3", True),
+        ("jakiro", True),
+        ("jakiro", False),
+        ("jakiro-star", True),
+    ):
         head = write_head(folder / f"{name}-{contrast}", variant(name))
         flags = {"draft.model": str(head)} | ({} if contrast else {"draft.contrast": "false"})
         found[name if contrast else f"{name} without contrast"] = Kind(flags, trained=False)
@@ -50,7 +66,11 @@ def kinds(folder: Path) -> dict[str, Kind]:
 
 def variant(name: str) -> Variant:
     """A variant of `support.heads` for the demonstration's target."""
-    taps = {"draft_vocabulary": 1024, "taps": (2, 4, 6)} if name == "eagle3" else {"draft_vocabulary": 4096}
+    taps = (
+        {"draft_vocabulary": 1024, "taps": (2, 4, 6)}
+        if name == "eagle3"
+        else {"draft_vocabulary": 4096}
+    )
     return replace(VARIANTS[name], **SIZES, **taps)  # type: ignore[arg-type]
 
 
@@ -68,7 +88,9 @@ def run(report: Report, device: str, folder: Path, progress: Callable[[str], Non
                 if kind.trained and here is None:
                     with running({**kind.flags, "draft.device": "cpu"}) as client:
                         here = replies_of(client, prompts, tokens, TREE)
-                with running({**kind.flags, "draft.device": device, "draft.weights": weights}) as client:
+                with running(
+                    {**kind.flags, "draft.device": device, "draft.weights": weights}
+                ) as client:
                     found = replies_of(client, prompts, tokens, TREE)
             except DovetailError as error:
                 report.check(called, False, str(error).splitlines()[0])
@@ -79,7 +101,11 @@ def run(report: Report, device: str, folder: Path, progress: Callable[[str], Non
 
 def _check_drafting(report: Report, name: str, found: Replies, here: Replies | None) -> None:
     """Whether every reply was drafted for to its end, and how well."""
-    failures = [reply.result.draft_failure for reply in found.values() if reply.result.draft_failure is not None]
+    failures = [
+        reply.result.draft_failure
+        for reply in found.values()
+        if reply.result.draft_failure is not None
+    ]
     nodes = sum(reply.result.drafted_tokens for reply in found.values())
     said = failures[0].error if failures else f"{nodes} nodes verified"
     report.check(f"{name}: drafting", not failures and nodes > 0, said, "no failure")
@@ -88,10 +114,16 @@ def _check_drafting(report: Report, name: str, found: Replies, here: Replies | N
         if here is None:
             report.note(f"{name}: tau at T = {temperature:g}", f"{tau:.2f}")
         else:
-            report.figure(f"{name}: tau at T = {temperature:g} over the CPU's {_tau(here, temperature):.2f}", tau / _tau(here, temperature), least=TAU)
+            report.figure(
+                f"{name}: tau at T = {temperature:g} over the CPU's {_tau(here, temperature):.2f}",
+                tau / _tau(here, temperature),
+                least=TAU,
+            )
 
 
 def _tau(replies: Replies, temperature: float) -> float:
     """Tokens that a round brought."""
     results = [reply.result for (_, heat), reply in replies.items() if heat == temperature]
-    return sum(result.completion_tokens - 1 for result in results) / sum(result.rounds for result in results)
+    return sum(result.completion_tokens - 1 for result in results) / sum(
+        result.rounds for result in results
+    )

@@ -1,4 +1,5 @@
-"""Real processes with layers on a device, against a target on the CPU alone: the same tokens, or a margin that says why not."""
+"""Real processes with layers on a device, against a target on the CPU alone: the same tokens, or a
+margin that says why not."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -14,7 +15,8 @@ from support.stacks import PROMPTS, running, submit
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TEMPERATURES = (0.0, 1.0)
 TIES = {"fp32": NEAR_TIE, "half": NEAR_TIE, "int8": 0.3}
-"""Margins that rounding decides. In int8 an input that is rounded the other way moves a logit by up to 3 % of the largest, which is about 10."""
+"""Margins that rounding decides. In int8 an input that is rounded the other way moves a logit by up
+to 3 % of the largest, which is about 10."""
 FEWER = ("split", "streamed", "unified")
 """With weights of other types than fp32."""
 SEED = 11
@@ -22,7 +24,10 @@ SEED = 11
 
 def placements(device: str, weights: str) -> dict[str, dict[str, str]]:
     """Flags by name; the embedded target has 8 layers."""
-    draft, own = {"draft.device": device, "target.weights": weights}, {"target.device": device, "target.weights": weights}
+    draft, own = (
+        {"draft.device": device, "target.weights": weights},
+        {"target.device": device, "target.weights": weights},
+    )
     found = {
         "draft": draft,
         "split": {**draft, "target.split.device": device, "target.split.layers": "4"},
@@ -32,7 +37,12 @@ def placements(device: str, weights: str) -> dict[str, dict[str, str]]:
         "prompts read": {**draft, "target.prefill": device},
     }
     if find_spec("hqq") is not None:
-        found["unified"] = {**own, "draft.kind": "substitute", "draft.share": "true", "target.resident": "2"}
+        found["unified"] = {
+            **own,
+            "draft.kind": "substitute",
+            "draft.share": "true",
+            "target.resident": "2",
+        }
     return found
 
 
@@ -40,7 +50,10 @@ def run(report: Report, device: str, progress: Callable[[str], None]) -> None:
     """Every placement, greedily and sampled."""
     prompts, tokens = (1, 16) if report.quick else (4, 64)
     if find_spec("hqq") is None:
-        report.note("unified", "left out: the hqq package is not installed (pip install 'dovetail[subspec]')")
+        report.note(
+            "unified",
+            "left out: the hqq package is not installed (pip install 'dovetail[subspec]')",
+        )
     for weights in ("fp32",) if report.quick else ("fp32", "half", "int8"):
         with running({"draft.device": "cpu", "target.weights": weights}) as client:
             expected = replies_of(client, prompts, tokens, None)
@@ -61,10 +74,18 @@ Replies = Mapping[tuple[int, float], Finished]
 
 
 def replies_of(client: Client, prompts: int, tokens: int, tree: TreeSettings | None) -> Replies:
-    """Return the replies to the first prompts by their numbers and temperatures; without a tree those of the target alone."""
+    """Return the replies to the first prompts by their numbers and temperatures; without a tree
+    those of the target alone."""
     return {
         (number, temperature): client.complete(
-            submit(client, PROMPTS[number][:1], sampling=Sampling(temperature=temperature), tokens=tokens, seed=SEED, tree=tree)
+            submit(
+                client,
+                PROMPTS[number][:1],
+                sampling=Sampling(temperature=temperature),
+                tokens=tokens,
+                seed=SEED,
+                tree=tree,
+            )
         )
         for number in range(prompts)
         for temperature in TEMPERATURES
@@ -72,11 +93,17 @@ def replies_of(client: Client, prompts: int, tokens: int, tree: TreeSettings | N
 
 
 def compare(report: Report, name: str, found: Replies, expected: Replies, tie: float) -> None:
-    """Check that replies are the same, or part where the target's two best choices lie closer than `tie`."""
+    """Check that replies are the same, or part where the target's two best choices lie closer than
+    `tie`."""
     widest, parted = 0.0, 0
     for (number, temperature), reply in found.items():
         if (difference := first_difference(reply, expected[number, temperature])) is not None:
             parted, widest = parted + 1, max(widest, difference.margin)
-            report.note(f"{name}: prompt {number}, T = {temperature:g}", f"parts at token {difference.position}, margin {difference.margin:.1e}")
-    same = f"{len(found) - parted} of {len(found)} replies the same" + (f", widest margin {widest:.1e}" if parted else "")
+            report.note(
+                f"{name}: prompt {number}, T = {temperature:g}",
+                f"parts at token {difference.position}, margin {difference.margin:.1e}",
+            )
+    same = f"{len(found) - parted} of {len(found)} replies the same" + (
+        f", widest margin {widest:.1e}" if parted else ""
+    )
     report.check(name, widest < tie, same, f"the same, or margins < {tie:g}")

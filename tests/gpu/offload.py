@@ -1,7 +1,9 @@
-"""A large target that does not fit: what its passes cost under a cap of the device's memory, what its substitute as a draft is worth there, and what each part
-of that adds. Engines only, in one process, as a unified worker has them: the times are those of the device.
+"""A large target that does not fit: what its passes cost under a cap of the device's memory, what
+its substitute as a draft is worth there, and what each part of that adds. Engines only, in one
+process, as a unified worker has them: the times are those of the device.
 
-The target is read once. For every cap its layers are placed anew, resident or streamed from the same pinned blobs.
+The target is read once. For every cap its layers are placed anew, resident or streamed from the
+same pinned blobs.
 """
 
 import gc
@@ -30,12 +32,24 @@ from dovetail.workers.devices.cuda import CudaTransfer
 from dovetail.workers.drafter import SUBSTITUTE_SHARPENING, Drafter
 from dovetail.workers.models import staged, substitute
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.device_codes import DeviceSubstitute, SharedLayer, load_device_substitute
+from dovetail.workers.models.device_codes import (
+    DeviceSubstitute,
+    SharedLayer,
+    load_device_substitute,
+)
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.placement import Demand, Place, coded_bytes, place_layers, sizes_of
 from dovetail.workers.models.quantize import GROUP, Codes
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.staged import KernelEngine, Reader, Stage, StagedCache, StagedPass, Staging, TorchEngine
+from dovetail.workers.models.staged import (
+    KernelEngine,
+    Reader,
+    Stage,
+    StagedCache,
+    StagedPass,
+    Staging,
+    TorchEngine,
+)
 from dovetail.workers.models.states import Kept
 from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
 from dovetail.workers.speculation.proposal import Shape as Proposed
@@ -50,9 +64,13 @@ CONTEXT_ROWS = 256
 PROMPT_ROWS = 2048
 PCIE4_GB_S = 25.0
 """Of 16 lanes, as measured from pinned memory on such machines; the link of the papers' tables."""
-BEAM = TreeSettings(policy="beam", insist=True, gamma=288, depth=48, width=6, sharpening=SUBSTITUTE_SHARPENING)
+BEAM = TreeSettings(
+    policy="beam", insist=True, gamma=288, depth=48, width=6, sharpening=SUBSTITUTE_SHARPENING
+)
 """SubSpec's tree."""
-SMALL_BEAM = TreeSettings(policy="beam", insist=True, gamma=24, depth=6, width=4, sharpening=SUBSTITUTE_SHARPENING)
+SMALL_BEAM = TreeSettings(
+    policy="beam", insist=True, gamma=24, depth=6, width=4, sharpening=SUBSTITUTE_SHARPENING
+)
 KEY = bytes(16)
 LOOP = 20
 """Tokens; of longer replies that repeat so many the rest does not count."""
@@ -72,7 +90,8 @@ class PinnedOnce(CudaTransfer):
 
 
 class InOrder(PinnedOnce):
-    """Copies stand among what is computed, and nothing goes on beside them: the ablation's other side."""
+    """Copies stand among what is computed, and nothing goes on beside them: the ablation's other
+    side."""
 
     def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         target.copy_(source, non_blocking=True)
@@ -115,30 +134,53 @@ class Bench:
 
     def __init__(self, report: Report, device: Device, folder: Path, shape: Shape) -> None:
         self.report, self.device, self.shape = report, device, shape
-        self.on_cpu, capture = device.torch_device.type == "cpu", device.capture or (lambda function: function)
+        self.on_cpu, capture = (
+            device.torch_device.type == "cpu",
+            device.capture or (lambda function: function),
+        )
         if self.on_cpu:
-            staged.engine_of = lambda transfer: TorchEngine(transfer.device)  # the CPU computes as a GPU does
+            staged.engine_of = lambda transfer: TorchEngine(
+                transfer.device
+            )  # the CPU computes as a GPU does
         self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device.index)
         self.in_order = HostInOrder() if self.on_cpu else InOrder(device.torch_device.index)
         self.target = self._timed("target read and pinned", lambda: self._open_target(folder))
         back = self.target.back_end
         assert isinstance(back, staged.Staged)
         self.staged = back
-        self.link = chip.link_gb_s(device.torch_device, chip.QUICK_BYTES if report.quick else chip.COPY_BYTES)[0]
-        self.memory = chip.memory_gb_s(device.torch_device, chip.QUICK_BYTES if report.quick else chip.COPY_BYTES)
+        self.link = chip.link_gb_s(
+            device.torch_device, chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
+        )[0]
+        self.memory = chip.memory_gb_s(
+            device.torch_device, chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
+        )
         ready: Sequence[Any] = back._stages[0]._layers
         self.layers = list(zip(back._stages[0]._plans, ready, strict=True))
         if find_spec("hqq") is None:
-            report.note("codes", "by rounding to the nearest: the hqq package is not installed, and tau is lower than with it")
+            report.note(
+                "codes",
+                "by rounding to the nearest: the hqq package is not installed, and tau is "
+                "lower than with it",
+            )
             substitute.check_installed, substitute.quantise = lambda: None, nearest
-        made = self._timed("substitute made", lambda: load_device_substitute(self.target, capture, weights="int4"))
+        made = self._timed(
+            "substitute made", lambda: load_device_substitute(self.target, capture, weights="int4")
+        )
         self.substitute = made[0]
-        report.note("of that quantised", f"{made[1].weights / 1e9:.2f} billion weights in {made[1].seconds:.1f} s")
+        report.note(
+            "of that quantised",
+            f"{made[1].weights / 1e9:.2f} billion weights in {made[1].seconds:.1f} s",
+        )
         own = self.substitute.back_end
         assert isinstance(own, DeviceSubstitute)
         self.own, self._coded = own, list(own._coded)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.prompts = [tokenizer.apply_chat_template([{"role": "user", "content": turns[0]}], add_generation_prompt=True)["input_ids"] for turns in PROMPTS]
+        self.prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": turns[0]}], add_generation_prompt=True
+            )["input_ids"]
+            for turns in PROMPTS
+        ]
 
     def place(self, resident: int, transfer: HostTransfer | PinnedOnce | None = None) -> None:
         """So many layers stay on the device, spread evenly; the others pass through."""
@@ -151,7 +193,11 @@ class Bench:
         if not self.on_cpu:
             torch.cuda.empty_cache()
         for index, (plan, ready) in enumerate(self.layers):
-            stage.take(plan, ready._blob, streamed=not (index + 1) * resident // count > index * resident // count)
+            stage.take(
+                plan,
+                ready._blob,
+                streamed=not (index + 1) * resident // count > index * resident // count,
+            )
         stage.finish()
         for index, layer in stage.settled.items():
             self.own._coded[index] = SharedLayer(layer)
@@ -168,7 +214,15 @@ class Bench:
         over.once(max(rows))
         return {count: statistics.median(over.once(count) for _ in range(times)) for count in rows}
 
-    def play(self, prompt: Sequence[int], tokens: int, *, tree: TreeSettings | None, shared: bool = True, temperature: float = 0.0) -> Played:
+    def play(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        tree: TreeSettings | None,
+        shared: bool = True,
+        temperature: float = 0.0,
+    ) -> Played:
         """Decode; without a tree by the target alone."""
         verifier = Verifier(self.target, Spans())
         sampling = Sampling(temperature=temperature)
@@ -180,29 +234,56 @@ class Bench:
             verifier.rows_beside = drafter.rows_beside
         elif tree is not None:
             drafter = Drafter(self.substitute, Spans())
-        options = {"key": KEY, "prompt": prompt, "capacity": len(prompt) + tokens + shape.most_nodes + 2, "sampling": sampling, "tree": shape}
+        options = {
+            "key": KEY,
+            "prompt": prompt,
+            "capacity": len(prompt) + tokens + shape.most_nodes + 2,
+            "sampling": sampling,
+            "tree": shape,
+        }
         (first,) = (event for event in verifier.open(1, **options) if isinstance(event, First))  # type: ignore[arg-type]
-        session = None if drafter is None else drafter.open(**options, vocabulary_size=self.target.vocabulary_size)  # type: ignore[arg-type]
+        session = (
+            None
+            if drafter is None
+            else drafter.open(**options, vocabulary_size=self.target.vocabulary_size)
+        )  # type: ignore[arg-type]
         if isinstance(session, SharedSession):
             session.number = 1
-        said, margins, accepted, rounds, draft_s, verify_s = [first.token], [first.margin], (), 0, 0.0, 0.0
+        said, margins, accepted, rounds, draft_s, verify_s = (
+            [first.token],
+            [first.margin],
+            (),
+            0,
+            0.0,
+            0.0,
+        )
         start = time.perf_counter()
         while len(said) < tokens and not _loops(said):
             began = time.perf_counter()
             offered, parents = (), ()
             if drafter is not None and session is not None:
-                tree_of = drafter.draft(session, accepted, said[-1], Proposed(shape.gamma, shape.depth, shape.width)).tree
+                tree_of = drafter.draft(
+                    session, accepted, said[-1], Proposed(shape.gamma, shape.depth, shape.width)
+                ).tree
                 offered, parents = tree_of.tokens, tree_of.parents
             drafted = time.perf_counter()
             rounds += 1
-            item = VerifyItem(session=1, round=rounds, prefix=len(prompt) + len(said), tokens=offered, parents=parents)
+            item = VerifyItem(
+                session=1,
+                round=rounds,
+                prefix=len(prompt) + len(said),
+                tokens=offered,
+                parents=parents,
+            )
             (verdict,) = verifier.verify([item])
             assert isinstance(verdict, Verdict), verdict
             accepted = verdict.item.accepted
             said += [*(offered[node] for node in accepted), verdict.item.bonus]
             margins += verdict.item.margins
             draft_s, verify_s = draft_s + drafted - began, verify_s + time.perf_counter() - drafted
-        return Played(tuple(said), tuple(margins), time.perf_counter() - start, rounds, draft_s, verify_s)
+        return Played(
+            tuple(said), tuple(margins), time.perf_counter() - start, rounds, draft_s, verify_s
+        )
 
     def _open_target(self, folder: Path) -> LanguageModel:
         def stage(config: Any, _weights: str) -> Staging:
@@ -221,18 +302,28 @@ def nearest(weight: Tensor, bits: int, device: torch.device) -> Codes:
     """Codes by the extremes of each group."""
     rows, inputs = weight.shape
     groups = -(-inputs // GROUP)
-    parts = torch.nn.functional.pad(weight.to(device).float(), (0, groups * GROUP - inputs), mode="replicate").view(rows, groups, GROUP)
+    parts = torch.nn.functional.pad(
+        weight.to(device).float(), (0, groups * GROUP - inputs), mode="replicate"
+    ).view(rows, groups, GROUP)
     low, high = parts.amin(2), parts.amax(2)
     scales = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-6).half()
-    codes = ((parts - low[..., None]) / scales.float()[..., None]).round().clamp(0, (1 << bits) - 1).to(torch.uint8)
+    codes = (
+        ((parts - low[..., None]) / scales.float()[..., None])
+        .round()
+        .clamp(0, (1 << bits) - 1)
+        .to(torch.uint8)
+    )
     offsets = (low + (1 << bits - 1) * scales.float()).half()
     return Codes(bits, inputs, codes.view(rows, -1).cpu(), scales.cpu(), offsets.cpu())
 
 
 def _loops(tokens: Sequence[int]) -> bool:
-    """Whether the last tokens were said before: a tiny model goes round in circles where it is greedy, and what comes then is too easily guessed."""
+    """Whether the last tokens were said before: a tiny model goes round in circles where it is
+    greedy, and what comes then is too easily guessed."""
     last = tuple(tokens[-LOOP:])
-    return len(tokens) > LOOP and any(tuple(tokens[at : at + LOOP]) == last for at in range(len(tokens) - LOOP))
+    return len(tokens) > LOOP and any(
+        tuple(tokens[at : at + LOOP]) == last for at in range(len(tokens) - LOOP)
+    )
 
 
 def _lent(verifier: Verifier, number: int) -> Lent:
@@ -240,14 +331,24 @@ def _lent(verifier: Verifier, number: int) -> Lent:
     return Lent(log, substitute.shared_cache(cache), first)
 
 
-def run(report: Report, device: Device, caps: Sequence[float], work: Path, progress: Callable[[str], None]) -> None:
+def run(
+    report: Report,
+    device: Device,
+    caps: Sequence[float],
+    work: Path,
+    progress: Callable[[str], None],
+) -> None:
     """Everything."""
     shape = SMALL if report.quick else SEVEN
     if device.torch_device.type != "cpu":
         _cap(device, max(caps))
     progress("the target is made")
     size = grow(shape, work / "model", device.torch_device)
-    report.note("target", f"{shape.layers} layers of {shape.hidden} states and {shape.units} units, {size / 1e9:.2f} GB of fp16")
+    report.note(
+        "target",
+        f"{shape.layers} layers of {shape.hidden} states and {shape.units} units, "
+        f"{size / 1e9:.2f} GB of fp16",
+    )
     bench = Bench(report, device, work / "model", shape)
     for cap in caps:
         progress(f"{cap:g} GB")
@@ -270,7 +371,8 @@ def _cap(device: Device, cap: float) -> None:
 
 
 def _under(bench: Bench, cap: float) -> None:
-    """All figures of one cap of the device's memory; on the CPU so many hundredths of the layers stay."""
+    """All figures of one cap of the device's memory; on the CPU so many hundredths of the layers
+    stay."""
     report, device = bench.report, bench.device
     config = {**bench.staged._model.config.to_dict(), "dtype": "float16"}
     sizes = sizes_of(config, "fp16")
@@ -279,20 +381,42 @@ def _under(bench: Bench, cap: float) -> None:
     else:
         bench.place(0)
         _cap(device, cap)
-        resident = place_layers(sizes, Demand(device=device.name, device_bytes=int(cap * 1e9) - coded_bytes(sizes, "fp16", 4))).resident
+        resident = place_layers(
+            sizes,
+            Demand(device=device.name, device_bytes=int(cap * 1e9) - coded_bytes(sizes, "fp16", 4)),
+        ).resident
     bench.place(resident)
     layers = len(bench.layers)
-    report.note(f"{cap:g} GB: placement", f"{resident} of {layers} layers resident, {bench.streamed_bytes / 1e9:.2f} GB streamed a pass")
+    report.note(
+        f"{cap:g} GB: placement",
+        f"{resident} of {layers} layers resident, {bench.streamed_bytes / 1e9:.2f} GB streamed "
+        "a pass",
+    )
     target = bench.passes(bench.target, ROWS)
     for rows, taken in target.items():
-        report.note(f"{cap:g} GB: {'t_T' if rows == 1 else f'T_V({rows})'}", f"{1e3 * taken:.2f} ms")
+        report.note(
+            f"{cap:g} GB: {'t_T' if rows == 1 else f'T_V({rows})'}", f"{1e3 * taken:.2f} ms"
+        )
     if resident < layers:
-        report.figure(f"{cap:g} GB: streaming, share of a pinned copy", 100 * bench.streamed_bytes / target[1] / 1e9 / bench.link, " %", least=90)
+        report.figure(
+            f"{cap:g} GB: streaming, share of a pinned copy",
+            100 * bench.streamed_bytes / target[1] / 1e9 / bench.link,
+            " %",
+            least=90,
+        )
     tree = SMALL_BEAM if report.quick else BEAM
     level = bench.passes(bench.substitute, [tree.width])[tree.width]
     step_bytes = _step_bytes(bench, resident, sizes.head)
-    report.note(f"{cap:g} GB: t_D of a level of {tree.width} rows", f"{1e3 * level:.2f} ms, {step_bytes / 1e9:.2f} GB")
-    report.figure(f"{cap:g} GB: draft step, share of memory bandwidth", 100 * step_bytes / level / 1e9 / bench.memory, " %", least=60)
+    report.note(
+        f"{cap:g} GB: t_D of a level of {tree.width} rows",
+        f"{1e3 * level:.2f} ms, {step_bytes / 1e9:.2f} GB",
+    )
+    report.figure(
+        f"{cap:g} GB: draft step, share of memory bandwidth",
+        100 * step_bytes / level / 1e9 / bench.memory,
+        " %",
+        least=60,
+    )
     _rounds(bench, cap, tree, target, level)
     if not bench.on_cpu:
         peak = torch.cuda.max_memory_reserved(device.torch_device) / 1e9
@@ -306,24 +430,45 @@ def _step_bytes(bench: Bench, resident: int, head: int) -> int:
     coded = weights // GROUP * (GROUP // 2 + 4)
     cache = bench.own.new_cache(1)
     assert isinstance(cache, KVCache)
-    return (layers - resident) * coded + resident * 2 * weights + head + cache.row_bytes * CONTEXT_ROWS
+    return (
+        (layers - resident) * coded + resident * 2 * weights + head + cache.row_bytes * CONTEXT_ROWS
+    )
 
 
-def _rounds(bench: Bench, cap: float, tree: TreeSettings, target: dict[int, float], level: float) -> None:
+def _rounds(
+    bench: Bench, cap: float, tree: TreeSettings, target: dict[int, float], level: float
+) -> None:
     """Plain offloading and speculation, and what the parts say of it."""
     report, quick = bench.report, bench.report.quick
     plain_tokens, tokens = (6, 24) if quick else (12, 160)
     for temperature in (0.0,) if quick else (0.0, 0.6):
-        plain = [bench.play(prompt, plain_tokens, tree=None, temperature=temperature) for prompt in bench.prompts[:1]]
-        drafted = [bench.play(prompt, tokens, tree=tree, temperature=temperature) for prompt in bench.prompts[: 2 if quick else 4]]
+        plain = [
+            bench.play(prompt, plain_tokens, tree=None, temperature=temperature)
+            for prompt in bench.prompts[:1]
+        ]
+        drafted = [
+            bench.play(prompt, tokens, tree=tree, temperature=temperature)
+            for prompt in bench.prompts[: 2 if quick else 4]
+        ]
         name = f"{cap:g} GB, T = {temperature:g}"
-        report.check(f"{name}: same tokens as the target alone", *_compared(plain[0], drafted[0]), "the same, or parted at a near-tie")
+        report.check(
+            f"{name}: same tokens as the target alone",
+            *_compared(plain[0], drafted[0]),
+            "the same, or parted at a near-tie",
+        )
         plain_rate, rate, tau = _rate(plain), _rate(drafted), _tau(drafted)
         rounds = sum(d.rounds for d in drafted)
         report.note(f"{name}: plain offloading", f"{plain_rate:.2f} tokens/s")
         report.note(f"{name}: SubSpec", f"{rate:.2f} tokens/s, tau {tau:.2f} over {rounds} rounds")
-        parts = 1e3 * sum(d.draft_s for d in drafted) / rounds, 1e3 * sum(d.verify_s for d in drafted) / rounds
-        report.note(f"{name}: a round", f"draft {parts[0]:.1f} ms ({parts[0] / tree.depth:.2f} a level), verify {parts[1]:.1f} ms")
+        parts = (
+            1e3 * sum(d.draft_s for d in drafted) / rounds,
+            1e3 * sum(d.verify_s for d in drafted) / rounds,
+        )
+        report.note(
+            f"{name}: a round",
+            f"draft {parts[0]:.1f} ms ({parts[0] / tree.depth:.2f} a level), verify "
+            f"{parts[1]:.1f} ms",
+        )
         verified = target[289] if tree.gamma == 288 else target[16]
         ratio, predicted = rate / plain_rate, tau * target[1] / (tree.depth * level + verified)
         bound = {0.0: 9.0, 0.6: 8.0}[temperature] if cap == 8 else None
@@ -331,13 +476,24 @@ def _rounds(bench: Bench, cap: float, tree: TreeSettings, target: dict[int, floa
         report.figure(f"{name}: formula, off by", 100 * abs(ratio / predicted - 1.0), " %", most=10)
         streams = bench.streamed_bytes / 1e9 / PCIE4_GB_S
         slow = tau * max(target[1], streams) / (tree.depth * level + max(verified, streams))
-        report.note(f"{name}: the same by the formula at PCIe 4 x16", f"{slow:.2f} ({PCIE4_GB_S:g} GB/s; here {bench.link:.1f} GB/s and {predicted:.2f})")
+        report.note(
+            f"{name}: the same by the formula at PCIe 4 x16",
+            f"{slow:.2f} ({PCIE4_GB_S:g} GB/s; here {bench.link:.1f} GB/s and {predicted:.2f})",
+        )
 
 
 def _compared(alone: Played, drafted: Played) -> tuple[bool, str]:
-    """Whether two runs are the same as far as the shorter goes, up to a near-tie; and how that reads."""
+    """Whether two runs are the same as far as the shorter goes, up to a near-tie; and how that
+    reads."""
     pairs = zip(alone.tokens, drafted.tokens, alone.margins, drafted.margins, strict=False)
-    parted = next(((position, max(a, b)) for position, (one, other, a, b) in enumerate(pairs) if one != other), None)
+    parted = next(
+        (
+            (position, max(a, b))
+            for position, (one, other, a, b) in enumerate(pairs)
+            if one != other
+        ),
+        None,
+    )
     if parted is None:
         return True, f"{min(len(alone.tokens), len(drafted.tokens))} tokens, the same"
     return parted[1] < NEAR_TIE, f"they part at token {parted[0]}, margin {parted[1]:.1e}"
@@ -358,13 +514,20 @@ def _ablation(bench: Bench) -> None:
     plain = _rate([bench.play(bench.prompts[0], 4 if quick else 8, tree=None)])
     for name, shape, shared, transfer in cases:
         bench.place(0, transfer)
-        played = [bench.play(prompt, tokens, tree=shape, shared=shared) for prompt in bench.prompts[: 2 if quick else 4]]
+        played = [
+            bench.play(prompt, tokens, tree=shape, shared=shared)
+            for prompt in bench.prompts[: 2 if quick else 4]
+        ]
         rate, tau = _rate(played), _tau(played)
-        bench.report.note(f"ablation: {name}", f"{rate:.2f} tokens/s, {rate / plain:.2f} of plain offloading, tau {tau:.2f}")
+        bench.report.note(
+            f"ablation: {name}",
+            f"{rate:.2f} tokens/s, {rate / plain:.2f} of plain offloading, tau {tau:.2f}",
+        )
 
 
 def _prefill(bench: Bench) -> None:
-    """A long prompt through some layers: read by the device for the CPU, and by the CPU's kernels."""
+    """A long prompt through some layers: read by the device for the CPU, and by the CPU's
+    kernels."""
     rows, few = (64, 2) if bench.report.quick else (PROMPT_ROWS, 4)
     layers = [(plan, ready._blob) for plan, ready in bench.layers[:few]]
     bench.place(0)
@@ -372,13 +535,28 @@ def _prefill(bench: Bench) -> None:
     stage = Stage(0, 0, KernelEngine(), None)
     for plan, blob in layers:
         stage.take(plan, blob, streamed=False)
-    states = torch.randn(rows, bench.shape.hidden, generator=torch.Generator().manual_seed(1)) / math.sqrt(bench.shape.hidden)
+    states = torch.randn(
+        rows, bench.shape.hidden, generator=torch.Generator().manual_seed(1)
+    ) / math.sqrt(bench.shape.hidden)
     seen = StagedPass(torch.arange(rows), [Segment(StagedCache([stage.new_cache(rows)]), 0, rows)])
     found: list[Tensor] = []
-    read = chip.seconds_of(bench.device.torch_device, lambda: found.append(reader.run(states.clone(), seen, Kept())), times=2)
+    read = chip.seconds_of(
+        bench.device.torch_device,
+        lambda: found.append(reader.run(states.clone(), seen, Kept())),
+        times=2,
+    )
     start = time.perf_counter()
     expected = stage.run(states.clone(), seen, Kept())
     own = time.perf_counter() - start
     off = float((found[0].cpu() - expected).norm() / expected.norm())
-    bench.report.check(f"prefill of {rows} tokens: the device's states against the kernels'", off < 1e-3, f"{off:.1e}", "< 1e-3")
-    bench.report.figure(f"streamed prefill of {rows} tokens over the CPU's with {torch.get_num_threads()} threads", own / read, least=5)
+    bench.report.check(
+        f"prefill of {rows} tokens: the device's states against the kernels'",
+        off < 1e-3,
+        f"{off:.1e}",
+        "< 1e-3",
+    )
+    bench.report.figure(
+        f"streamed prefill of {rows} tokens over the CPU's with {torch.get_num_threads()} threads",
+        own / read,
+        least=5,
+    )

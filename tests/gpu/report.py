@@ -1,4 +1,5 @@
-"""What a step finds, one line of JSON each, written as soon as it is known: what a step that is ended leaves behind still counts."""
+"""What a step finds, one line of JSON each, written as soon as it is known: what a step that is
+ended leaves behind still counts."""
 
 import json
 from collections.abc import Iterator
@@ -35,17 +36,42 @@ class Report:
     def note(self, name: str, measured: str) -> None:
         self._add(Line("note", name, measured))
 
-    def figure(self, name: str, value: float, unit: str = "", *, least: float | None = None, most: float | None = None) -> None:
+    def figure(
+        self,
+        name: str,
+        value: float,
+        unit: str = "",
+        *,
+        least: float | None = None,
+        most: float | None = None,
+    ) -> None:
         """A number of which a bound is wanted."""
-        wanted = f">= {least:g}{unit}" if least is not None else f"<= {most:g}{unit}" if most is not None else ""
-        holds = None if self.quick or not wanted else (least is None or value >= least) and (most is None or value <= most)
+        wanted = (
+            f">= {least:g}{unit}"
+            if least is not None
+            else f"<= {most:g}{unit}"
+            if most is not None
+            else ""
+        )
+        holds = (
+            None
+            if self.quick or not wanted
+            else (least is None or value >= least) and (most is None or value <= most)
+        )
         self._add(Line("figure", name, f"{value:.3g}{unit}", wanted, holds))
 
     def check(self, name: str, holds: bool, measured: str, wanted: str = "") -> None:
         self._add(Line("check", name, measured, wanted, holds))
 
     def _add(self, line: Line) -> None:
-        note(f"  {line.name}: {line.measured}" + ("" if line.holds is None else f" ({'holds' if line.holds else 'DOES NOT HOLD'}: {line.wanted})"))
+        note(
+            f"  {line.name}: {line.measured}"
+            + (
+                ""
+                if line.holds is None
+                else f" ({'holds' if line.holds else 'DOES NOT HOLD'}: {line.wanted})"
+            )
+        )
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(asdict(line)) + "\n")
 

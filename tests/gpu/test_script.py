@@ -1,4 +1,5 @@
-"""The command runs where there is no GPU, the CPU in place of one: so it does not rot between two machines that have one."""
+"""The command runs where there is no GPU, the CPU in place of one: so it does not rot between two
+machines that have one."""
 
 import json
 import subprocess
@@ -14,7 +15,13 @@ GPU = Path(__file__).parent
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, str(GPU), *arguments], capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(
+        [sys.executable, str(GPU), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
 
 
 def test_what_a_step_has_found_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
@@ -22,7 +29,11 @@ def test_what_a_step_has_found_can_be_read_while_it_goes_on(tmp_path: Path) -> N
     report.note("link", "25 GB/s")
     report.figure("ratio", 8.5, least=9)
     report.check("tokens", True, "the same")
-    assert [(line.kind, line.holds) for line in report.lines()] == [("note", None), ("figure", False), ("check", True)]
+    assert [(line.kind, line.holds) for line in report.lines()] == [
+        ("note", None),
+        ("figure", False),
+        ("check", True),
+    ]
 
 
 def test_caps_that_are_none_are_refused() -> None:
@@ -38,9 +49,25 @@ def test_every_step_runs_with_the_cpu_in_place_of_a_gpu(tmp_path: Path) -> None:
     found = run("--device", "cpu", "--quick", "--out", str(out))
     assert found.returncode == 0, found.stdout + found.stderr
     steps = {step["name"]: step for step in json.loads(out.read_text(encoding="utf-8"))}
-    assert {name: step["failure"] for name, step in steps.items()} == {"facts": "", "drafts": "", "margins": "", "offload": "", "tests": ""}
+    assert {name: step["failure"] for name, step in steps.items()} == {
+        "facts": "",
+        "drafts": "",
+        "margins": "",
+        "offload": "",
+        "tests": "",
+    }
     names = " ".join(line["name"] for line in steps["offload"]["lines"])
-    for wanted in ("t_T", "T_V(289)", "t_D", "draft step", "SubSpec over plain", "formula", "PCIe 4", "asynchronous transfer", "streamed prefill"):
+    for wanted in (
+        "t_T",
+        "T_V(289)",
+        "t_D",
+        "draft step",
+        "SubSpec over plain",
+        "formula",
+        "PCIe 4",
+        "asynchronous transfer",
+        "streamed prefill",
+    ):
         assert wanted in names
 
 
@@ -48,19 +75,60 @@ def test_every_step_runs_with_the_cpu_in_place_of_a_gpu(tmp_path: Path) -> None:
 @needs_kernels
 def test_every_draft_runs_on_a_pretended_gpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    found = run("--device", "pretended", "--quick", "--only", "facts", "--only", "drafts", "--only", "margins", "--out", str(out))
+    found = run(
+        "--device",
+        "pretended",
+        "--quick",
+        "--only",
+        "facts",
+        "--only",
+        "drafts",
+        "--only",
+        "margins",
+        "--out",
+        str(out),
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     steps = {step["name"]: step for step in json.loads(out.read_text(encoding="utf-8"))}
-    assert {name: step["failure"] for name, step in steps.items()} == {"facts": "", "drafts": "", "margins": ""}
-    drafted = {line["name"].partition(",")[0] for line in steps["drafts"]["lines"] if line["name"].endswith(": drafting") and line["holds"]}
-    assert drafted >= {"small", "eagle", "eagle3", "dovetail", "jakiro", "jakiro without contrast", "jakiro-star"}
+    assert {name: step["failure"] for name, step in steps.items()} == {
+        "facts": "",
+        "drafts": "",
+        "margins": "",
+    }
+    drafted = {
+        line["name"].partition(",")[0]
+        for line in steps["drafts"]["lines"]
+        if line["name"].endswith(": drafting") and line["holds"]
+    }
+    assert drafted >= {
+        "small",
+        "eagle",
+        "eagle3",
+        "dovetail",
+        "jakiro",
+        "jakiro without contrast",
+        "jakiro-star",
+    }
 
 
 @pytest.mark.slow
 def test_a_step_that_cannot_run_is_named_and_fails_the_command(tmp_path: Path) -> None:
     """There is no GPU of that number."""
-    found = run("--device", "cuda:99", "--quick", "--only", "facts", "--only", "offload", "--out", str(tmp_path / "out.json"))
+    found = run(
+        "--device",
+        "cuda:99",
+        "--quick",
+        "--only",
+        "facts",
+        "--only",
+        "offload",
+        "--out",
+        str(tmp_path / "out.json"),
+    )
     assert found.returncode == 1
     steps = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert [(step["name"], step["failure"]) for step in steps] == [("facts", "ended with code 1"), ("offload", "ended with code 1")]
+    assert [(step["name"], step["failure"]) for step in steps] == [
+        ("facts", "ended with code 1"),
+        ("offload", "ended with code 1"),
+    ]
     assert found.stderr.count("Error: there is no cuda:99") >= 2

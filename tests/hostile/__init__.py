@@ -1,1 +1,2 @@
-"""What a peer, a checkpoint or a client that means harm might send, thrown at what has to bear it: `python tests/hostile --help`."""
+"""What a peer, a checkpoint or a client that means harm might send, thrown at what has to bear it:
+`python tests/hostile --help`."""

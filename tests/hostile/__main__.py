@@ -1,4 +1,5 @@
-"""The command: `python tests/hostile`, in an environment that has dovetail installed or just its dependencies."""
+"""The command: `python tests/hostile`, in an environment that has dovetail installed or just its
+dependencies."""
 
 import importlib
 import importlib.util
@@ -6,7 +7,11 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # tests: what lies here is hostile.NAME, and shadows no library
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # tests: what lies here is hostile.NAME, and shadows no library
     if importlib.util.find_spec("dovetail") is None:
-        importlib.import_module("conftest")  # gives a bare checkout its import name, here and in child processes
+        importlib.import_module(
+            "conftest"
+        )  # gives a bare checkout its import name, here and in child processes
     importlib.import_module("hostile.commands").main()

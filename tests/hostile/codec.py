@@ -14,7 +14,11 @@ from hostile import messages
 from hostile.found import Found
 from hostile.messages import KINDS, Direction, Knowledge, hostile
 
-WAYS: Sequence[tuple[Direction, Dialect[Any]]] = ((messages.INBOUND, INBOUND), (messages.COMMANDS, COMMAND), (messages.REPLIES, REPLY))
+WAYS: Sequence[tuple[Direction, Dialect[Any]]] = (
+    (messages.INBOUND, INBOUND),
+    (messages.COMMANDS, COMMAND),
+    (messages.REPLIES, REPLY),
+)
 AT_A_TIME = 1000
 
 
@@ -28,9 +32,15 @@ class KindFound:
     slowest_s: float = 0.0
 
 
-def siege_codec(count: int, seed: int, step: Callable[[int], None]) -> tuple[Found, Mapping[str, KindFound]]:
-    """Decode them, each in the dialect that it was made for; the healthy one is a message of the same dialect now and then."""
-    streams = [(hostile(Random(seed + place), way, Knowledge()), dialect, way.examples[0]) for place, (way, dialect) in enumerate(WAYS)]
+def siege_codec(
+    count: int, seed: int, step: Callable[[int], None]
+) -> tuple[Found, Mapping[str, KindFound]]:
+    """Decode them, each in the dialect that it was made for; the healthy one is a message of the
+    same dialect now and then."""
+    streams = [
+        (hostile(Random(seed + place), way, Knowledge()), dialect, way.examples[0])
+        for place, (way, dialect) in enumerate(WAYS)
+    ]
     found, kinds = Found("codec"), {kind: KindFound() for kind in KINDS}
     began = perf_counter()
     while found.messages < count:

@@ -1,4 +1,5 @@
-"""The command line: what is hostile, thrown at what has to bear it, and a table of what became of it."""
+"""The command line: what is hostile, thrown at what has to bear it, and a table of what became of
+it."""
 
 import json
 import sys
@@ -27,7 +28,8 @@ from support.web import api, backend
 STEPS = 100
 """Of the progress bar, for each victim."""
 OF_A_LYING_TARGET, OVER_IPC, OVER_TCP = 100, 100, 1000
-"""One message in so many: a lie takes sessions that come to it, and a socket a process beside this one."""
+"""One message in so many: a lie takes sessions that come to it, and a socket a process beside this
+one."""
 VICTIMS = ("codec", "coordinator", "lying-target", "target", "small", "ngram", "head", "ipc", "tcp")
 INPUTS = ("models", "templates", "requests")
 
@@ -35,14 +37,28 @@ Step = Callable[[int], None]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--messages", default=1_000_000, show_default=True, type=click.IntRange(min=1000), help="At the codec, a coordinator, and each kind of worker.")
+@click.option(
+    "--messages",
+    default=1_000_000,
+    show_default=True,
+    type=click.IntRange(min=1000),
+    help="At the codec, a coordinator, and each kind of worker.",
+)
 @click.option("--seed", default=1, show_default=True, help="Of the messages.")
-@click.option("--only", multiple=True, type=click.Choice((*VICTIMS, *INPUTS)), help="These alone; can be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice((*VICTIMS, *INPUTS)),
+    help="These alone; can be repeated.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables."
+)
 def main(messages: int, seed: int, only: tuple[str, ...], as_json: bool) -> None:
     """Throw hostile messages, model folders, chat templates and requests at what has to bear them.
 
-    Over sockets come a hundredth of the messages, and as many lies of a target. Ends with 1 if anything crashed, grew, was executed or disturbed the healthy.
+    Over sockets come a hundredth of the messages, and as many lies of a target. Ends with 1 if
+    anything crashed, grew, was executed or disturbed the healthy.
     """
     chosen = only or (*VICTIMS, *INPUTS)
     found, kinds = throw(messages, seed, [victim for victim in VICTIMS if victim in chosen])
@@ -50,17 +66,26 @@ def main(messages: int, seed: int, only: tuple[str, ...], as_json: bool) -> None
     if as_json:
         shown = {name: asdict(kind) for name, kind in kinds.items()}
         victims = [{**asdict(each), "passed": each.passed} for each in found]
-        click.echo(json.dumps({"victims": victims, "kinds": shown, "inputs": [asdict(each) for each in tried]}))
+        click.echo(
+            json.dumps(
+                {"victims": victims, "kinds": shown, "inputs": [asdict(each) for each in tried]}
+            )
+        )
     else:
         show(found, kinds, tried)
     sys.exit(0 if all(each.passed for each in (*found, *tried)) else 1)
 
 
-def throw(count: int, seed: int, victims: Sequence[str]) -> tuple[list[Found], Mapping[str, KindFound]]:
+def throw(
+    count: int, seed: int, victims: Sequence[str]
+) -> tuple[list[Found], Mapping[str, KindFound]]:
     """Messages at each of the victims in turn, and what the codec made of each kind."""
     found: list[Found] = []
     kinds: Mapping[str, KindFound] = {}
-    with tempfile.TemporaryDirectory(prefix="dovetail-hostile-") as name, progress_bar(STEPS * len(victims), "steps") as step:
+    with (
+        tempfile.TemporaryDirectory(prefix="dovetail-hostile-") as name,
+        progress_bar(STEPS * len(victims), "steps") as step,
+    ):
         folder = Path(name)
         good = good_folders(folder / "good")
         for victim in victims:
@@ -72,7 +97,14 @@ def throw(count: int, seed: int, victims: Sequence[str]) -> tuple[list[Found], M
     return found, kinds
 
 
-def _siege(victim: str, count: int, seed: int, step: Callable[[str], None], good: Mapping[str, Path], folder: Path) -> Found:
+def _siege(
+    victim: str,
+    count: int,
+    seed: int,
+    step: Callable[[str], None],
+    good: Mapping[str, Path],
+    folder: Path,
+) -> Found:
     shares = {"lying-target": OF_A_LYING_TARGET, "ipc": OVER_IPC, "tcp": OVER_TCP}
     share = max(10, count // shares.get(victim, 1))
     stepping = _stepping(step, victim, share)
@@ -85,7 +117,13 @@ def _siege(victim: str, count: int, seed: int, step: Callable[[str], None], good
             return siege_wire(share, seed, stepping)
         case "tcp":
             return siege_handshakes(share, folder / "keys", stepping)
-    return siege_worker(f"{victim} worker" if victim == "target" else f"draft worker, {victim}", _open(victim, good), share, seed, stepping)
+    return siege_worker(
+        f"{victim} worker" if victim == "target" else f"draft worker, {victim}",
+        _open(victim, good),
+        share,
+        seed,
+        stepping,
+    )
 
 
 def _open(victim: str, good: Mapping[str, Path]) -> Any:
@@ -120,7 +158,12 @@ def _stepping(step: Callable[[str], None], victim: str, count: int) -> Step:
 def try_inputs(kinds: Sequence[str]) -> list[Tried]:
     """Every bad input of these kinds, one after the other."""
     total = sum(
-        {"models": sum(map(len, BAD.values())) + len(HARMLESS), "templates": sum(map(len, EVIL.values())), "requests": len(WRONG)}[kind] for kind in kinds
+        {
+            "models": sum(map(len, BAD.values())) + len(HARMLESS),
+            "templates": sum(map(len, EVIL.values())),
+            "requests": len(WRONG),
+        }[kind]
+        for kind in kinds
     )
     with progress_bar(total, "inputs") as step:
         tried = []
@@ -138,7 +181,11 @@ def _models() -> Iterator[Tried]:
 
 
 def _templates() -> Iterator[Tried]:
-    yield from (try_template(kind, name, template) for kind, templates in EVIL.items() for name, template in templates.items())
+    yield from (
+        try_template(kind, name, template)
+        for kind, templates in EVIL.items()
+        for name, template in templates.items()
+    )
 
 
 def _requests() -> Iterator[Tried]:
@@ -154,18 +201,48 @@ def _server() -> Iterator[Any]:
 
 def show(found: Sequence[Found], kinds: Mapping[str, KindFound], tried: Sequence[Tried]) -> None:
     if found:
-        headings = ("victim", "messages", "refused", "hung up", "faults", "healthy", "disturbed", "slowest s", "MiB grown", "seconds", "ok")
+        headings = (
+            "victim",
+            "messages",
+            "refused",
+            "hung up",
+            "faults",
+            "healthy",
+            "disturbed",
+            "slowest s",
+            "MiB grown",
+            "seconds",
+            "ok",
+        )
         rows = [
-            (f.victim, f.messages, f.refused, f.hung_up, len(f.faults), f.asked, f.disturbed, f.slowest_s, round(f.grown_mib, 1), round(f.seconds, 1), f.passed)
+            (
+                f.victim,
+                f.messages,
+                f.refused,
+                f.hung_up,
+                len(f.faults),
+                f.asked,
+                f.disturbed,
+                f.slowest_s,
+                round(f.grown_mib, 1),
+                round(f.seconds, 1),
+                f.passed,
+            )
             for f in found
         ]
         print_table(headings, rows)
     if kinds:
-        shown = [(n, k.messages, k.refused, 1e6 * k.seconds / max(1, k.messages), 1e3 * k.slowest_s) for n, k in kinds.items()]
-        print_table(("kind of message, at the codec", "messages", "refused", "mean us", "slowest ms"), shown)
+        shown = [
+            (n, k.messages, k.refused, 1e6 * k.seconds / max(1, k.messages), 1e3 * k.slowest_s)
+            for n, k in kinds.items()
+        ]
+        print_table(
+            ("kind of message, at the codec", "messages", "refused", "mean us", "slowest ms"), shown
+        )
     if tried:
         print_table(
-            ("kind", "bad input", "what it got", "CPU s", "MiB", "ok"), [(t.kind, t.name, t.got, t.seconds, round(t.grown_mib), t.passed) for t in tried]
+            ("kind", "bad input", "what it got", "CPU s", "MiB", "ok"),
+            [(t.kind, t.name, t.got, t.seconds, round(t.grown_mib), t.passed) for t in tried],
         )
     for each in found:
         for fault in each.faults[:3]:

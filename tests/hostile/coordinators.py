@@ -1,7 +1,10 @@
-"""Hostile messages at a coordinator over memory links, beside the requests of a healthy client, whose oracle is what the target alone would write.
+"""Hostile messages at a coordinator over memory links, beside the requests of a healthy client,
+whose oracle is what the target alone would write.
 
-Strangers, a registered client and a registered draft that sessions use attack it all together, and none of them can change a token. A registered target can,
-since its word is what the reply is; by itself it attacks the coordinator, which has to end every request once, and to serve others afterwards.
+Strangers, a registered client and a registered draft that sessions use attack it all together, and
+none of them can change a token. A registered target can, since its word is what the reply is; by
+itself it attacks the coordinator, which has to end every request once, and to serve others
+afterwards.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,19 @@ from typing import Any
 from dovetail.protocol.codec import COMMAND, INBOUND, REPLY, encode
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import MemoryLink
-from dovetail.protocol.messages import Draft, Drafted, Failed, Finished, Hello, Limits, Opened, Probe, Scored, Verified, Welcome
+from dovetail.protocol.messages import (
+    Draft,
+    Drafted,
+    Failed,
+    Finished,
+    Hello,
+    Limits,
+    Opened,
+    Probe,
+    Scored,
+    Verified,
+    Welcome,
+)
 from hostile import messages
 from hostile.found import Found, faults_of
 from hostile.messages import Knowledge, decodable, falsified, hostile
@@ -27,7 +42,8 @@ RUNNING = 3
 """Requests of the healthy client at a time; `TOKENS`: of each."""
 TOKENS = 12
 PATIENCE = 50
-"""Turns in which no request ends: sessions move from a target that was let go to the next, several times if need be."""
+"""Turns in which no request ends: sessions move from a target that was let go to the next, several
+times if need be."""
 ANYBODY = PeerKey("anybody", ("client", "draft", "target"), "")
 """The hostile ones': they may be whatever they like but an operator, who lets workers go."""
 LIES = 0.1
@@ -58,20 +74,25 @@ class _Scene:
         self._rng, self._found = rng, found
         self._house = House(limits=Limits(context=64, kept=512))
         self._known = Knowledge(epochs=(EPOCH,))
-        self._streams = (hostile(rng, messages.INBOUND, self._known), decodable(rng, messages.INBOUND, self._known, INBOUND))
+        self._streams = (
+            hostile(rng, messages.INBOUND, self._known),
+            decodable(rng, messages.INBOUND, self._known, INBOUND),
+        )
         self._prompts: dict[int | None, tuple[int, ...]] = {}
         """Of the healthy client's requests that run."""
         self._draft = self._new_draft()
         self._stranger, self._client = self._house.hub.connect(ANYBODY), self._new_client()
 
     def attack(self) -> None:
-        """One hostile message of one of the three; for some time any, and for some time such as are messages."""
+        """One hostile message of one of the three; for some time any, and for some time such as are
+        messages."""
         _, frames = next(self._streams[self._found.messages // AT_A_TIME % 2])
         slip(self._rng.choice((self._stranger, self._client, self._draft.link)), frames)
         self._found.messages += 1
 
     def let_run(self) -> None:
-        """Everybody handles what has arrived; who is not listened to any more comes again under a new name."""
+        """Everybody handles what has arrived; who is not listened to any more comes again under a
+        new name."""
         house = self._house
         while len(self._prompts) < RUNNING:
             prompt = tuple(self._rng.randint(1, 90) for _ in range(self._rng.randint(1, 8)))
@@ -103,7 +124,8 @@ class _Scene:
             faults.append(f"{state.sessions} sessions are left")
 
     def _hear(self) -> int:
-        """How many of the healthy client's requests have ended; each should be as the target alone would write it."""
+        """How many of the healthy client's requests have ended; each should be as the target alone
+        would write it."""
         self._house.run()
         for worker in self._house.workers:
             tidy(worker)
@@ -111,7 +133,9 @@ class _Scene:
         for end in ends:
             prompt = self._prompts.pop(end.request if isinstance(end, Finished) else end.session)
             self._found.asked += 1
-            self._found.disturbed += isinstance(end, Failed) or list(end.result.token_ids) != continuation(prompt, TOKENS)
+            self._found.disturbed += isinstance(end, Failed) or list(
+                end.result.token_ids
+            ) != continuation(prompt, TOKENS)
         return len(ends)
 
     def _instead(self, struck: MemoryLink, fresh: MemoryLink) -> MemoryLink:
@@ -152,15 +176,32 @@ class RogueDraft(ScriptedDraft):
     def _lie(self, order: Draft) -> list[bytes]:
         """Its form is that of the answer that is waited for."""
         nodes = self.rng.choice((0, 1, 3, 15, 65))
-        tree: dict[str, Any] = {"tokens": (7,) * nodes, "parents": (-1,) * nodes, "scores": (0.0,) * nodes}
-        return falsified(self.rng, encode(Drafted(epoch=EPOCH, session=order.session, round=order.round, grown=1, hit=False, **tree)))
+        tree: dict[str, Any] = {
+            "tokens": (7,) * nodes,
+            "parents": (-1,) * nodes,
+            "scores": (0.0,) * nodes,
+        }
+        return falsified(
+            self.rng,
+            encode(
+                Drafted(
+                    epoch=EPOCH,
+                    session=order.session,
+                    round=order.round,
+                    grown=1,
+                    hit=False,
+                    **tree,
+                )
+            ),
+        )
 
 
-# -- a target that lies ------------------------------------------------------------------------------------------------------------------------
+# -- a target that lies ----------------------------------------------------------------------------
 
 
 def siege_by_target(count: int, seed: int, step: Callable[[int], None]) -> Found:
-    """The only target answers what cannot be, now and then; in the end an honest one takes its place."""
+    """The only target answers what cannot be, now and then; in the end an honest one takes its
+    place."""
     found, rng = Found("coordinator of a lying target"), Random(seed)
     with faults_of("dovetail.coordinator") as found.faults:
         house = House(target=False)
@@ -168,7 +209,14 @@ def siege_by_target(count: int, seed: int, step: Callable[[int], None]) -> Found
         rogue, idle = _new_target(house, rng), 0
         while found.messages < count and not found.faults:
             while len(waiting) < RUNNING:
-                waiting.add(house.submit((rng.randint(1, 90),), max_tokens=TOKENS, scored=rng.random() < 0.2, logprobs=0))
+                waiting.add(
+                    house.submit(
+                        (rng.randint(1, 90),),
+                        max_tokens=TOKENS,
+                        scored=rng.random() < 0.2,
+                        logprobs=0,
+                    )
+                )
             house.run()
             found.messages, rogue.lies = found.messages + rogue.lies, 0
             if rogue.failures:
@@ -223,7 +271,7 @@ class RogueTarget(ScriptedTarget):
         return handled
 
 
-# -- links and workers -------------------------------------------------------------------------------------------------------------------------
+# -- links and workers -----------------------------------------------------------------------------
 
 
 def slip(link: MemoryLink, frames: list[bytes]) -> None:

@@ -1,4 +1,5 @@
-"""What became of a victim: how many messages it got, what it did with them, whether who was healthy beside it noticed, and its memory."""
+"""What became of a victim: how many messages it got, what it did with them, whether who was healthy
+beside it noticed, and its memory."""
 
 import logging
 from collections.abc import Iterator
@@ -43,10 +44,16 @@ class Found:
 
     @property
     def passed(self) -> bool:
-        return not self.faults and not self.disturbed and self.asked > 0 and self.grown_mib < self.may_grow_mib
+        return (
+            not self.faults
+            and not self.disturbed
+            and self.asked > 0
+            and self.grown_mib < self.may_grow_mib
+        )
 
     def look(self, share: float, bytes_now: int | None = None) -> None:
-        """Take down the memory in use, this process's where it is not said, when this share of the messages has been handled."""
+        """Take down the memory in use, this process's where it is not said, when this share of the
+        messages has been handled."""
         now_mib = (HERE.memory_info().rss if bytes_now is None else bytes_now) / (1 << 20)
         self.peak_mib = max(self.peak_mib, now_mib)
         if share <= SETTLED:
@@ -55,7 +62,8 @@ class Found:
 
 @contextmanager
 def faults_of(logger: str) -> Iterator[list[str]]:
-    """The tracebacks that a logger is given: faults of ours, however well they were contained. It says nothing meanwhile."""
+    """The tracebacks that a logger is given: faults of ours, however well they were contained. It
+    says nothing meanwhile."""
     found: list[str] = []
     handler, chosen = _Tracebacks(found), logging.getLogger(logger)
     before, chosen.propagate = chosen.propagate, False

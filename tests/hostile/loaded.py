@@ -39,22 +39,36 @@ class Loader:
         self._good = good_folders(folder / "good")
 
     def refused(self, kind: str, bad: Bad) -> Tried:
-        """Passed: refused in one line that names what is wrong, soon, in little memory, and nothing was executed."""
+        """Passed: refused in one line that names what is wrong, soon, in little memory, and nothing
+        was executed."""
         ended = self._load(bad)
         named = bool(ended.complaint) and all(word in ended.complaint for word in bad.words)
-        return self._tried(kind, bad, ended, ended.complaint or ended.said[-500:], ended.code == USER_ERROR and named)
+        return self._tried(
+            kind,
+            bad,
+            ended,
+            ended.complaint or ended.said[-500:],
+            ended.code == USER_ERROR and named,
+        )
 
     def ignored(self, kind: str, bad: Bad) -> Tried:
-        """Passed: the model is served as if what is bad were not there, and nothing was executed."""
+        """Passed: the model is served as if what is bad were not there, and nothing was
+        executed."""
         ended = self._load(bad)
-        return self._tried(kind, bad, ended, "is served" if ended.serves else ended.said[-500:], ended.serves)
+        return self._tried(
+            kind, bad, ended, "is served" if ended.serves else ended.said[-500:], ended.serves
+        )
 
     def _load(self, bad: Bad) -> Ended:
         rmtree(self._case, ignore_errors=True)
         self._case.mkdir()
         model = damaged(bad, self._good, self._case)
         target = [f"--target.model={self._good['target']}"] if bad.role == "draft" else []
-        where = [f"--connect={self._address}", f"--{bad.role}.device=cpu", f"--{bad.role}.model={model}"]
+        where = [
+            f"--connect={self._address}",
+            f"--{bad.role}.device=cpu",
+            f"--{bad.role}.model={model}",
+        ]
         return self._starter.run("worker", f"--role={bad.role}", *where, *target, *bad.flags)
 
     @property

@@ -1,7 +1,9 @@
-"""Hostile messages: frames as a peer might send them that means harm, is broken, or belongs to another time. Each is made from a seed; knows no victim.
+"""Hostile messages: frames as a peer might send them that means harm, is broken, or belongs to
+another time. Each is made from a seed; knows no victim.
 
-Twelve kinds. Some are no message, some are a message with something wrong in it, some are right in form and wrong in time or content: the last are what
-somebody can say who is registered and knows what is going on (`Knowledge`).
+Twelve kinds. Some are no message, some are a message with something wrong in it, some are right in
+form and wrong in time or content: the last are what somebody can say who is registered and knows
+what is going on (`Knowledge`).
 """
 
 import math
@@ -20,7 +22,25 @@ from dovetail.protocol.messages import Message
 from dovetail.protocol.settings import Sampling, TreeSettings
 from support import golden
 
-INTEGERS = (0, 1, 2, 5, 96, 512, 1023, 1024, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -(1 << 63))
+INTEGERS = (
+    0,
+    1,
+    2,
+    5,
+    96,
+    512,
+    1023,
+    1024,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 32,
+    1 << 53,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    -1,
+    -(1 << 63),
+)
 FLOATS = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e308, -1e308, 5e-324, 1.0)
 TEXTS = (
     "",
@@ -66,7 +86,8 @@ class Direction:
 
 
 LAST_WORDS = (messages.Stop, messages.Drain, messages.Failed, messages.Welcome)
-"""With these a conversation ends or begins, whoever may say them: there is nothing to see after them."""
+"""With these a conversation ends or begins, whoever may say them: there is nothing to see after
+them."""
 
 
 def direction(name: str, *unions: Any, others: Sequence[Message] = ()) -> Direction:
@@ -76,7 +97,14 @@ def direction(name: str, *unions: Any, others: Sequence[Message] = ()) -> Direct
     return Direction(name, tuple(tuple(encode(message)) for message in (*examples, *others)))
 
 
-SHORT = messages.Submit(epoch=1, request=1, tokens=(5, 6, 7), sampling=Sampling(), max_tokens=4, tree=TreeSettings(policy="dynamic", insist=True))
+SHORT = messages.Submit(
+    epoch=1,
+    request=1,
+    tokens=(5, 6, 7),
+    sampling=Sampling(),
+    max_tokens=4,
+    tree=TreeSettings(policy="dynamic", insist=True),
+)
 """A request that is served, where the representative one has three prompts and is refused."""
 INBOUND = direction("coordinator", messages.Event, messages.Request, others=(SHORT,))
 PROMPT = (0, 3, 17, 9)
@@ -91,9 +119,19 @@ _OPEN = messages.Open(
     tree=TreeSettings(policy="dynamic", insist=True, gamma=6),
 )
 _ITEM = messages.VerifyItem(session=1, round=1, prefix=5, tokens=(7, 8, 9), parents=(-1, -1, 0))
-_DRAFT = messages.Draft(**_SESSION, round=1, prefix=5, accepted=(), bonus=6, max_nodes=6, max_depth=3, max_width=3)
-FITTING = (_OPEN, _OPEN, messages.Verify(epoch=1, items=(_ITEM,)), messages.Verify(epoch=1, items=(_ITEM, _ITEM)), _DRAFT, _DRAFT)
-"""Commands that a worker with a vocabulary of 48 can do, so that some of what is made of them is about sessions that are open."""
+_DRAFT = messages.Draft(
+    **_SESSION, round=1, prefix=5, accepted=(), bonus=6, max_nodes=6, max_depth=3, max_width=3
+)
+FITTING = (
+    _OPEN,
+    _OPEN,
+    messages.Verify(epoch=1, items=(_ITEM,)),
+    messages.Verify(epoch=1, items=(_ITEM, _ITEM)),
+    _DRAFT,
+    _DRAFT,
+)
+"""Commands that a worker with a vocabulary of 48 can do, so that some of what is made of them is
+about sessions that are open."""
 COMMANDS = direction("worker", messages.Command, others=FITTING)
 REPLIES = direction("client", messages.Reply)
 
@@ -105,8 +143,11 @@ def hostile(rng: Random, sent: Direction, known: Knowledge) -> Iterator[tuple[st
             yield kind, make(rng, sent, known)
 
 
-def decodable(rng: Random, sent: Direction, known: Knowledge, dialect: Dialect[Any]) -> Iterator[tuple[str, list[bytes]]]:
-    """The same of those that are messages: who sends nothing else is not found out by its form, and gets further."""
+def decodable(
+    rng: Random, sent: Direction, known: Knowledge, dialect: Dialect[Any]
+) -> Iterator[tuple[str, list[bytes]]]:
+    """The same of those that are messages: who sends nothing else is not found out by its form, and
+    gets further."""
     while True:
         for kind in DEEPER:
             frames = KINDS[kind](rng, sent, known)
@@ -117,7 +158,7 @@ def decodable(rng: Random, sent: Direction, known: Knowledge, dialect: Dialect[A
             yield kind, frames
 
 
-# -- no messages -------------------------------------------------------------------------------------------------------------------------------
+# -- no messages -----------------------------------------------------------------------------------
 
 
 def random_bytes(rng: Random, _sent: Direction, _known: Knowledge) -> list[bytes]:
@@ -125,13 +166,23 @@ def random_bytes(rng: Random, _sent: Direction, _known: Knowledge) -> list[bytes
 
 
 def random_structure(rng: Random, _sent: Direction, _known: Knowledge) -> list[bytes]:
-    return [msgpack.packb(_structure(rng, 3)), *(rng.randbytes(8) for _ in range(rng.randint(0, 2)))]
+    return [
+        msgpack.packb(_structure(rng, 3)),
+        *(rng.randbytes(8) for _ in range(rng.randint(0, 2))),
+    ]
 
 
 def huge_claim(rng: Random, _sent: Direction, _known: Knowledge) -> list[bytes]:
-    """A few bytes that claim an array, a map, a text or bytes of up to 2^32 items, one in the other."""
-    claim = rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9")) + struct.pack(">I", rng.choice((0xFFFFFFFF, 0x7FFFFFFF, 1 << 20, 1 << 24)))
-    return [rng.choice((b"", b"\x81\xa4type")) + claim * rng.choice((1, 1, 5, 500)) + rng.randbytes(rng.randint(0, 600))]
+    """A few bytes that claim an array, a map, a text or bytes of up to 2^32 items, one in the
+    other."""
+    claim = rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9")) + struct.pack(
+        ">I", rng.choice((0xFFFFFFFF, 0x7FFFFFFF, 1 << 20, 1 << 24))
+    )
+    return [
+        rng.choice((b"", b"\x81\xa4type"))
+        + claim * rng.choice((1, 1, 5, 500))
+        + rng.randbytes(rng.randint(0, 600))
+    ]
 
 
 def deep_nesting(rng: Random, _sent: Direction, _known: Knowledge) -> list[bytes]:
@@ -166,7 +217,7 @@ def large(rng: Random, sent: Direction, _known: Knowledge) -> list[bytes]:
     return [msgpack.packb(body)]
 
 
-# -- broken messages ---------------------------------------------------------------------------------------------------------------------------
+# -- broken messages -------------------------------------------------------------------------------
 
 
 def mutated_bytes(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
@@ -185,11 +236,16 @@ def mutated_bytes(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]
 
 
 def cut_short(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
-    """An example whose end is missing, in its body or in its arrays, or with something behind it."""
+    """An example whose end is missing, in its body or in its arrays, or with something behind
+    it."""
     body, *arrays = _packed(*_timely(rng, sent, known))
     if arrays and rng.random() < 0.5:
         return [body, *(array[: rng.randint(0, max(0, len(array) - 1))] for array in arrays)]
-    return [body[: rng.randint(0, len(body) - 1)], *arrays] if rng.random() < 0.8 else [body + rng.randbytes(rng.randint(1, 9)), *arrays]
+    return (
+        [body[: rng.randint(0, len(body) - 1)], *arrays]
+        if rng.random() < 0.8
+        else [body + rng.randbytes(rng.randint(1, 9)), *arrays]
+    )
 
 
 def wrong_fields(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
@@ -206,14 +262,23 @@ def wrong_fields(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
 
 
 def wrong_arrays(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
-    """An array whose type, shape or bytes do not go together, without a frame, with two, or inside the body."""
+    """An array whose type, shape or bytes do not go together, without a frame, with two, or inside
+    the body."""
     body, arrays = _timely(rng, Direction(sent.name, sent.carriers), known)
-    name = next(name for name, value in body.items() if isinstance(value, dict) and "dtype" in value)
+    name = next(
+        name for name, value in body.items() if isinstance(value, dict) and "dtype" in value
+    )
     change = rng.randint(0, 5)
     if change == 0:
-        body[name] = {**body[name], "shape": [rng.choice(INTEGERS) for _ in range(rng.randint(0, 6))]}
+        body[name] = {
+            **body[name],
+            "shape": [rng.choice(INTEGERS) for _ in range(rng.randint(0, 6))],
+        }
     elif change == 1:
-        body[name] = {**body[name], "dtype": rng.choice(("object", "uint8", "int64", "float32", "O", "", 3))}
+        body[name] = {
+            **body[name],
+            "dtype": rng.choice(("object", "uint8", "int64", "float32", "O", "", 3)),
+        }
     elif change == 2:
         body[name] = {**body[name], "data": bytes(16)}
     elif change == 3:
@@ -221,11 +286,14 @@ def wrong_arrays(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
     elif change == 4:
         return _packed(body, arrays[:-1])
     else:
-        body[name] = {**body[name], "shape": [1 << 32, 1 << 32, 1 << 32, rng.choice((0, 1, 1 << 32))]}
+        body[name] = {
+            **body[name],
+            "shape": [1 << 32, 1 << 32, 1 << 32, rng.choice((0, 1, 1 << 32))],
+        }
     return _packed(body, arrays)
 
 
-# -- messages of another time, or that cannot be -----------------------------------------------------------------------------------------------
+# -- messages of another time, or that cannot be ---------------------------------------------------
 
 
 def wrong_time(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
@@ -239,7 +307,8 @@ def wrong_time(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
 
 
 def wrong_content(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]:
-    """A message of the right time whose values are at the edge of their type or beyond: trees that are none, ids that nobody has, what is no number."""
+    """A message of the right time whose values are at the edge of their type or beyond: trees that
+    are none, ids that nobody has, what is no number."""
     return falsified(rng, _packed(*_timely(rng, sent, known)))
 
 
@@ -271,7 +340,7 @@ DEEPER = ("mutated bytes", "wrong epoch, session, round", "impossible content")
 """Those of which many are messages."""
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 def _body(frames: Sequence[bytes]) -> dict[str, Any]:
@@ -306,7 +375,14 @@ def _moment(rng: Random, name: str, known: Knowledge) -> int:
 def _structure(rng: Random, depth: int) -> Any:
     kind = rng.randint(0, 7 if depth else 5)
     if kind < 6:
-        return (None, rng.random() < 0.5, rng.choice(INTEGERS), rng.choice(FLOATS), rng.choice(TEXTS), rng.randbytes(rng.randint(0, 8)))[kind]
+        return (
+            None,
+            rng.random() < 0.5,
+            rng.choice(INTEGERS),
+            rng.choice(FLOATS),
+            rng.choice(TEXTS),
+            rng.randbytes(rng.randint(0, 8)),
+        )[kind]
     inside = [_structure(rng, depth - 1) for _ in range(rng.randint(0, 4))]
     return inside if kind == 6 else {rng.choice(TEXTS): value for value in inside}
 
@@ -325,7 +401,13 @@ def _edge(rng: Random, value: Any) -> Any:
         case bytes():
             return rng.randbytes(rng.randint(0, 20))
         case list():
-            return [_edge(rng, rng.choice(value or [0])) for _ in range(rng.choice((0, 1, 2, 3, 15, 65)))]
+            return [
+                _edge(rng, rng.choice(value or [0]))
+                for _ in range(rng.choice((0, 1, 2, 3, 15, 65)))
+            ]
         case dict():
-            return {name: _edge(rng, inner) if rng.random() < 0.4 else inner for name, inner in value.items()}
+            return {
+                name: _edge(rng, inner) if rng.random() < 0.4 else inner
+                for name, inner in value.items()
+            }
     return rng.choice((None, 0, 1.0, ""))

@@ -1,7 +1,9 @@
-"""Commands of ours, started with what is hostile: how each ended, what it said, and how long and how much memory that took.
+"""Commands of ours, started with what is hostile: how each ended, what it said, and how long and
+how much memory that took.
 
-A process that has imported torch and transformers forks for each of them, so that a hundred take little more than one; what the imports take is measured once,
-and is part of what is said. Run as a program, this is that process: it reads a JSON line for each command and answers with one.
+A process that has imported torch and transformers forks for each of them, so that a hundred take
+little more than one; what the imports take is measured once, and is part of what is said. Run as a
+program, this is that process: it reads a JSON line for each command and answers with one.
 """
 
 import json
@@ -21,7 +23,8 @@ LIMIT_S = 60.0
 """A command that has not ended by then is ended, and has not refused what it was given."""
 LOOK_EVERY_S = 0.002
 SETTLED_S = 0.5
-"""Within so long after it has said that it is loaded a coordinator that does not want a worker has turned it away."""
+"""Within so long after it has said that it is loaded a coordinator that does not want a worker has
+turned it away."""
 SERVES = " is loaded, "
 """What a worker says that serves; then it has seen enough, and is told to end."""
 
@@ -41,7 +44,8 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """The line that says what is wrong, the last one; empty if there is none, or several, or a traceback."""
+        """The line that says what is wrong, the last one; empty if there is none, or several, or a
+        traceback."""
         lines = self.said.splitlines() or [""]
         ours = [line for line in lines if line.startswith("dovetail: ")]
         return lines[-1] if ours == [lines[-1]] and "Traceback" not in self.said else ""
@@ -69,7 +73,9 @@ class Starter:
 @contextmanager
 def starting() -> Iterator[Starter]:
     """A process that forks, until the end of the block."""
-    with subprocess.Popen([sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         yield Starter(process)
@@ -122,7 +128,8 @@ def _peak_mib() -> float:
 
 
 def _wait(child: int, log: IO[bytes]) -> int:
-    """The exit code of a child, which is told to end when it serves, and made to when it takes too long."""
+    """The exit code of a child, which is told to end when it serves, and made to when it takes too
+    long."""
     deadline, told = time.monotonic() + LIMIT_S, False
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

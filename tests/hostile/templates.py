@@ -1,7 +1,9 @@
-"""Chat templates that mean harm: to reach what lies outside, to run for ever, to fill the memory. Each is a template that can be read; what it does shows
-when the first conversation is to be rendered.
+"""Chat templates that mean harm: to reach what lies outside, to run for ever, to fill the memory.
+Each is a template that can be read; what it does shows when the first conversation is to be
+rendered.
 
-A template that is refused costs its request and nobody else: requests in token ids go on, and so does the process.
+A template that is refused costs its request and nobody else: requests in token ids go on, and so
+does the process.
 """
 
 import resource
@@ -17,7 +19,8 @@ from support.scripted import END, VOCABULARY, ScriptedTarget, continuation, toke
 REACHING: Mapping[str, str] = {
     "the classes of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "the globals of a function": "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "the globals of one of ours": "{{ strftime_now.__globals__['__builtins__'] }}{{ raise_exception('nothing') }}",
+    "the globals of one of ours": "{{ strftime_now.__globals__['__builtins__'] }}{{ "
+    "raise_exception('nothing') }}",
     "a class in a format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "a file, by include": "{% include '/etc/passwd' %}",
     "a file, by extends": "{% extends '/etc/passwd' %}",
@@ -26,20 +29,28 @@ REACHING: Mapping[str, str] = {
     "the lines of a list": "{{ messages.clear() }}",
 }
 LASTING: Mapping[str, str] = {
-    "two nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a loop over filters": "{% for a in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
-    "searches in a long text": "{% set s = 'a' * 30000000 %}" + "{% if 'b' in s %}{% endif %}" * 5000,
+    "two nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% "
+    "endfor %}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) "
+    "}}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a loop over filters": "{% for a in range(99999) %}{{ range(99999) | map('string') | list "
+    "| length }}{% endfor %}",
+    "searches in a long text": "{% set s = 'a' * 30000000 %}"
+    + "{% if 'b' in s %}{% endif %}" * 5000,
 }
 FILLING: Mapping[str, str] = {
-    "doubling a text (~)": "{% set n = namespace(x='aa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "doubling a text (+)": "{% set n = namespace(x='aa') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubling a list": "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling a text (~)": "{% set n = namespace(x='aa') %}{% for a in range(60) %}{% set n.x "
+    "= n.x ~ n.x %}{% endfor %}",
+    "doubling a text (+)": "{% set n = namespace(x='aa') %}{% for a in range(60) %}{% set n.x "
+    "= n.x + n.x %}{% endfor %}",
+    "doubling a list": "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = n.x "
+    "+ n.x %}{% endfor %}",
     "doubling blocks": "{% set x %}aaaa{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
     "much output": "{% for a in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
     "a product": "{{ 'a' * 10000000000 }}",
     "a power": "{{ 10 ** 10 ** 10 }}",
-    "products of numbers": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "products of numbers": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = "
+    "n.x * n.x %}{% endfor %}",
     "join": "{{ ('a' * 1000000).join('b' * 1000000) }}",
     "join as a filter": "{{ range(99999) | join('a' * 1000000) }}",
     "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
@@ -53,7 +64,8 @@ FILLING: Mapping[str, str] = {
     "indented JSON": "{{ [[1]] | tojson(indent=10000000000) }}",
     "round": "{{ 1.5 | round(10000000000) }}",
     "a sum of lists": "{{ ([[1] * 1000] * 100000) | sum(start=[]) }}",
-    "a growing dictionary": "{% set n = namespace(x={}) %}{% for a in range(99999) %}{% set n.x = dict(n.x, **{a | string: 1}) %}{% endfor %}",
+    "a growing dictionary": "{% set n = namespace(x={}) %}{% for a in range(99999) %}{% set "
+    "n.x = dict(n.x, **{a | string: 1}) %}{% endfor %}",
 }
 EVIL: Mapping[str, Mapping[str, str]] = {
     "a template that reaches for": REACHING,
@@ -64,19 +76,37 @@ MOST_S, MOST_MIB = 5.0, 512
 
 
 def try_template(kind: str, name: str, template: str) -> Tried:
-    """Passed: the conversation is refused, in time and in little memory, and a request in token ids is answered as ever."""
+    """Passed: the conversation is refused, in time and in little memory, and a request in token ids
+    is answered as ever."""
     house = House(target=False)
     tokenizer = tokenizer_bytes()
-    facts = VocabularyFacts(digest=vocabulary_digest(read_vocabulary(tokenizer)), size=VOCABULARY, end=(END,), template=template)
+    facts = VocabularyFacts(
+        digest=vocabulary_digest(read_vocabulary(tokenizer)),
+        size=VOCABULARY,
+        end=(END,),
+        template=template,
+    )
     house.add(ScriptedTarget, "target", tokenizer=tokenizer, vocabulary=facts)
     began_s, began_mib = time.process_time(), _peak_mib()
     request = house.client.submit(turns=["hello"], max_tokens=5)
     (reply,) = [reply for reply in house.replies() if isinstance(reply, Failed | Finished)]
     seconds, grown_mib = time.process_time() - began_s, _peak_mib() - began_mib
-    refused = isinstance(reply, Failed) and reply.session == request and reply.code == "settings" and "\n" not in reply.text
+    refused = (
+        isinstance(reply, Failed)
+        and reply.session == request
+        and reply.code == "settings"
+        and "\n" not in reply.text
+    )
     well = list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     got = reply.text if isinstance(reply, Failed) else "is rendered"
-    return Tried(kind, name, got, seconds, grown_mib, refused and well and seconds < MOST_S and grown_mib < MOST_MIB)
+    return Tried(
+        kind,
+        name,
+        got,
+        seconds,
+        grown_mib,
+        refused and well and seconds < MOST_S and grown_mib < MOST_MIB,
+    )
 
 
 def _peak_mib() -> float:

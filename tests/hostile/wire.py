@@ -1,7 +1,9 @@
 """A coordinator in a process of its own, over real sockets: what only those let through, or stop.
 
-Messages of two hundred thousand frames, frames beyond the limit, peers without a key or with a strange one, connections that say nothing or something else.
-Beside them two workers and a client decode; the text that the target alone would write is the oracle, and memory is that of the coordinator's process.
+Messages of two hundred thousand frames, frames beyond the limit, peers without a key or with a
+strange one, connections that say nothing or something else. Beside them two workers and a client
+decode; the text that the target alone would write is the oracle, and memory is that of the
+coordinator's process.
 """
 
 import socket
@@ -30,14 +32,18 @@ PATIENCE_S = 60.0
 MOST_FRAMES = 200_000
 TOKENS = 40
 MAY_GROW_MIB = 4 * (MAX_MESSAGE_BYTES >> 20)
-"""What the largest message may take while it is read: libzmq's buffers, the copy that is ours, and those of the next one."""
+"""What the largest message may take while it is read: libzmq's buffers, the copy that is ours, and
+those of the next one."""
 
 
 class Healthy:
     """Two scripted workers and a client of the coordinator at an address."""
 
     def __init__(self, connect: Callable[[str], Link], opened: ExitStack) -> None:
-        self._workers: list[ScriptedWorker] = [ScriptedTarget(connect("target"), "target", 100), ScriptedDraft(connect("draft"), "draft", 101)]
+        self._workers: list[ScriptedWorker] = [
+            ScriptedTarget(connect("target"), "target", 100),
+            ScriptedDraft(connect("draft"), "draft", 101),
+        ]
         for worker in self._workers:
             opened.callback(worker.link.close)
             worker.register()
@@ -53,7 +59,12 @@ class Healthy:
         """Whether a request is answered as the target alone would."""
         self._prompt = 1 + self._prompt % 90
         prompt = (self._prompt, 9)
-        request = self._client.submit(tokens=prompt, max_tokens=TOKENS, seed=1, tree=TreeSettings(policy="dynamic", insist=True))
+        request = self._client.submit(
+            tokens=prompt,
+            max_tokens=TOKENS,
+            seed=1,
+            tree=TreeSettings(policy="dynamic", insist=True),
+        )
         ends: list[Finished | Failed] = []
 
         def ended() -> bool:
@@ -64,7 +75,11 @@ class Healthy:
 
         self._wait(ended)
         (end,) = ends
-        return isinstance(end, Finished) and end.request == request and list(end.result.token_ids) == continuation(prompt, TOKENS)
+        return (
+            isinstance(end, Finished)
+            and end.request == request
+            and list(end.result.token_ids) == continuation(prompt, TOKENS)
+        )
 
     def dropped(self) -> int:
         """Messages and handshakes that the coordinator has refused, or found stale."""
@@ -80,7 +95,9 @@ class Healthy:
 
 
 @contextmanager
-def attacker(context: "zmq.Context[zmq.Socket[bytes]]", address: str, **options: object) -> Iterator["zmq.Socket[bytes]"]:
+def attacker(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, **options: object
+) -> Iterator["zmq.Socket[bytes]"]:
     """A socket that keeps no rules."""
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
@@ -123,12 +140,16 @@ def siege_wire(count: int, seed: int, step: Callable[[int], None]) -> Found:
 
 
 def siege_handshakes(count: int, folder: Path, step: Callable[[int], None]) -> Found:
-    """Connections over tcp by who may not connect: without keys, with keys of another deployment, with bytes that mean nothing, with none at all."""
+    """Connections over tcp by who may not connect: without keys, with keys of another deployment,
+    with bytes that mean nothing, with none at all."""
     found = Found("coordinator over tcp")
     generate_keys(folder / "ours")
     generate_keys(folder / "theirs")
     with ExitStack() as opened, Supervisor() as supervisor:
-        address = supervisor.start_hub("coordinator", ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={folder / 'ours'}"])
+        address = supervisor.start_hub(
+            "coordinator",
+            ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={folder / 'ours'}"],
+        )
         (child,) = supervisor.children
         healthy = Healthy(lambda role: open_link(address, keys=folder / "ours", role=role), opened)
         found.look(0.0, child.peak_rss_bytes())
@@ -140,9 +161,15 @@ def siege_handshakes(count: int, folder: Path, step: Callable[[int], None]) -> F
                 for _ in range(min(10, count - found.messages)):
                     for options in ({}, theirs):
                         peer = connections.enter_context(attacker(context, address, **options))
-                        with suppress(zmq.Again):  # it has been turned away already, and does not try again
+                        with suppress(
+                            zmq.Again
+                        ):  # it has been turned away already, and does not try again
                             peer.send(b"hello", zmq.NOBLOCK)
-                    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE"):
+                    for said in (
+                        b"",
+                        b"GET / HTTP/1.1\r\n\r\n",
+                        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE",
+                    ):
                         _say(address, said, connections)
                     found.messages += 5
                 _check_until_quiet(healthy, found)
@@ -154,9 +181,14 @@ def siege_handshakes(count: int, folder: Path, step: Callable[[int], None]) -> F
 
 
 def _curve(folder: Path) -> dict[str, object]:
-    """The options of a peer that knows the coordinator, and has a key of its own that nobody does."""
+    """The options of a peer that knows the coordinator, and has a key of its own that nobody
+    does."""
     own = load_own_key(folder / "theirs", "target")
-    return {"curve_serverkey": coordinator_public(folder / "ours").encode(), "curve_publickey": own.public.encode(), "curve_secretkey": own.secret.encode()}
+    return {
+        "curve_serverkey": coordinator_public(folder / "ours").encode(),
+        "curve_publickey": own.public.encode(),
+        "curve_secretkey": own.secret.encode(),
+    }
 
 
 def _say(address: str, said: bytes, connections: ExitStack) -> None:
@@ -178,7 +210,8 @@ def _send(peer: "zmq.Socket[bytes]", frames: list[bytes], healthy: Healthy) -> N
 
 
 def _check_until_quiet(healthy: Healthy, found: Found) -> None:
-    """Have requests answered until the coordinator has handled all that was sent, and drops nothing any more."""
+    """Have requests answered until the coordinator has handled all that was sent, and drops nothing
+    any more."""
     try:
         before = -1
         while before != found.refused:

@@ -1,8 +1,9 @@
 """Hostile commands at real workers over memory links.
 
-Nobody but its coordinator speaks to a worker, so here that is the attacker, and its epoch is right. Between its messages a session is opened, worked on and
-closed; what the worker answers there has to be, byte for byte, what it answered before the first of them. A worker that has had enough hangs up, forgets its
-sessions and comes again.
+Nobody but its coordinator speaks to a worker, so here that is the attacker, and its epoch is right.
+Between its messages a session is opened, worked on and closed; what the worker answers there has to
+be, byte for byte, what it answered before the first of them. A worker that has had enough hangs up,
+forgets its sessions and comes again.
 """
 
 import select
@@ -49,7 +50,8 @@ from support.models import VOCABULARY
 
 EPOCH = 4242
 AT_A_TIME = 10
-"""Messages between two looks whether the worker is still there: it hangs up after eight that are none."""
+"""Messages between two looks whether the worker is still there: it hangs up after eight that are
+none."""
 CONVERSE_EVERY = 100
 PATIENCE_S = 60.0
 PROMPT = (0, 3, 17, 9)
@@ -57,17 +59,24 @@ HEALTHY = 1 << 40
 """The number of the session that is looked at; no hostile message speaks of it."""
 
 
-def siege_worker(name: str, worker: Worker, count: int, seed: int, step: Callable[[int], None]) -> Found:
+def siege_worker(
+    name: str, worker: Worker, count: int, seed: int, step: Callable[[int], None]
+) -> Found:
     """Hostile commands, and the same healthy session over and over."""
     found = Found(name)
     rng, known = Random(seed), Knowledge(epochs=(EPOCH,), sessions=range(8))
-    streams = (hostile(rng, messages.COMMANDS, known), decodable(rng, messages.COMMANDS, known, COMMAND))
+    streams = (
+        hostile(rng, messages.COMMANDS, known),
+        decodable(rng, messages.COMMANDS, known, COMMAND),
+    )
     began = perf_counter()
     coordinator = _Coordinator(worker)
     try:
         expected = coordinator.converse()
         while found.messages < count and not coordinator.fault:
-            for _, frames in islice(streams[found.messages // AT_A_TIME % 2], min(AT_A_TIME, count - found.messages)):
+            for _, frames in islice(
+                streams[found.messages // AT_A_TIME % 2], min(AT_A_TIME, count - found.messages)
+            ):
                 coordinator.slip(frames)
                 found.messages += 1
             coordinator.settle()
@@ -94,13 +103,19 @@ class _Coordinator:
         self.hung_up = -1  # the first Hello is no return
         self._hub = memory_links()
         self._peer = b""
-        self._thread = threading.Thread(target=self._serve, args=(self._hub.connect(),), daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(self._hub.connect(),), daemon=True
+        )
         self._thread.start()
         self._registered(EVENT.decode(self._next()))
 
     def _serve(self, link: MemoryLink) -> None:
         try:
-            serve(link, self._worker, reconnecting=Reconnecting(self._hub.connect, PATIENCE_S, lambda _: None))
+            serve(
+                link,
+                self._worker,
+                reconnecting=Reconnecting(self._hub.connect, PATIENCE_S, lambda _: None),
+            )
         except LinkClosed:
             return
         except Exception:
@@ -130,10 +145,14 @@ class _Coordinator:
                 self._hub.changed.notify_all()
 
     def settle(self) -> list[Event]:
-        """Wait until all that was sent has been handled; what was said meanwhile. Whatever a hostile message opened is closed again."""
+        """Wait until all that was sent has been handled; what was said meanwhile. Whatever a
+        hostile message opened is closed again."""
         self._ask()
         said: list[Event] = []
-        while not isinstance(event := EVENT.decode(self._next()), Probed) or event.sent_ns != self._asked:
+        while (
+            not isinstance(event := EVENT.decode(self._next()), Probed)
+            or event.sent_ns != self._asked
+        ):
             said.append(event)
             if isinstance(event, Hello):
                 self._registered(event)
@@ -154,23 +173,60 @@ class _Coordinator:
         answers: list[Any] = []
         for command in self._commands():
             self._send(command)
-            answers += [_essence(event) for event in self.settle() if not isinstance(event, Closed | Failed) or event.session == HEALTHY]
+            answers += [
+                _essence(event)
+                for event in self.settle()
+                if not isinstance(event, Closed | Failed) or event.session == HEALTHY
+            ]
         return answers
 
     def _commands(self) -> Iterator[Command]:
-        tree = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=3, width=3, sharpening=1.0)
+        tree = TreeSettings(
+            policy="dynamic", insist=True, gamma=6, depth=3, width=3, sharpening=1.0
+        )
         about: dict[str, Any] = {"epoch": EPOCH, "session": HEALTHY}
-        sampling, key, reads = Sampling(temperature=1.0), session_key(0, 0, PROMPT), self._hello.reads
-        yield Open(**about, key=key, prompt=PROMPT, capacity=20, vocabulary_size=VOCABULARY, sampling=sampling, tree=tree, features=reads)
+        sampling, key, reads = (
+            Sampling(temperature=1.0),
+            session_key(0, 0, PROMPT),
+            self._hello.reads,
+        )
+        yield Open(
+            **about,
+            key=key,
+            prompt=PROMPT,
+            capacity=20,
+            vocabulary_size=VOCABULARY,
+            sampling=sampling,
+            tree=tree,
+            features=reads,
+        )
         if reads is not None:
             yield Feed(**about, start=0, features=_features(reads.dtype, len(PROMPT), reads.row))
         for number in (1, 2, 3):
             length = len(PROMPT) + number
             if "target" in self._hello.roles:
-                yield Verify(epoch=EPOCH, items=(VerifyItem(session=HEALTHY, round=number, prefix=length, tokens=(), parents=()),))
+                yield Verify(
+                    epoch=EPOCH,
+                    items=(
+                        VerifyItem(
+                            session=HEALTHY, round=number, prefix=length, tokens=(), parents=()
+                        ),
+                    ),
+                )
             else:
-                features = _features(reads.dtype, 1, reads.row) if reads is not None and number > 1 else None
-                order: dict[str, Any] = {"bonus": 5 + number, "accepted": (), "max_nodes": 6, "max_depth": 3, "max_width": 3, "features": features}
+                features = (
+                    _features(reads.dtype, 1, reads.row)
+                    if reads is not None and number > 1
+                    else None
+                )
+                order: dict[str, Any] = {
+                    "bonus": 5 + number,
+                    "accepted": (),
+                    "max_nodes": 6,
+                    "max_depth": 3,
+                    "max_width": 3,
+                    "features": features,
+                }
                 yield Draft(**about, round=number, prefix=length, **order)
         yield Close(**about)
 
@@ -193,4 +249,8 @@ def _essence(event: Event) -> Any:
             return event.tokens, event.parents
         case Verified():
             return event.items
-    return event.model_copy(update={"epoch": 0, "spans": ()}) if isinstance(event, Opened) else event.type
+    return (
+        event.model_copy(update={"epoch": 0, "spans": ()})
+        if isinstance(event, Opened)
+        else event.type
+    )

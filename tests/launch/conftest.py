@@ -1,4 +1,5 @@
-"""The command line as users have it: real processes, in a runtime directory and a temporary directory of their own."""
+"""The command line as users have it: real processes, in a runtime directory and a temporary
+directory of their own."""
 
 import os
 import signal
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# under nohup, or in the background of a script, these are ignored, and every process started here would inherit that
+# under nohup, or in the background of a script, these are ignored, and every process started here
+# would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -22,14 +24,16 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """An empty temporary directory; its path is short, since the path of a socket is at most 107 bytes, and pytest's own folders take most of that."""
+    """An empty temporary directory; its path is short, since the path of a socket is at most 107
+    bytes, and pytest's own folders take most of that."""
     with tempfile.TemporaryDirectory(prefix="dt-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def environment(tmp_path: Path, temporary: Path) -> dict[str, str]:
-    """Variables of a user who has nothing running, and whose temporary directory (`tmp_path / "tmp"`) is empty."""
+    """Variables of a user who has nothing running, and whose temporary directory (`tmp_path /
+    "tmp"`) is empty."""
     (tmp_path / "run").mkdir()
     (tmp_path / "tmp").symlink_to(temporary, target_is_directory=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")}
@@ -40,9 +44,17 @@ def environment(tmp_path: Path, temporary: Path) -> dict[str, str]:
 def run(environment: dict[str, str]) -> Run:
     """Runs a command line to its end."""
 
-    def run(*arguments: str, command_prefix: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, command_prefix: tuple[str, ...] = (), **options: object
+    ) -> subprocess.CompletedProcess[str]:
         options = {"input": "", "env": environment, **options}
-        return subprocess.run([*command_prefix, *COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, **options)
+        return subprocess.run(
+            [*command_prefix, *COMMAND, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            **options,
+        )
 
     return run
 
@@ -54,7 +66,14 @@ def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
 
     def start(*arguments: str, command: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment)
+        process = subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=environment,
+        )
         started.append(process)
         return process
 

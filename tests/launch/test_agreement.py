@@ -1,4 +1,5 @@
-"""The target beside transformers' own forward: a model that computes another function is found, with the position where it begins."""
+"""The target beside transformers' own forward: a model that computes another function is found,
+with the position where it begins."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,9 @@ needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kern
 def scores_of(model: LanguageModel, tokens: Sequence[int]) -> list[TokenLogprobs]:
     """What a model says of each token of a text but the first, and of the three likeliest there."""
     segment = Segment(model.new_cache(len(tokens)), 0, len(tokens))
-    laws: Tensor = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [segment]).log_softmax(-1)
+    laws: Tensor = model.forward(
+        torch.tensor(tokens), torch.arange(len(tokens)), [segment]
+    ).log_softmax(-1)
     scores = []
     for law, token in zip(laws, tokens[1:], strict=False):
         best, which = law.topk(3)
@@ -39,7 +42,10 @@ def agreement(model: LanguageModel, tokens: Sequence[int], replied: int = 0) -> 
 
 @needs_kernels
 def test_the_model_of_a_checkpoint_agrees(tmp_path: Path) -> None:
-    found = agreement(load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"), TOKENS)
+    found = agreement(
+        load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"),
+        TOKENS,
+    )
     assert found.ok
     assert (found.tokens, found.first) == (len(TOKENS) - 1, None)
     assert found.largest < 1e-4
@@ -48,11 +54,22 @@ def test_the_model_of_a_checkpoint_agrees(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     ("field", "value", "first"),
-    [("rotary_dim", 0, 2), ("window", 30, 21), ("window", 0, 21), ("softcap", 3.0, 2), ("scale", 0.26, 2)],
+    [
+        ("rotary_dim", 0, 2),
+        ("window", 30, 21),
+        ("window", 0, 21),
+        ("softcap", 3.0, 2),
+        ("scale", 0.26, 2),
+    ],
 )
-def test_a_model_that_is_broken_in_one_layer_is_found_where_it_first_shows(tmp_path: Path, field: str, value: float, first: int) -> None:
-    """A row is about the token behind it, so what breaks the second token shows at the third; what a window lets go may be of little weight at first."""
-    model = load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu")
+def test_a_model_that_is_broken_in_one_layer_is_found_where_it_first_shows(
+    tmp_path: Path, field: str, value: float, first: int
+) -> None:
+    """A row is about the token behind it, so what breaks the second token shows at the third; what
+    a window lets go may be of little weight at first."""
+    model = load_language_model(
+        str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"
+    )
     setattr(model.back_end._layers[1].struct, field, value)  # type: ignore[attr-defined]
     found = agreement(model, TOKENS)
     assert found.ok is False
@@ -61,7 +78,9 @@ def test_a_model_that_is_broken_in_one_layer_is_found_where_it_first_shows(tmp_p
 
 
 @needs_kernels
-def test_weights_of_eight_bits_are_another_function_whose_mean_difference_is_bounded(tmp_path: Path) -> None:
+def test_weights_of_eight_bits_are_another_function_whose_mean_difference_is_bounded(
+    tmp_path: Path,
+) -> None:
     model = load_language_model(str(tiny_mistral(tmp_path)), weights="int8", device="cpu")
     found = agreement(model, TOKENS)
     assert found.of_mean
@@ -74,7 +93,10 @@ def test_weights_of_eight_bits_are_another_function_whose_mean_difference_is_bou
 def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is_right() -> None:
     laws = torch.tensor([[3.0, 0.0, 1.0], [3.0, 0.0, 1.0], [0.0, 0.0, 9.0]])
     tokens = [1, 0, 2, 2]
-    scores = [TokenLogprobs(logprob=float(law.log_softmax(-1)[token])) for law, token in zip(laws, tokens[1:], strict=True)]
+    scores = [
+        TokenLogprobs(logprob=float(law.log_softmax(-1)[token]))
+        for law, token in zip(laws, tokens[1:], strict=True)
+    ]
     assert compare(tokens, scores, 1, iter([laws]), "fp32").ok
     assert compare(tokens, scores, 2, iter([laws[:2], laws[2:]]), "half").first == 2
 
@@ -82,4 +104,8 @@ def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is
 def test_a_checkpoint_that_is_not_here_is_said_and_not_passed_over() -> None:
     nothing = Agreement(why="the target's model is not to be read here")
     assert nothing.ok is None
-    assert nothing.remark == "the target was not compared with transformers: the target's model is not to be read here"
+    assert (
+        nothing.remark
+        == "the target was not compared with transformers: the target's model is not to be "
+        "read here"
+    )

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from dovetail.launch.bench_figures import against_peers, best_of_peers, medians, row, speedup
-from dovetail.launch.bench_methods import Method, PromptSet, Run, Task, check_methods, founder, read_method
+from dovetail.launch.bench_methods import (
+    Method,
+    PromptSet,
+    Run,
+    Task,
+    check_methods,
+    founder,
+    read_method,
+)
 from dovetail.launch.bench_table import interval, show_notes
 from dovetail.launch.bench_turns import Cell, loop_begins
 from dovetail.launch.binding import Place
@@ -62,13 +70,35 @@ def base() -> Configuration:
 
 
 def cell(seconds: list[float], tokens: list[int], *others: dict[str, Any]) -> Cell:
-    """A cell of one run a prompt, of which the first token took a second and the others these; `others`: more figures of each."""
+    """A cell of one run a prompt, of which the first token took a second and the others these;
+    `others`: more figures of each."""
     made = Cell(Method("none", base()), PromptSet("set", ()), 0.0)
-    nothing = dict.fromkeys((name for name, told in Result.model_fields.items() if told.is_required()), 0)
-    for number, (duration, count, more) in enumerate(zip(seconds, tokens, others or [{}] * len(tokens), strict=True)):
-        figures = {"wall_s": 1 + duration, "time_to_first_token_s": 1.0, "completion_tokens": count + 1, **more}
-        fixed = {"text": "", "token_ids": (), "finish_reason": "length", "fingerprint": "", "accepted_per_position": (), "fingerprints": ()}
-        finished = Finished(epoch=0, request=1, result=Result.model_validate({**nothing, **fixed, **figures}), margins=())
+    nothing = dict.fromkeys(
+        (name for name, told in Result.model_fields.items() if told.is_required()), 0
+    )
+    for number, (duration, count, more) in enumerate(
+        zip(seconds, tokens, others or [{}] * len(tokens), strict=True)
+    ):
+        figures = {
+            "wall_s": 1 + duration,
+            "time_to_first_token_s": 1.0,
+            "completion_tokens": count + 1,
+            **more,
+        }
+        fixed = {
+            "text": "",
+            "token_ids": (),
+            "finish_reason": "length",
+            "fingerprint": "",
+            "accepted_per_position": (),
+            "fingerprints": (),
+        }
+        finished = Finished(
+            epoch=0,
+            request=1,
+            result=Result.model_validate({**nothing, **fixed, **figures}),
+            margins=(),
+        )
         made.runs.append(Run(Task(Prompt(str(number), ("",)), "", 1, finished), finished))
     return made
 
@@ -76,25 +106,65 @@ def cell(seconds: list[float], tokens: list[int], *others: dict[str, Any]) -> Ce
 def report_of(folder: Path, methods: Sequence[str]) -> Mapping[str, Any]:
     """What a run of some methods says with --json, and writes to --out."""
     long = "word " * 2000
-    (folder / "few.jsonl").write_text("".join(json.dumps({"id": id, "turns": [text]}) + "\n" for id, text in (("a", "Hello."), ("b", long), ("c", "never"))))
-    options = ("--limit", "2", "--max-tokens", "12", "--draft.device", "cpu", "--temperature", "0", "--temperature", "1", "--out", str(folder / "out.json"))
+    (folder / "few.jsonl").write_text(
+        "".join(
+            json.dumps({"id": id, "turns": [text]}) + "\n"
+            for id, text in (("a", "Hello."), ("b", long), ("c", "never"))
+        )
+    )
+    options = (
+        "--limit",
+        "2",
+        "--max-tokens",
+        "12",
+        "--draft.device",
+        "cpu",
+        "--temperature",
+        "0",
+        "--temperature",
+        "1",
+        "--out",
+        str(folder / "out.json"),
+    )
     named = [word for method in methods for word in ("--method", method)]
-    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "bench", "--prompts", str(folder / "few.jsonl"), *named, *options, "--json"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "dovetail.launch.cli",
+        "bench",
+        "--prompts",
+        str(folder / "few.jsonl"),
+        *named,
+        *options,
+        "--json",
+    ]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert (folder / "out.json").read_text().splitlines()[-1] == done.stdout.strip()
     told: Mapping[str, Any] = json.loads(done.stdout)
     return told
 
 
-def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_temperature(tmp_path: Path) -> None:
+def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_temperature(
+    tmp_path: Path,
+) -> None:
     report = report_of(tmp_path, ["small,tree.gamma=4"])
     assert all(list(row) == ROW_FIELDS for row in report["rows"])
-    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [(m, t) for t in (0.0, 1.0) for m in METHODS[:2]]
+    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [
+        (m, t) for t in (0.0, 1.0) for m in METHODS[:2]
+    ]
     assert {row["prompts"] for row in report["rows"]} == {"few"}
     alone, drafted = report["rows"][:2]
     assert [told["ratio"] for told in report["passes"] if told["method"] == "none"] == [1.0, 1.0]
-    assert (alone["speedup"], alone["gamma"], alone["draft_share"], drafted["gamma"]) == (1.0, 0, 0.0, 4)
+    assert (alone["speedup"], alone["gamma"], alone["draft_share"], drafted["gamma"]) == (
+        1.0,
+        0,
+        0.0,
+        4,
+    )
     assert drafted["peak_rss_mb"] > alone["peak_rss_mb"] > 100
     assert alone["verified_tokens"] == alone["calls"]
     assert [told["shortened"] for told in report["prompts"]] == [1, 1]
@@ -104,8 +174,18 @@ def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_tempera
 def test_two_files_that_are_one_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("kept")
-    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "bench", f"--out={out}", f"--csv={tmp_path}/../{tmp_path.name}/out.json"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "dovetail.launch.cli",
+        "bench",
+        f"--out={out}",
+        f"--csv={tmp_path}/../{tmp_path.name}/out.json",
+    ]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr.count("\n"), out.read_text()) == (2, 1, "kept")
     assert "name the same file" in done.stderr
 
@@ -113,11 +193,20 @@ def test_two_files_that_are_one_are_refused_before_anything_is_written(tmp_path:
 @pytest.mark.slow
 def test_transformers_assisted_generation_is_a_method_that_takes_its_turns(tmp_path: Path) -> None:
     report = report_of(tmp_path, METHODS[1:])
-    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [(m, t) for t in (0.0, 1.0) for m in METHODS]
+    assert [(row["method"], row["temperature"]) for row in report["rows"]] == [
+        (m, t) for t in (0.0, 1.0) for m in METHODS
+    ]
     assert report["rows"][2]["weights"] == "fp32"
-    assert [difference for difference in report["differences"] if difference["method"] == "assisted"] == []
-    assert [sum(peer["best"] for peer in report["peers"] if peer["temperature"] == t) for t in (0.0, 1.0)] == [1, 1]
-    assert {(a["method"], a["peer"]) for a in report["against"]} == {(method, "assisted") for method in METHODS[:2]}
+    assert [
+        difference for difference in report["differences"] if difference["method"] == "assisted"
+    ] == []
+    assert [
+        sum(peer["best"] for peer in report["peers"] if peer["temperature"] == t)
+        for t in (0.0, 1.0)
+    ] == [1, 1]
+    assert {(a["method"], a["peer"]) for a in report["against"]} == {
+        (method, "assisted") for method in METHODS[:2]
+    }
 
 
 def test_the_transport_is_measured_around_a_real_coordinator() -> None:
@@ -127,7 +216,7 @@ def test_the_transport_is_measured_around_a_real_coordinator() -> None:
     assert report["outside_us"] == pytest.approx(report["coordinator_us"] + report["transport_us"])
 
 
-# -- methods -----------------------------------------------------------------------------------------------------------------------------------
+# -- methods ---------------------------------------------------------------------------------------
 
 
 def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: Path) -> None:
@@ -135,11 +224,17 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
     file.write_text("[tree]\ngamma = 3\ndepth = 2\n")
     assert read_method(base(), "none").configuration.settings.draft.kind == "none"
     assert read_method(base(), str(tmp_path)).configuration.settings.draft.model == str(tmp_path)
-    looking_up = read_method(base().over("--draft", {"draft.model": "x"}), "ngram").configuration.settings.draft
+    looking_up = read_method(
+        base().over("--draft", {"draft.model": "x"}), "ngram"
+    ).configuration.settings.draft
     assert (looking_up.kind, looking_up.model) == ("ngram", "")
-    head = read_method(base().over("--draft", {"draft.model": "x"}), "eagle3").configuration.settings.draft
+    head = read_method(
+        base().over("--draft", {"draft.model": "x"}), "eagle3"
+    ).configuration.settings.draft
     assert (head.kind, head.model) == ("eagle3", "")
-    folder = read_method(base().over("--draft", {"draft.kind": "dovetail"}), str(tmp_path)).configuration.settings.draft
+    folder = read_method(
+        base().over("--draft", {"draft.kind": "dovetail"}), str(tmp_path)
+    ).configuration.settings.draft
     assert (folder.kind, folder.model) == ("auto", str(tmp_path))
     tree = read_method(base(), f"{file},tree.gamma=9").configuration.settings.tree
     assert (tree.gamma, tree.depth) == (9, 2)
@@ -148,16 +243,27 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
 def test_a_policy_is_a_method_with_the_draft_of_the_settings() -> None:
     small = base().over("--draft", {"draft.kind": "small"})
     method = read_method(small, "budget,tree.gamma=20")
-    assert (method.label, method.configuration.settings.draft) == ("budget,tree.gamma=20", small.settings.draft)
-    assert (method.configuration.settings.tree.policy, method.configuration.settings.tree.gamma) == ("budget", 20)
+    assert (method.label, method.configuration.settings.draft) == (
+        "budget,tree.gamma=20",
+        small.settings.draft,
+    )
+    assert (
+        method.configuration.settings.tree.policy,
+        method.configuration.settings.tree.gamma,
+    ) == ("budget", 20)
     with pytest.raises(UserError, match="leave --draft none out"):
         read_method(base().over("--draft", {"draft.kind": "none"}), "goodput")
 
 
 def test_methods_that_share_processes_are_given_what_each_of_them_needs() -> None:
     texts = ("none", "small,draft.ahead=false", "small,draft.ahead=true,tree.gamma=3", "ngram")
-    alone, waits, goes_on, other = (replace(read_method(base(), text), shares="one") for text in texts)
-    assert founder([alone, waits], alone).configuration.settings.draft == waits.configuration.settings.draft
+    alone, waits, goes_on, other = (
+        replace(read_method(base(), text), shares="one") for text in texts
+    )
+    assert (
+        founder([alone, waits], alone).configuration.settings.draft
+        == waits.configuration.settings.draft
+    )
     assert founder([alone, waits, goes_on], waits).configuration.settings.draft.ahead == "auto"
     apart = replace(waits, shares="")
     assert founder([apart, goes_on], apart) is apart
@@ -165,13 +271,15 @@ def test_methods_that_share_processes_are_given_what_each_of_them_needs() -> Non
         founder([alone, waits, other], waits)
 
 
-@pytest.mark.parametrize("text", ["magic", "small,tree.gamma", "small,tree.gama=1", "small,tree.gamma=x", "no/such.toml"])
+@pytest.mark.parametrize(
+    "text", ["magic", "small,tree.gamma", "small,tree.gama=1", "small,tree.gamma=x", "no/such.toml"]
+)
 def test_what_is_no_method_is_refused(text: str) -> None:
     with pytest.raises((UserError, SettingsError)):
         read_method(base(), text)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,15 +309,32 @@ def test_a_speedup_over_a_single_prompt_is_told_without_an_interval() -> None:
     assert told(1.0, 2.0) == "1.33 (1.00-2.00)"
 
 
-def test_a_method_whose_draft_failed_has_no_speedup_and_its_row_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_method_whose_draft_failed_has_no_speedup_and_its_row_says_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     failure = {"draft": "draft", "error": "IndexError: elsewhere", "round": 3, "after_s": 0.5}
-    failed, alone = cell([1.0, 1.0], [10, 10], {}, {"draft_failure": failure}), cell([2.0, 2.0], [10, 10])
+    failed, alone = (
+        cell([1.0, 1.0], [10, 10], {}, {"draft_failure": failure}),
+        cell([2.0, 2.0], [10, 10]),
+    )
     assert speedup(failed, alone, seed=0) == (None, None, None)
     found = row(failed, alone, Nobody(), seed=0)
     assert (found["speedup"], found["draft_failures"], found["draft_failure"]) == (None, 1, failure)
     assert interval(found) == "failed"
-    show_notes({"rows": [found], "prompts": [], "peers": [], "against": [], "medians": [], "differences": []})
-    assert "FAILED: the draft of none set T 0 in 1 reply, first in round 3: IndexError: elsewhere" in capfd.readouterr().err
+    show_notes(
+        {
+            "rows": [found],
+            "prompts": [],
+            "peers": [],
+            "against": [],
+            "medians": [],
+            "differences": [],
+        }
+    )
+    assert (
+        "FAILED: the draft of none set T 0 in 1 reply, first in round 3: IndexError: elsewhere"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_loop_begins_where_twenty_tokens_come_again() -> None:
@@ -241,7 +366,9 @@ def test_of_a_peer_the_number_of_threads_that_is_the_fastest_is_reported_and_com
     best = best_of_peers([alone, slow, fast])
     assert [c.method.label for c in best] == ["none", "peer with 1 thread"]
     against = against_peers(best, seed=0)
-    assert [(a["method"], a["peer"], a["ratio"]) for a in against] == [("none", "peer", pytest.approx(0.5))]
+    assert [(a["method"], a["peer"], a["ratio"]) for a in against] == [
+        ("none", "peer", pytest.approx(0.5))
+    ]
 
 
 def test_the_median_set_of_prompts_is_told_where_there_are_several() -> None:
@@ -270,9 +397,28 @@ class Nobody:
 
 
 def test_a_row_weighs_hits_by_rounds_that_drafted_and_predictions_by_tokens() -> None:
-    drafted = {"rounds": 10, "plain_rounds": 2, "hit_rate": 0.75, "verified_rows": 90, "ahead_nodes": 7, "predicted_tokens_per_s": 10.0}
-    plain = {"rounds": 10, "plain_rounds": 10, "hit_rate": None, "verified_rows": 10, "predicted_tokens_per_s": 5.0}
-    unknown = {"rounds": 5, "hit_rate": 0.0, "verified_rows": 5, "wasted_nodes": 3, "predicted_tokens_per_s": None}
+    drafted = {
+        "rounds": 10,
+        "plain_rounds": 2,
+        "hit_rate": 0.75,
+        "verified_rows": 90,
+        "ahead_nodes": 7,
+        "predicted_tokens_per_s": 10.0,
+    }
+    plain = {
+        "rounds": 10,
+        "plain_rounds": 10,
+        "hit_rate": None,
+        "verified_rows": 10,
+        "predicted_tokens_per_s": 5.0,
+    }
+    unknown = {
+        "rounds": 5,
+        "hit_rate": 0.0,
+        "verified_rows": 5,
+        "wasted_nodes": 3,
+        "predicted_tokens_per_s": None,
+    }
     made = cell([1.0, 2.0, 1.0], [20, 10, 5], drafted, plain, unknown)
     told = row(made, made, Nobody(), seed=0)
     assert told["hit_rate"] == pytest.approx(0.75 * 8 / 13)
@@ -283,6 +429,14 @@ def test_a_row_weighs_hits_by_rounds_that_drafted_and_predictions_by_tokens() ->
 
 
 def test_where_nothing_was_drafted_or_foretold_a_row_says_nothing_of_it() -> None:
-    made = cell([1.0], [5], {"rounds": 5, "plain_rounds": 5, "hit_rate": None, "predicted_tokens_per_s": None})
+    made = cell(
+        [1.0],
+        [5],
+        {"rounds": 5, "plain_rounds": 5, "hit_rate": None, "predicted_tokens_per_s": None},
+    )
     told = row(made, made, Nobody(), seed=0)
-    assert (told["hit_rate"], told["predicted_tokens_per_s"], told["plain_share"]) == (None, None, 1.0)
+    assert (told["hit_rate"], told["predicted_tokens_per_s"], told["plain_share"]) == (
+        None,
+        None,
+        1.0,
+    )

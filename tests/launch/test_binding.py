@@ -9,7 +9,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from dovetail.launch.binding import MPOL_BIND, MPOL_DEFAULT, MPOL_INTERLEAVE, Binding, Linux, Place, bind, memory_refusal
+from dovetail.launch.binding import (
+    MPOL_BIND,
+    MPOL_DEFAULT,
+    MPOL_INTERLEAVE,
+    Binding,
+    Linux,
+    Place,
+    bind,
+    memory_refusal,
+)
 from dovetail.launch.topology import read_topology
 
 
@@ -49,7 +58,10 @@ def test_where_memory_is_refused_the_cores_stay_bound() -> None:
     system = Recorder("memory")
     binding = bind(Place((0,), (0,)), system)
     assert system.calls == [("affinity", (0,))]
-    assert str(binding) == "cores 0, memory not bound (set_mempolicy refused node 0: Operation not permitted)"
+    assert (
+        str(binding)
+        == "cores 0, memory not bound (set_mempolicy refused node 0: Operation not permitted)"
+    )
 
 
 def test_where_cores_are_refused_nothing_is_bound() -> None:
@@ -73,7 +85,8 @@ def test_whether_memory_may_be_bound_is_tried_and_undone() -> None:
 
 
 def test_the_kernel_refuses_a_node_that_is_not_there() -> None:
-    """EINVAL where policies are permitted, EPERM where a container forbids them; never a silent success."""
+    """EINVAL where policies are permitted, EPERM where a container forbids them; never a silent
+    success."""
     with pytest.raises(OSError, match=r"Invalid argument|not permitted|not implemented"):
         Linux().set_memory_policy(MPOL_BIND, (63,))
 
@@ -92,8 +105,10 @@ thread.start(); thread.join()
 print(seen[0] == set(place.cores) == os.sched_getaffinity(0))
 import sys
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "pydantic", "click"}))
-"""
-    level, inherited, heavy = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+"""  # noqa: E501
+    level, inherited, heavy = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert level in ("full", "cores")
     assert inherited == "True"
     assert heavy == "[]"
@@ -105,9 +120,12 @@ def test_binding_here_leaves_this_test_where_it_was() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter below is written with the numbers of x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the filter below is written with the numbers of x86-64"
+)
 def test_in_a_container_that_forbids_memory_policies_the_cores_are_bound() -> None:
-    """As Docker's default profile does it: a seccomp filter that answers set_mempolicy with EPERM."""
+    """As Docker's default profile does it: a seccomp filter that answers set_mempolicy with
+    EPERM."""
     code = """
 import ctypes, struct
 from dovetail.launch.binding import SET_MEMPOLICY, Place, bind, memory_refusal
@@ -122,8 +140,10 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
 node = read_topology().computing[0]
 print(memory_refusal((node.number,)))
 print(bind(Place(node.cores[0][:1], (node.number,))))
-"""
-    refusal, binding = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+"""  # noqa: E501
+    refusal, binding = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert refusal == "Operation not permitted"
     assert binding.startswith("cores ")
     assert "memory not bound (set_mempolicy refused node " in binding

@@ -23,22 +23,47 @@ Calibrate = Callable[..., CompletedProcess[str]]
 def calibrate(run: Any, tmp_path: Path, environment: dict[str, str]) -> Calibrate:
     """Runs the command shortly, with a cache directory of its own."""
     changed = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    return lambda *arguments, **variables: run("calibrate", "--seconds", "0.2", *arguments, env={**changed, **variables})  # type: ignore[no-any-return]
+    return lambda *arguments, **variables: run(
+        "calibrate", "--seconds", "0.2", *arguments, env={**changed, **variables}
+    )  # type: ignore[no-any-return]
 
 
 def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
     result = calibrate("--json", "--draft.device", "cpu", "--plot", str(tmp_path / "plot.svg"))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    names = {"t_v", "t_v_limit", "t_v_by_context", "t_d", "bandwidth_gb_s", "peak_gflop_s", "backends"}
+    names = {
+        "t_v",
+        "t_v_limit",
+        "t_v_by_context",
+        "t_d",
+        "bandwidth_gb_s",
+        "peak_gflop_s",
+        "backends",
+    }
     assert names <= set(found)
     assert not {"key", "calibration"} & set(found)
     assert (len(found["t_v"]), found["context"], next(iter(found["t_d"]))) == (64, 384, "1")
-    (entry,) = (entry for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.calibrations)
+    (entry,) = (
+        entry
+        for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries
+        if entry.calibrations
+    )
     assert entry.calibrations[0].t_v.at(16) == found["t_v"]["16"]
-    (levels,) = (entry.levels for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.levels)
+    (levels,) = (
+        entry.levels
+        for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries
+        if entry.levels
+    )
     assert levels.t_v.at(10) == found["t_d"]["10"]
-    assert len(ElementTree.parse(tmp_path / "plot.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")) == len(found["t_v_by_context"]) + 1
+    assert (
+        len(
+            ElementTree.parse(tmp_path / "plot.svg")
+            .getroot()
+            .findall("{http://www.w3.org/2000/svg}polyline")
+        )
+        == len(found["t_v_by_context"]) + 1
+    )
 
 
 @pytest.mark.slow
@@ -55,22 +80,42 @@ def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_cap_on_instructions_keeps_nothing_and_what_a_library_prints_is_not_taken_for_a_finding(calibrate: Calibrate, tmp_path: Path) -> None:
+def test_a_cap_on_instructions_keeps_nothing_and_what_a_library_prints_is_not_taken_for_a_finding(
+    calibrate: Calibrate, tmp_path: Path
+) -> None:
     model = str(tiny_llama(tmp_path / "model"))
-    result = calibrate("--target", model, "--isa", "plain", "--backend", "library", "--json", ONEDNN_VERBOSE="1", MKL_VERBOSE="1")
+    result = calibrate(
+        "--target",
+        model,
+        "--isa",
+        "plain",
+        "--backend",
+        "library",
+        "--json",
+        ONEDNN_VERBOSE="1",
+        MKL_VERBOSE="1",
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["backends"]["backend"] == "library"
     assert not (tmp_path / "cache/dovetail/profile.json").exists()
 
 
 @pytest.mark.slow
-def test_a_head_is_measured_and_its_worker_tells_what_it_took(calibrate: Calibrate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_measured_and_its_worker_tells_what_it_took(
+    calibrate: Calibrate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = calibrate("--draft", "dovetail", "--draft.device", "cpu", "--json")
     assert result.returncode == 0, result.stderr
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    configuration = configure(flags={"draft.kind": "dovetail", "draft.device": "cpu"}, environment={})
-    (levels,) = _opener(configuration, "draft")("draft", len(lay_out_here().draft.cores)).hello(1).curves
-    assert {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)} == json.loads(result.stdout)["t_d"]
+    configuration = configure(
+        flags={"draft.kind": "dovetail", "draft.device": "cpu"}, environment={}
+    )
+    (levels,) = (
+        _opener(configuration, "draft")("draft", len(lay_out_here().draft.cores)).hello(1).curves
+    )
+    assert {
+        str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)
+    } == json.loads(result.stdout)["t_d"]
 
 
 @pytest.mark.slow
@@ -78,21 +123,40 @@ def test_layers_on_a_device_are_measured_and_kept(calibrate: Calibrate, tmp_path
     result = calibrate("--draft", "none", "--target.split.device", "cpu", "--json")
     assert result.returncode == 0, result.stderr
     parts = json.loads(result.stdout)["device"]
-    (entry,) = (entry for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries if entry.devices)
+    (entry,) = (
+        entry
+        for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries
+        if entry.devices
+    )
     assert entry.devices[0].model_dump(mode="json") == parts
     assert (parts["device"], parts["layer"]["rows"][0]) == ("cpu", 1)
 
 
 def test_parts_that_were_measured_at_other_rows_are_told_together() -> None:
-    few, many = RowsSeconds(rows=(1, 2), seconds=(0.001, 0.003)), RowsSeconds(rows=(1, 2, 4), seconds=(0.001, 0.002, 0.004))
-    costs = DeviceCosts(device="cpu", link_gb_s=1.0, layer=many, streamed=few, head=few, host_layer=few, host_head=few)
+    few, many = (
+        RowsSeconds(rows=(1, 2), seconds=(0.001, 0.003)),
+        RowsSeconds(rows=(1, 2, 4), seconds=(0.001, 0.002, 0.004)),
+    )
+    costs = DeviceCosts(
+        device="cpu",
+        link_gb_s=1.0,
+        layer=many,
+        streamed=few,
+        head=few,
+        host_layer=few,
+        host_head=few,
+    )
     assert _parts(costs.model_dump(mode="json")).endswith("4 rows 7; 4; 7 ms")
 
 
 @pytest.mark.slow
-def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibrate, tmp_path: Path) -> None:
+def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
+    calibrate: Calibrate, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    result = calibrate("--target", str(tiny_llama(tmp_path / "model")), XDG_CACHE_HOME=str(tmp_path / "file"))
+    result = calibrate(
+        "--target", str(tiny_llama(tmp_path / "model")), XDG_CACHE_HOME=str(tmp_path / "file")
+    )
     assert result.returncode == 0, result.stderr
     assert "cannot be written" in result.stderr
 
@@ -111,7 +175,9 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(calibrate: Calibr
         (("--seconds", "inf"), "--seconds"),
     ],
 )
-def test_a_mistake_is_one_line(calibrate: Calibrate, arguments: tuple[str, ...], words: str) -> None:
+def test_a_mistake_is_one_line(
+    calibrate: Calibrate, arguments: tuple[str, ...], words: str
+) -> None:
     result = calibrate(*arguments)
     assert result.returncode == 2
     assert words in result.stderr

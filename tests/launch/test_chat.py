@@ -37,25 +37,50 @@ SPECULATED = ("--policy", "dynamic", "--tree.insist", "true")
 TALK_S = 60.0
 
 
-def texts(client: Client, questions: tuple[str, ...], tokens: int, *, seed: int | None = None) -> list[str]:
+def texts(
+    client: Client, questions: tuple[str, ...], tokens: int, *, seed: int | None = None
+) -> list[str]:
     """What the target alone says to each of these questions, as a conversation."""
     turns: list[str] = []
     for question in questions:
         turns.append(question)
-        (finished,) = complete_all(client, [client.submit(turns=turns, max_tokens=tokens, seed=seed, speculate=False)])
+        (finished,) = complete_all(
+            client, [client.submit(turns=turns, max_tokens=tokens, seed=seed, speculate=False)]
+        )
         turns.append(finished.result.text)
     return turns[1::2]
 
 
 def test_lines_are_answered_as_a_conversation(run: Run, stack: Stack, client: Client) -> None:
-    done = run("chat", "--connect", stack.address, "--max-tokens", "12", input="\n".join((QUESTIONS[0], "", "/draft off", QUESTIONS[1], "/quit", "not read")))
+    done = run(
+        "chat",
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "12",
+        input="\n".join((QUESTIONS[0], "", "/draft off", QUESTIONS[1], "/quit", "not read")),
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(text + "\n" * (not text.endswith("\n")) for text in texts(client, QUESTIONS, 12))
+    assert done.stdout == "".join(
+        text + "\n" * (not text.endswith("\n")) for text in texts(client, QUESTIONS, 12)
+    )
 
 
 def test_the_results_are_json_lines_on_request(run: Run, stack: Stack) -> None:
-    script = f"{QUESTIONS[0]}\n/seed 7\n/temperature 0.9\n{QUESTIONS[1]}\n/retry\n/draft off\n/clear\n{QUESTIONS[0]}\n"
-    done = run("chat", "--connect", stack.address, "--max-tokens", "12", "--json", *SPECULATED, input=script)
+    script = (
+        f"{QUESTIONS[0]}\n/seed 7\n/temperature 0.9\n{QUESTIONS[1]}\n/retry\n/draft "
+        f"off\n/clear\n{QUESTIONS[0]}\n"
+    )
+    done = run(
+        "chat",
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "12",
+        "--json",
+        *SPECULATED,
+        input=script,
+    )
     assert done.returncode == 0, done.stderr
     first, second, third, last = map(json.loads, done.stdout.splitlines())
     assert (second["seed"], third["seed"]) == (7, 7)
@@ -66,9 +91,16 @@ def test_the_results_are_json_lines_on_request(run: Run, stack: Stack) -> None:
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("/sats\n", "did you mean /stats?"), ("/temperature hot\n", "temperature"), ("/seed -1\n", "/seed -1"), ("long " * 2000, "the prompt has")],
+    [
+        ("/sats\n", "did you mean /stats?"),
+        ("/temperature hot\n", "temperature"),
+        ("/seed -1\n", "/seed -1"),
+        ("long " * 2000, "the prompt has"),
+    ],
 )
-def test_the_first_mistake_in_a_script_ends_it(run: Run, stack: Stack, script: str, words: str) -> None:
+def test_the_first_mistake_in_a_script_ends_it(
+    run: Run, stack: Stack, script: str, words: str
+) -> None:
     done = run("chat", "--connect", stack.address, input=script)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
@@ -84,19 +116,41 @@ def test_a_conversation_is_saved_once(run: Run, stack: Stack, tmp_path: Path) ->
 
 
 def test_the_figures_of_replies_are_a_table(run: Run, stack: Stack) -> None:
-    done = run("chat", "--connect", stack.address, "--max-tokens", "8", input=f"/stats\n{QUESTIONS[0]}\n{QUESTIONS[1]}\n/stats\n")
+    done = run(
+        "chat",
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "8",
+        input=f"/stats\n{QUESTIONS[0]}\n{QUESTIONS[1]}\n/stats\n",
+    )
     assert "there is no reply yet" in done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     table = rows[next(index for index, row in enumerate(rows) if "tokens/s" in row) :]
     assert {"tau", "accepted", "hit", "reused"} <= {*table[0]}
-    assert [row[0] for row in table if row and row[0].isdigit()] == ["1", "2"] * 2, "what they brought, and where their time went"
+    assert [row[0] for row in table if row and row[0].isdigit()] == ["1", "2"] * 2, (
+        "what they brought, and where their time went"
+    )
 
 
 def test_the_figures_of_replies_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """However large they are: where nothing is a terminal's width, nothing is folded, and the lines are as long as they would like to be."""
+    """However large they are: where nothing is a terminal's width, nothing is folded, and the lines
+    are as long as they would like to be."""
     modest = representative()["finished"].result
-    large = {"completion_tokens": 123456, "tokens_per_s": 12345.678, "tau": 17 / 3, "acceptance_rate": 1.0, "hit_rate": 0.98765}
-    large |= {"time_to_first_token_s": 123.456789, "prompt_tokens": 123456, "reused_tokens": 123456, "wall_s": 12345.678, "queue_s": 12345.678}
+    large = {
+        "completion_tokens": 123456,
+        "tokens_per_s": 12345.678,
+        "tau": 17 / 3,
+        "acceptance_rate": 1.0,
+        "hit_rate": 0.98765,
+    }
+    large |= {
+        "time_to_first_token_s": 123.456789,
+        "prompt_tokens": 123456,
+        "reused_tokens": 123456,
+        "wall_s": 12345.678,
+        "queue_s": 12345.678,
+    }
     print_stats([modest, *[modest.model_copy(update=large)] * 11, None])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80
@@ -105,11 +159,12 @@ def test_the_figures_of_replies_fit_eighty_columns(capsys: pytest.CaptureFixture
     assert rows[-11] == ["12", "123456", "12346", "5.67", "100", "99", "123457", "123456", "123456"]
 
 
-# -- in front of it, without a terminal --------------------------------------------------------------------------------------------------------
+# -- in front of it, without a terminal ------------------------------------------------------------
 
 
 class Scripted:
-    """Answers each question with the next of these replies, or raises it; keeps what it was asked."""
+    """Answers each question with the next of these replies, or raises it; keeps what it was
+    asked."""
 
     def __init__(self, *replies: Answer | DovetailError) -> None:
         self._replies = iter(replies)
@@ -128,13 +183,22 @@ class Scripted:
 
 
 @pytest.fixture
-def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """A conversation with somebody, of these lines: what is said on stdout and on stderr, but for the greeting and the prompts."""
+def talk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """A conversation with somebody, of these lines: what is said on stdout and on stderr, but for
+    the greeting and the prompts."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    def talk(answerer: Answerer, *lines: str, seed: int | None = None, temperature: float = 0.0) -> tuple[str, str]:
+    def talk(
+        answerer: Answerer, *lines: str, seed: int | None = None, temperature: float = 0.0
+    ) -> tuple[str, str]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-        Chat(answerer, Manner(Sampling(temperature=temperature), 16, TreeSettings(), seed), as_json=False).talk()
+        Chat(
+            answerer,
+            Manner(Sampling(temperature=temperature), 16, TreeSettings(), seed),
+            as_json=False,
+        ).talk()
         said, told = capsys.readouterr()
         return said, told.replace("you> ", "").split("Ctrl-D ends\n")[1]
 
@@ -142,31 +206,88 @@ def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_every_change_is_told_and_so_is_what_holds(talk: Callable[..., tuple[str, str]]) -> None:
-    lines = ("/draft", "/draft off", "/temperature", "/temperature 0.8", "/temperature", "/seed", "/seed 3", "/seed random", "/clear", "/exit", "not read")
+    lines = (
+        "/draft",
+        "/draft off",
+        "/temperature",
+        "/temperature 0.8",
+        "/temperature",
+        "/seed",
+        "/seed 3",
+        "/seed random",
+        "/clear",
+        "/exit",
+        "not read",
+    )
     _, told = talk(Scripted(), *lines)
     off, random = "draft off: the target decodes alone", "seed random: another one for each reply"
-    held = ["draft on", off, "temperature 0: greedy", "temperature 0.8", "temperature 0.8", random, "seed 3", random, "what was said is forgotten"]
+    held = [
+        "draft on",
+        off,
+        "temperature 0: greedy",
+        "temperature 0.8",
+        "temperature 0.8",
+        random,
+        "seed 3",
+        random,
+        "what was said is forgotten",
+    ]
     assert told.splitlines() == held
 
 
-def test_retry_says_that_a_reply_will_be_the_same_only_where_it_will(talk: Callable[..., tuple[str, str]]) -> None:
+def test_retry_says_that_a_reply_will_be_the_same_only_where_it_will(
+    talk: Callable[..., tuple[str, str]],
+) -> None:
     same = "the reply will be the same: "
-    _, told = talk(Scripted(*[Answer("Hi")] * 4), "Hello.", "/retry", "/temperature 0.8", "/retry", "/retry")
-    assert [line for line in told.splitlines() if same in line] == [f"{same}/temperature 0.7 allows another one"]
-    _, told = talk(Scripted(*[Answer("Hi")] * 3), "Hello.", "/draft off", "/retry", "/seed 4", "/retry", seed=3, temperature=0.8)
-    assert [line for line in told.splitlines() if same in line] == [f"{same}/seed random allows another one"]
+    _, told = talk(
+        Scripted(*[Answer("Hi")] * 4), "Hello.", "/retry", "/temperature 0.8", "/retry", "/retry"
+    )
+    assert [line for line in told.splitlines() if same in line] == [
+        f"{same}/temperature 0.7 allows another one"
+    ]
+    _, told = talk(
+        Scripted(*[Answer("Hi")] * 3),
+        "Hello.",
+        "/draft off",
+        "/retry",
+        "/seed 4",
+        "/retry",
+        seed=3,
+        temperature=0.8,
+    )
+    assert [line for line in told.splitlines() if same in line] == [
+        f"{same}/seed random allows another one"
+    ]
 
 
-def test_a_question_that_nobody_could_answer_is_kept_and_can_be_asked_again(talk: Callable[..., tuple[str, str]]) -> None:
-    somebody = Scripted(Answer("Hi"), DovetailError("no target"), DovetailError("no target"), Answer("More"), Answer("End"))
+def test_a_question_that_nobody_could_answer_is_kept_and_can_be_asked_again(
+    talk: Callable[..., tuple[str, str]],
+) -> None:
+    somebody = Scripted(
+        Answer("Hi"),
+        DovetailError("no target"),
+        DovetailError("no target"),
+        Answer("More"),
+        Answer("End"),
+    )
     said, told = talk(somebody, "Hello.", "And?", "/retry", "/retry", "Then?")
     assert told == "no target\nthe question is kept: /retry asks it again\n" * 2
-    assert somebody.asked == [("Hello.",), *[("Hello.", "Hi", "And?")] * 3, ("Hello.", "Hi", "And?", "More", "Then?")]
+    assert somebody.asked == [
+        ("Hello.",),
+        *[("Hello.", "Hi", "And?")] * 3,
+        ("Hello.", "Hi", "And?", "More", "Then?"),
+    ]
     assert said == "Hi\nhalf a\nhalf a\nMore\nEnd\n\n"
 
 
-def test_a_reply_is_not_lost_where_it_cannot_be_taken_back(talk: Callable[..., tuple[str, str]]) -> None:
-    for failure in (DovetailError("no target"), RequestError("settings", "no"), Answer("", interrupted=True)):
+def test_a_reply_is_not_lost_where_it_cannot_be_taken_back(
+    talk: Callable[..., tuple[str, str]],
+) -> None:
+    for failure in (
+        DovetailError("no target"),
+        RequestError("settings", "no"),
+        Answer("", interrupted=True),
+    ):
         somebody = Scripted(Answer("Hi"), failure, Answer("More"))
         talk(somebody, "Hello.", "/retry", "And?")
         assert somebody.asked == [("Hello.",), ("Hello.",), ("Hello.", "Hi", "And?")]
@@ -179,7 +300,7 @@ def test_a_mistake_is_not_asked_again(talk: Callable[..., tuple[str, str]]) -> N
     assert somebody.asked == [("Hello.",), ("Hello.", "Hi", "A long one."), ("Hello.",)]
 
 
-# -- in a terminal -----------------------------------------------------------------------------------------------------------------------------
+# -- in a terminal ---------------------------------------------------------------------------------
 
 
 class Terminal:
@@ -198,7 +319,11 @@ class Terminal:
             ready, _, _ = select.select([self._screen], [], [], max(0.0, end_s - time.monotonic()))
             assert ready, f"{pattern!r} did not come: {self.seen!r}"
             try:
-                self.seen = MODES.sub("", self.seen + os.read(self._screen, 65536).decode(errors="replace").replace("\r\n", "\n"))
+                self.seen = MODES.sub(
+                    "",
+                    self.seen
+                    + os.read(self._screen, 65536).decode(errors="replace").replace("\r\n", "\n"),
+                )
             except OSError:  # the other end was closed
                 raise AssertionError(f"{pattern!r} did not come: {self.seen!r}") from None
         came, self._read = self.seen[self._read : found.start()], found.end()
@@ -215,7 +340,9 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(environment: dict[str, str], stack: Stack, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+def terminal(
+    environment: dict[str, str], stack: Stack, tmp_path: Path
+) -> Iterator[Callable[..., Terminal]]:
     """Begins a conversation with the embedded pair in a terminal that knows colours."""
     person = {**environment, "XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm"}
     person.pop("NO_COLOR", None)
@@ -228,7 +355,9 @@ def terminal(environment: dict[str, str], stack: Stack, tmp_path: Path) -> Itera
     return begin  # type: ignore[return-value]
 
 
-def test_in_a_terminal_drafted_tokens_are_coloured_and_the_text_is_the_same(terminal: Callable[..., Terminal], client: Client, tmp_path: Path) -> None:
+def test_in_a_terminal_drafted_tokens_are_coloured_and_the_text_is_the_same(
+    terminal: Callable[..., Terminal], client: Client, tmp_path: Path
+) -> None:
     person = terminal("--max-tokens", "16", *SPECULATED)
     (expected,) = texts(client, QUESTIONS[:1], 16)
     assert "target demo (fp32)" in person.seen
@@ -250,11 +379,27 @@ def test_in_a_terminal_drafted_tokens_are_coloured_and_the_text_is_the_same(term
 
 @pytest.mark.parametrize("over_http", [False, True])
 def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
-    terminal: Callable[..., Terminal], stack: Stack, url: str, client: Client, tmp_path: Path, over_http: bool
+    terminal: Callable[..., Terminal],
+    stack: Stack,
+    url: str,
+    client: Client,
+    tmp_path: Path,
+    over_http: bool,
 ) -> None:
     cancelled = client.status().cancelled
-    person = terminal("--max-tokens", "450", "--temperature", "50", connect=url if over_http else stack.address, NO_COLOR="1")
-    for _ in range(5):  # every token is about equally likely; a reply that ends by itself before Ctrl-C proves nothing: ask again
+    person = terminal(
+        "--max-tokens",
+        "450",
+        "--temperature",
+        "50",
+        connect=url if over_http else stack.address,
+        NO_COLOR="1",
+    )
+    for _ in range(
+        5
+        # every token is about equally likely; a reply that ends by itself before Ctrl-C proves
+        # nothing: ask again
+    ):
         person.type("/clear\n")
         person.wait_for("you> ")
         person.type("Hello.\n")
@@ -277,14 +422,24 @@ def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
     assert state.cancelled == cancelled + 1
 
 
-# -- over HTTP ---------------------------------------------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def url(stack: Stack) -> Iterator[str]:
     """The HTTP API of the embedded pair."""
     with Supervisor() as supervisor:
-        child = supervisor.start("http", ["http", f"--connect={stack.address}", "--http.port=0", "--tree.policy=dynamic", "--tree.insist=true"], reads=True)
+        child = supervisor.start(
+            "http",
+            [
+                "http",
+                f"--connect={stack.address}",
+                "--http.port=0",
+                "--tree.policy=dynamic",
+                "--tree.insist=true",
+            ],
+            reads=True,
+        )
         assert child.process.stdout is not None
         yield child.process.stdout.readline().decode().strip()
 
@@ -292,12 +447,27 @@ def url(stack: Stack) -> Iterator[str]:
 def test_over_http_a_conversation_is_the_same(run: Run, stack: Stack, url: str) -> None:
     script = f"{QUESTIONS[0]}\n{QUESTIONS[1]}\n/draft off\n/clear\n{QUESTIONS[0]}\n"
     options = ("--max-tokens", "12", "--temperature", "0.8", "--seed", "3", "--json")
-    here = [json.loads(line) for line in run("chat", "--connect", stack.address, *options, *SPECULATED, input=script).stdout.splitlines()]
+    here = [
+        json.loads(line)
+        for line in run(
+            "chat", "--connect", stack.address, *options, *SPECULATED, input=script
+        ).stdout.splitlines()
+    ]
     done = run("chat", "--connect", url, *options, input=script)
     assert done.returncode == 0, done.stderr
     there = [json.loads(line) for line in done.stdout.splitlines()]
-    same = ("text", "token_ids", "prompt_tokens", "completion_tokens", "finish_reason", "seed", "fingerprint")
-    assert [[reply[name] for name in same] for reply in there] == [[reply[name] for name in same] for reply in here]
+    same = (
+        "text",
+        "token_ids",
+        "prompt_tokens",
+        "completion_tokens",
+        "finish_reason",
+        "seed",
+        "fingerprint",
+    )
+    assert [[reply[name] for name in same] for reply in there] == [
+        [reply[name] for name in same] for reply in here
+    ]
     assert [list(reply) for reply in there] == [list(reply) for reply in here]
     assert there[0]["drafted_tokens"] > 0 == there[2]["drafted_tokens"]
 
@@ -318,7 +488,9 @@ def test_generate_works_over_http_too(run: Run, stack: Stack, url: str) -> None:
         (("status",), "this command speaks with its coordinator"),
     ],
 )
-def test_what_a_url_cannot_do_is_told(run: Run, url: str, arguments: tuple[str, ...], words: str) -> None:
+def test_what_a_url_cannot_do_is_told(
+    run: Run, url: str, arguments: tuple[str, ...], words: str
+) -> None:
     done = run(*arguments, "--connect", url, input="Hello.\n")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert words in done.stderr

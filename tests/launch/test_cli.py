@@ -41,7 +41,12 @@ for name in COMMANDS:
 print(json.dumps(told))
 """
 """Of each command: how its help begins, its exit code, and whether torch is there afterwards."""
-WRONG = [("decode",), ("config", "show", "--tree.gama", "6"), ("generate", "hello", "--connect", "http://host"), ("status",)]
+WRONG = [
+    ("decode",),
+    ("config", "show", "--tree.gama", "6"),
+    ("generate", "hello", "--connect", "http://host"),
+    ("status",),
+]
 
 
 def one_line(process: subprocess.CompletedProcess[str]) -> str:
@@ -66,14 +71,22 @@ def test_help_takes_less_than_four_tenths_of_a_second(run: Run) -> None:
 
 
 def test_help_imports_neither_pydantic_nor_torch() -> None:
-    code = "import sys; from dovetail.launch.cli import run; run(['--help']); sys.exit(bool({'pydantic', 'torch', 'zmq', 'rich'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    code = (
+        "import sys; from dovetail.launch.cli import run; run(['--help']); "
+        "sys.exit(bool({'pydantic', 'torch', 'zmq', 'rich'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL).returncode
+        == 0
+    )
 
 
 def test_every_command_has_help_without_torch() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", HELP_OF_ALL], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {name: ["Usage:", 0, False] for name in cli.COMMANDS}
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        name: ["Usage:", 0, False] for name in cli.COMMANDS
+    }
 
 
 def test_version_names_the_program(run: Run) -> None:
@@ -89,14 +102,29 @@ def test_version_names_the_program(run: Run) -> None:
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
         (("generate", "hello", "--policy", "goodputt"), "there is no tree policy 'goodputt'"),
-        (("generate", "hello", "--sampling.acceptance", "rejection"), "set tree.policy to 'static', not 'goodput'"),
-        (("generate", "hello", "--draft", "ngram", "--policy", "beam"), "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'"),
-        (("generate", "hello", "--target", "/no/such/model"), "the target model /no/such/model is not there"),
+        (
+            ("generate", "hello", "--sampling.acceptance", "rejection"),
+            "set tree.policy to 'static', not 'goodput'",
+        ),
+        (
+            ("generate", "hello", "--draft", "ngram", "--policy", "beam"),
+            "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'",
+        ),
+        (
+            ("generate", "hello", "--target", "/no/such/model"),
+            "the target model /no/such/model is not there",
+        ),
         (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
         (("generate", "hello", "--connect", "http://host"), "http://host"),
-        (("generate", "hello", "--connect", "127.0.0.1:8200"), "write http://127.0.0.1:8200 for a server over HTTP; ipc://PATH or tcp://HOST:PORT"),
+        (
+            ("generate", "hello", "--connect", "127.0.0.1:8200"),
+            "write http://127.0.0.1:8200 for a server over HTTP; ipc://PATH or tcp://HOST:PORT",
+        ),
         (("chat", "--connect", "host"), "write http://HOST:PORT for a server over HTTP"),
-        (("generate", "hello", "--connect", "ipc:///no/such/path/x", "--target", "m"), "--target.model"),
+        (
+            ("generate", "hello", "--connect", "ipc:///no/such/path/x", "--target", "m"),
+            "--target.model",
+        ),
         (("generate", ""), "empty"),
         (("status",), "dovetail serve"),
         (("worker", "--role", "draft", "--connect", "ipc:///x", "--cores", "9999"), "core 9999"),
@@ -110,7 +138,11 @@ def test_version_names_the_program(run: Run) -> None:
     ],
 )
 def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], arguments: tuple[str, ...], named: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    arguments: tuple[str, ...],
+    named: str,
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", environment["XDG_RUNTIME_DIR"])
     assert cli.run(arguments) == 2
@@ -122,7 +154,9 @@ def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_a_mistake_in_a_process_of_its_own_is_one_line_too(run: Run, arguments: tuple[str, ...]) -> None:
+def test_a_mistake_in_a_process_of_its_own_is_one_line_too(
+    run: Run, arguments: tuple[str, ...]
+) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     one_line(done)
@@ -139,15 +173,35 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(run: Run, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--target", "/no/such/model"), "the target model /no/such/model is not there: name an existing folder"),
-        (("--draft", "./no-draft"), "the draft model ./no-draft is not there: name an existing folder"),
-        (("--target", "models/none"), "no draft is named for the target 'models/none', which is no folder here and would be looked for at the"),
-        (("--target", "{file}.gguf"), "is a GGUF file, which llama.cpp reads; take the model's folder"),
+        (
+            ("--target", "/no/such/model"),
+            "the target model /no/such/model is not there: name an existing folder",
+        ),
+        (
+            ("--draft", "./no-draft"),
+            "the draft model ./no-draft is not there: name an existing folder",
+        ),
+        (
+            ("--target", "models/none"),
+            "no draft is named for the target 'models/none', which is no folder here and would "
+            "be looked for at the",
+        ),
+        (
+            ("--target", "{file}.gguf"),
+            "is a GGUF file, which llama.cpp reads; take the model's folder",
+        ),
     ],
 )
-def test_a_model_is_looked_for_before_anything_else_is_said_of_it(run: Run, tmp_path: Path, arguments: tuple[str, str], named: str) -> None:
+def test_a_model_is_looked_for_before_anything_else_is_said_of_it(
+    run: Run, tmp_path: Path, arguments: tuple[str, str], named: str
+) -> None:
     (tmp_path / "model.gguf").touch()
-    done = run("generate", "hello", *(argument.format(file=tmp_path / "model") for argument in arguments), cwd=tmp_path)
+    done = run(
+        "generate",
+        "hello",
+        *(argument.format(file=tmp_path / "model") for argument in arguments),
+        cwd=tmp_path,
+    )
     assert done.returncode == 2
     assert named in one_line(done)
 
@@ -160,7 +214,10 @@ def test_a_draft_that_cannot_be_decoded_is_named_with_what_it_is(run: Run, tmp_p
     done = run("generate", "hello", "--draft", str(tmp_path / "draft"))
     assert done.returncode == 2
     assert "the draft worker: " in one_line(done)
-    assert f"{tmp_path}/draft/config.json: model type mamba has layers of type linear_attention, which mix tokens" in one_line(done)
+    assert (
+        f"{tmp_path}/draft/config.json: model type mamba has layers of type linear_attention, "
+        "which mix tokens" in one_line(done)
+    )
 
 
 def test_a_missing_model_is_one_line(run: Run) -> None:
@@ -169,8 +226,12 @@ def test_a_missing_model_is_one_line(run: Run) -> None:
     assert "/no/such/model" in one_line(done)
 
 
-@pytest.mark.parametrize(("error", "code"), [(SettingsError("x"), 2), (LinkClosed("x"), 1), (KeyboardInterrupt(), 130)])
-def test_every_kind_of_error_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(SettingsError("x"), 2), (LinkClosed("x"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_every_kind_of_error_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -178,14 +239,19 @@ def test_every_kind_of_error_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, 
     assert cli.run([]) == code
 
 
-def test_an_error_of_the_system_that_nobody_expected_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_system_that_nobody_expected_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/some/file")
 
     monkeypatch.setattr(cli.group, "main", fail)
     assert cli.run([]) == 1
     full = "No space left on device; free some space there, or choose another place"
-    assert capsys.readouterr().err == f"dovetail: the system refused to read or write /some/file: {full}\n"
+    assert (
+        capsys.readouterr().err
+        == f"dovetail: the system refused to read or write /some/file: {full}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +260,8 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(monkeypatch: py
         (
             "config show >/dev/full",
             1,
-            "dovetail: the system refused to read or write: No space left on device; free some space there, or choose another place\n",
+            "dovetail: the system refused to read or write: No space left on device; free some "
+            "space there, or choose another place\n",
         ),
         ("config show >/dev/full 2>&1", 1, ""),
         ("config show >&-", 0, ""),
@@ -205,28 +272,47 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(monkeypatch: py
         ("generate - <&-", 2, "dovetail: the prompt is empty: write some text\n"),
     ],
 )
-def test_a_standard_stream_that_is_full_or_closed_is_no_traceback(environment: dict[str, str], line: str, code: int, complaint: str) -> None:
+def test_a_standard_stream_that_is_full_or_closed_is_no_traceback(
+    environment: dict[str, str], line: str, code: int, complaint: str
+) -> None:
     command = f'"{sys.executable}" -P -m dovetail.launch.cli {line}'
-    done = subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert (done.returncode, done.stderr) == (code, complaint)
 
 
 def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-P", "-m", "dovetail.launch.cli", "config", "show"], stdout=writer, stderr=subprocess.PIPE, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "dovetail.launch.cli", "config", "show"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
     os.close(writer)
     assert done.stderr == b""
 
 
-# -- the coordinator by hand -------------------------------------------------------------------------------------------------------------------
+# -- the coordinator by hand -----------------------------------------------------------------------
 
 
-def test_a_coordinator_runs_on_a_machine_without_torch(tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n")
+def test_a_coordinator_runs_on_a_machine_without_torch(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+    )
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))
     command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "coordinator"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ipc://")
         process.terminate()
@@ -235,7 +321,9 @@ def test_a_coordinator_runs_on_a_machine_without_torch(tmp_path: Path, environme
     assert "torch" not in complaints
 
 
-def test_a_closed_terminal_ends_a_coordinator_which_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
+def test_a_closed_terminal_ends_a_coordinator_which_leaves_nothing_behind(
+    start: Start, tmp_path: Path
+) -> None:
     process = start("coordinator")
     assert process.stdout is not None
     process.stdout.readline()
@@ -255,7 +343,9 @@ def test_a_closed_terminal_unwinds_a_process_of_ours(start: Start) -> None:
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(start: Start, run: Run) -> None:
-    process = start("-P", "-m", "dovetail.launch.cli", "coordinator", command=("nohup", sys.executable))
+    process = start(
+        "-P", "-m", "dovetail.launch.cli", "coordinator", command=("nohup", sys.executable)
+    )
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     process.send_signal(signal.SIGHUP)
@@ -265,7 +355,9 @@ def test_under_nohup_a_closed_terminal_changes_nothing(start: Start, run: Run) -
     assert process.returncode == 0
 
 
-def test_a_coordinator_is_found_while_it_runs_and_leaves_nothing_behind(start: Start, run: Run, tmp_path: Path) -> None:
+def test_a_coordinator_is_found_while_it_runs_and_leaves_nothing_behind(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     process = start("coordinator")
     assert process.stdout is not None
     address = process.stdout.readline().strip()
@@ -292,7 +384,9 @@ def test_of_two_coordinators_one_has_to_be_chosen(start: Start, run: Run) -> Non
     assert run("status", "--connect", addresses[1]).stdout.startswith(f"coordinator {addresses[1]}")
 
 
-def test_the_announcement_of_a_coordinator_that_was_killed_is_ignored_and_cleaned(start: Start, run: Run, tmp_path: Path) -> None:
+def test_the_announcement_of_a_coordinator_that_was_killed_is_ignored_and_cleaned(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     process = start("coordinator")
     assert process.stdout is not None
     process.stdout.readline()
@@ -314,18 +408,30 @@ def test_a_second_coordinator_on_a_path_is_refused(start: Start, run: Run, tmp_p
     assert "another coordinator" in one_line(done)
 
 
-def test_over_tcp_keys_are_made_and_what_to_type_elsewhere_is_said(start: Start, run: Run, tmp_path: Path) -> None:
+def test_over_tcp_keys_are_made_and_what_to_type_elsewhere_is_said(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     keys = str(tmp_path / "keys")
     assert run("keygen", "--out", keys).returncode == 0
     process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", keys)
     assert process.stdout is not None
     assert process.stderr is not None
     address = process.stdout.readline().strip()
-    assert process.stderr.readline().startswith(f"  dovetail worker --role target --target MODEL --connect {address} --keys FOLDER")
-    assert json.loads(run("status", "--connect", address, "--keys", keys, "--json").stdout)["address"] == address
-    assert json.loads(run("status", "--json").stdout)["address"] == address, "found without --connect, with the keys that it was announced with"
+    assert process.stderr.readline().startswith(
+        f"  dovetail worker --role target --target MODEL --connect {address} --keys FOLDER"
+    )
+    assert (
+        json.loads(run("status", "--connect", address, "--keys", keys, "--json").stdout)["address"]
+        == address
+    )
+    assert json.loads(run("status", "--json").stdout)["address"] == address, (
+        "found without --connect, with the keys that it was announced with"
+    )
     for name in ("client", "operator"):  # an operator is a client, too
         assert run("keygen", "--out", keys, "--revoke", name).returncode == 0
     refused = run("status", "--connect", address, "--keys", keys)
     assert refused.returncode == 2
-    assert f"no client.key; make it with `dovetail keygen --out {keys} --name client --role client`" in one_line(refused)
+    assert (
+        f"no client.key; make it with `dovetail keygen --out {keys} --name client --role client`"
+        in one_line(refused)
+    )

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.launch.chat import harmless
-from dovetail.launch.conversation import COMMANDS, Answer, Command, Conversation, Exchange, Manner, Paint, parse
+from dovetail.launch.conversation import (
+    COMMANDS,
+    Answer,
+    Command,
+    Conversation,
+    Exchange,
+    Manner,
+    Paint,
+    parse,
+)
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from support.golden import representative
@@ -19,7 +28,9 @@ PIECES = st.lists(st.tuples(st.text("ab \nü", max_size=4), st.booleans()), max_
 
 
 def warm(temperature: float = 0.5, *, acceptance: Any = "coupled", **more: Any) -> Manner:
-    return replace(GREEDY, sampling=Sampling(temperature=temperature, acceptance=acceptance), **more)
+    return replace(
+        GREEDY, sampling=Sampling(temperature=temperature, acceptance=acceptance), **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +47,9 @@ def warm(temperature: float = 0.5, *, acceptance: Any = "coupled", **more: Any) 
         ("/exit", Command("quit")),
     ],
 )
-def test_a_line_is_a_question_a_command_or_nothing(line: str, meaning: Command | str | None) -> None:
+def test_a_line_is_a_question_a_command_or_nothing(
+    line: str, meaning: Command | str | None
+) -> None:
     assert parse(line) == meaning
 
 
@@ -88,10 +101,14 @@ def test_turns_alternate_and_the_last_can_be_taken_back() -> None:
         (warm(acceptance="rejection", seed=7), warm(acceptance="rejection", seed=7), False),
     ],
 )
-def test_a_question_gets_the_same_answer_where_chance_has_no_part(asked: Manner, again: Manner, same: bool) -> None:
+def test_a_question_gets_the_same_answer_where_chance_has_no_part(
+    asked: Manner, again: Manner, same: bool
+) -> None:
     result = representative()["finished"].result.model_copy(update={"seed": 7})
     assert Exchange("Hello.", asked, Answer("Hi", result)).is_repeated_in(again) is same
-    assert not Exchange("Hello.", asked, Answer("H", result, interrupted=True)).is_repeated_in(again)
+    assert not Exchange("Hello.", asked, Answer("H", result, interrupted=True)).is_repeated_in(
+        again
+    )
 
 
 def test_without_figures_a_seed_that_was_not_asked_for_is_unknown() -> None:
@@ -101,14 +118,20 @@ def test_without_figures_a_seed_that_was_not_asked_for_is_unknown() -> None:
 
 def test_a_conversation_is_saved_with_its_figures() -> None:
     result = representative()["finished"].result
-    conversation = Conversation().with_answer("Hello.", GREEDY, Answer("Hi", result)).with_answer("More.", GREEDY, Answer("Wh", interrupted=True))
+    conversation = (
+        Conversation()
+        .with_answer("Hello.", GREEDY, Answer("Hi", result))
+        .with_answer("More.", GREEDY, Answer("Wh", interrupted=True))
+    )
     saved = json.loads(conversation.as_json())
     assert saved["turns"] == ["Hello.", "Hi", "More.", "Wh"]
     assert saved["results"] == [json.loads(json.dumps(result.model_dump())), None]
 
 
 @given(PIECES, st.lists(st.integers(0, 9)), st.text("ab", max_size=3))
-def test_every_character_has_the_colour_of_the_token_that_spelt_it(pieces: list[tuple[str, bool]], lengths: list[int], rest: str) -> None:
+def test_every_character_has_the_colour_of_the_token_that_spelt_it(
+    pieces: list[tuple[str, bool]], lengths: list[int], rest: str
+) -> None:
     """However the text is cut into messages, and whatever comes behind the tokens."""
     whole = "".join(text for text, _ in pieces) + rest
     expected = [flag for text, flag in pieces for _ in text] + [False] * len(rest)
@@ -132,4 +155,7 @@ def test_text_that_is_held_back_is_coloured_when_it_comes() -> None:
 
 
 def test_no_reply_commands_the_terminal() -> None:
-    assert harmless("a\tb\nc\x1b[2J\x07\x9b1m\x7f é👩‍🚀") == "a\tb\nc\ufffd[2J\ufffd\ufffd1m\ufffd é👩‍🚀"
+    assert (
+        harmless("a\tb\nc\x1b[2J\x07\x9b1m\x7f é👩‍🚀")
+        == "a\tb\nc\ufffd[2J\ufffd\ufffd1m\ufffd é👩‍🚀"
+    )

@@ -10,7 +10,18 @@ from dovetail.launch.binding import Place
 from dovetail.launch.cores import CoreLayout, lay_out, parse_cores, parse_nodes
 from dovetail.launch.topology import Node, Topology, format_numbers, read_topology
 from dovetail.protocol.errors import UserError
-from support.sysfs import EIGHT_NODES, GIB, ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, plain_cores, twin_cores, write_machine
+from support.sysfs import (
+    EIGHT_NODES,
+    GIB,
+    ONE_NODE,
+    SPARSE,
+    TWO_SOCKETS,
+    WITH_CXL,
+    FakeNode,
+    plain_cores,
+    twin_cores,
+    write_machine,
+)
 
 
 def one_node(*cores: int, quota: float | None = None) -> Topology:
@@ -50,8 +61,12 @@ def test_what_is_no_list_of_nodes_is_refused() -> None:
         ((0, 1, 2, 3), 4, ((0, 1, 2, 3), (3,), (0, 1, 2, 3))),
     ],
 )
-def test_on_one_node_the_target_gets_all_cores_but_the_last(cores: tuple[int, ...], threads: int | str, layout: tuple[tuple[int, ...], ...]) -> None:
-    assert lay_out(one_node(*cores), threads=threads) == CoreLayout(*(Place(cores) for cores in layout))  # type: ignore[arg-type]
+def test_on_one_node_the_target_gets_all_cores_but_the_last(
+    cores: tuple[int, ...], threads: int | str, layout: tuple[tuple[int, ...], ...]
+) -> None:
+    assert lay_out(one_node(*cores), threads=threads) == CoreLayout(
+        *(Place(cores) for cores in layout)
+    )  # type: ignore[arg-type]
 
 
 def test_no_more_cores_are_used_than_the_quota_pays_for() -> None:
@@ -65,7 +80,9 @@ def test_one_thread_runs_on_a_physical_core(tmp_path: Path) -> None:
 
 
 def test_more_threads_than_physical_cores_take_second_hardware_threads_last(tmp_path: Path) -> None:
-    assert lay_out(machine(tmp_path, {0: FakeNode(twin_cores(0, 4, apart=4), 8)}), threads=6).target == Place((0, 1, 2, 3, 4, 5))
+    assert lay_out(
+        machine(tmp_path, {0: FakeNode(twin_cores(0, 4, apart=4), 8)}), threads=6
+    ).target == Place((0, 1, 2, 3, 4, 5))
 
 
 def test_more_threads_than_there_are_hardware_threads_are_refused(tmp_path: Path) -> None:
@@ -75,12 +92,18 @@ def test_more_threads_than_there_are_hardware_threads_are_refused(tmp_path: Path
         lay_out(one_node(0, 1, 2, 3, quota=2.0), threads=4)
 
 
-def test_on_two_nodes_the_target_gets_one_whole_and_the_others_go_to_the_other(tmp_path: Path) -> None:
-    assert lay_out(machine(tmp_path, TWO_SOCKETS)) == CoreLayout(Place((0, 1, 2, 3), (0,)), Place((4, 5, 6, 7), (1,)), Place((4, 5, 6, 7)))
+def test_on_two_nodes_the_target_gets_one_whole_and_the_others_go_to_the_other(
+    tmp_path: Path,
+) -> None:
+    assert lay_out(machine(tmp_path, TWO_SOCKETS)) == CoreLayout(
+        Place((0, 1, 2, 3), (0,)), Place((4, 5, 6, 7), (1,)), Place((4, 5, 6, 7))
+    )
 
 
 def test_the_target_gets_the_node_with_most_cores(tmp_path: Path) -> None:
-    assert lay_out(machine(tmp_path, SPARSE)) == CoreLayout(Place((64, 65, 66, 67), (8,)), Place((0, 1), (0,)), Place((0, 1)))
+    assert lay_out(machine(tmp_path, SPARSE)) == CoreLayout(
+        Place((64, 65, 66, 67), (8,)), Place((0, 1), (0,)), Place((0, 1))
+    )
 
 
 def test_of_equal_nodes_the_one_with_most_memory_is_the_best(tmp_path: Path) -> None:
@@ -102,7 +125,9 @@ def test_memory_alone_is_no_place_for_a_process(tmp_path: Path) -> None:
 
 def test_memory_is_bound_beside_a_node_of_memory_alone(tmp_path: Path) -> None:
     nodes = {0: FakeNode(plain_cores(0, 4), 32), 1: FakeNode((), 128)}
-    assert lay_out(machine(tmp_path, nodes)) == CoreLayout(Place((0, 1, 2), (0,)), Place((3,), (0,)), Place((0, 1, 2, 3)))
+    assert lay_out(machine(tmp_path, nodes)) == CoreLayout(
+        Place((0, 1, 2), (0,)), Place((3,), (0,)), Place((0, 1, 2, 3))
+    )
 
 
 def test_a_target_that_does_not_fit_into_a_node_gets_as_many_as_it_needs(tmp_path: Path) -> None:
@@ -114,10 +139,14 @@ def test_a_target_that_does_not_fit_into_a_node_gets_as_many_as_it_needs(tmp_pat
 
 def test_a_target_on_all_nodes_leaves_the_last_core_to_the_draft(tmp_path: Path) -> None:
     layout = lay_out(machine(tmp_path, TWO_SOCKETS), target_bytes=100 * GIB)
-    assert layout == CoreLayout(Place((0, 1, 2, 3, 4, 5, 6), (0, 1)), Place((7,), (0, 1)), Place(tuple(range(16))))
+    assert layout == CoreLayout(
+        Place((0, 1, 2, 3, 4, 5, 6), (0, 1)), Place((7,), (0, 1)), Place(tuple(range(16)))
+    )
 
 
-def test_a_quota_within_the_targets_node_leaves_the_last_core_there_to_the_draft(tmp_path: Path) -> None:
+def test_a_quota_within_the_targets_node_leaves_the_last_core_there_to_the_draft(
+    tmp_path: Path,
+) -> None:
     topology = machine(tmp_path, TWO_SOCKETS)
     assert lay_out(Topology(topology.nodes, 3.0)).target == Place((0, 1), (0,))
     assert lay_out(Topology(topology.nodes, 3.0)).draft == Place((2,), (0,))
@@ -135,12 +164,17 @@ def test_without_numa_no_node_is_told_from_another(tmp_path: Path) -> None:
 
 def test_the_nodes_of_the_target_can_be_named(tmp_path: Path) -> None:
     topology = machine(tmp_path, WITH_CXL)
-    assert lay_out(topology, numa="1") == CoreLayout(Place((4, 5, 6, 7), (1,)), Place((0, 1, 2, 3), (0,)), Place((0, 1, 2, 3)))
+    assert lay_out(topology, numa="1") == CoreLayout(
+        Place((4, 5, 6, 7), (1,)), Place((0, 1, 2, 3), (0,)), Place((0, 1, 2, 3))
+    )
     assert lay_out(topology, numa="0,2").target == Place((0, 1, 2, 3), (0, 2))
     assert lay_out(topology, numa="0-1").target == Place(tuple(range(7)), (0, 1))
 
 
-@pytest.mark.parametrize(("numa", "words"), [("3", "no node 3"), ("2", "no cores"), ("0-", "not possible"), ("9-12", "no node 9")])
+@pytest.mark.parametrize(
+    ("numa", "words"),
+    [("3", "no node 3"), ("2", "no cores"), ("0-", "not possible"), ("9-12", "no node 9")],
+)
 def test_a_node_that_is_not_there_is_refused(tmp_path: Path, numa: str, words: str) -> None:
     with pytest.raises(UserError, match=rf"target.numa.*{words}"):
         lay_out(machine(tmp_path, WITH_CXL), numa=numa)

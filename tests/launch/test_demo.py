@@ -1,4 +1,5 @@
-"""The embedded pair: it loads, it is as small as promised, both models speak the same tokens, and its prompts are sound."""
+"""The embedded pair: it loads, it is as small as promised, both models speak the same tokens, and
+its prompts are sound."""
 
 import json
 import random
@@ -30,10 +31,15 @@ def quiet() -> Iterator[None]:
 
 
 def prompts() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("target", 6_000_000, 7_000_000), ("draft", 100_000, 1_000_000)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("target", 6_000_000, 7_000_000), ("draft", 100_000, 1_000_000)]
+)
 def test_model_loads_and_has_the_promised_size(name: str, least: int, most: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO / name)
     assert least < sum(p.numel() for p in model.parameters()) <= most
@@ -54,7 +60,10 @@ def test_both_models_have_the_same_tokenizer_and_template() -> None:
 def test_chat_template_is_the_format_of_the_training_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     turns = [{"role": "user", "content": "Hello!"}]
-    assert tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) == "<|begin|><|user|>\nHello!<|end|>\n<|assistant|>\n"
+    assert (
+        tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        == "<|begin|><|user|>\nHello!<|end|>\n<|assistant|>\n"
+    )
 
 
 def test_folder_is_small_and_holds_no_pickle() -> None:
@@ -80,7 +89,17 @@ def test_recipe_writes_the_same_text_for_the_same_seed(tmp_path: Path) -> None:
     written = []
     for name in ("a", "b"):
         out = tmp_path / f"{name}.jsonl"
-        script = [sys.executable, "-B", DEMO / "recipe" / "text.py", "--documents", "400", "--seed", "5", "--out", out]
+        script = [
+            sys.executable,
+            "-B",
+            DEMO / "recipe" / "text.py",
+            "--documents",
+            "400",
+            "--seed",
+            "5",
+            "--out",
+            out,
+        ]
         subprocess.run(script, check=True, timeout=60)
         written.append(out.read_text(encoding="utf-8"))
     assert written[0] == written[1]

@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.directory import Announcement, announced, announcements, history_path, only_announcement, profile_path, writable_profile_path
+from dovetail.launch.directory import (
+    Announcement,
+    announced,
+    announcements,
+    history_path,
+    only_announcement,
+    profile_path,
+    writable_profile_path,
+)
 from dovetail.protocol.errors import UserError
 
 
 def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as process:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
         announcement = Announcement("ipc:///x", process.pid, started)
         assert announcement.alive
@@ -23,14 +33,20 @@ def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
     assert not announcement.alive
 
 
-def test_this_process_is_announced_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_process_is_announced_while_the_block_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with announced("ipc:///x", url="http://127.0.0.1:8000"):
-        assert [(a.address, a.pid, a.url) for a in announcements()] == [("ipc:///x", os.getpid(), "http://127.0.0.1:8000")]
+        assert [(a.address, a.pid, a.url) for a in announcements()] == [
+            ("ipc:///x", os.getpid(), "http://127.0.0.1:8000")
+        ]
     assert announcements() == []
 
 
-def test_of_several_coordinators_the_choices_name_what_is_served_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_coordinators_the_choices_name_what_is_served_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     pid = os.getpid()
     with announced("ipc:///x", url="http://127.0.0.1:8000"):
@@ -39,7 +55,10 @@ def test_of_several_coordinators_the_choices_name_what_is_served_over_http(tmp_p
         mine.with_name("coordinator-z.json").write_text(text)
         with pytest.raises(UserError, match="2 coordinators of yours") as caught:
             only_announcement()
-    assert str(caught.value).endswith(f"--connect ipc:///x (`dovetail serve`, pid {pid}, over HTTP http://127.0.0.1:8000); --connect ipc:///y (pid {pid})")
+    assert str(caught.value).endswith(
+        f"--connect ipc:///x (`dovetail serve`, pid {pid}, over HTTP http://127.0.0.1:8000); "
+        f"--connect ipc:///y (pid {pid})"
+    )
 
 
 def test_the_process_that_is_announced_is_named_for_what_it_is() -> None:
@@ -49,29 +68,39 @@ def test_the_process_that_is_announced_is_named_for_what_it_is() -> None:
     assert Announcement("ipc:///x", 12, 0).process == "pid 12"
 
 
-def test_the_profile_file_lies_in_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_file_lies_in_the_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_path() == tmp_path / "dovetail" / "profile.json"
     assert writable_profile_path() == profile_path()
     assert profile_path().parent.is_dir()
-    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # as the XDG specification has it, such a one does not count
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", "not/absolute"
+    )  # as the XDG specification has it, such a one does not count
     assert profile_path() == Path.home() / ".cache" / "dovetail" / "profile.json"
 
 
-def test_what_was_typed_is_kept_with_the_user_s_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_typed_is_kept_with_the_user_s_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert history_path() == tmp_path / "dovetail" / "chat_history"
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
     assert history_path() == Path.home() / ".local" / "state" / "dovetail" / "chat_history"
 
 
-def test_where_the_profile_file_cannot_be_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_profile_file_cannot_be_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert writable_profile_path() is None
 
 
-def test_a_user_without_a_home_has_no_profile_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_profile_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nobody(_: int) -> None:
         raise KeyError
 

@@ -47,7 +47,9 @@ def inventory(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_healthy_machine_has_nothing_to_change() -> None:
-    assert [c for c in examine(dataclasses.replace(HEALTHY, gpus=[AMPERE])) if not c.ok or c.advice] == []
+    assert [
+        c for c in examine(dataclasses.replace(HEALTHY, gpus=[AMPERE])) if not c.ok or c.advice
+    ] == []
 
 
 def test_every_finding_has_a_remedy() -> None:
@@ -56,7 +58,9 @@ def test_every_finding_has_a_remedy() -> None:
         flags=frozenset({"sse2"}),
         topology=Topology((Node(0, ((0,),), GIB), Node(1, (), GIB)), 0.5),
         memory_refusal="Operation not permitted",
-        inventory=inventory(kernels_missing="the C++ kernels are not built; with a C++ compiler: ..."),
+        inventory=inventory(
+            kernels_missing="the C++ kernels are not built; with a C++ compiler: ..."
+        ),
         gpus=[VOLTA],
         huge_pages="never",
         memory_bytes=GIB,
@@ -78,7 +82,9 @@ def test_a_card_that_torch_has_no_code_for_gets_the_build_that_fits() -> None:
 
 
 def test_a_build_for_cpus_beside_a_card_is_told() -> None:
-    found = check("GPU 0", gpus=[AMPERE], inventory=inventory(torch="2.13.0+cpu", cuda="", architectures=[]))
+    found = check(
+        "GPU 0", gpus=[AMPERE], inventory=inventory(torch="2.13.0+cpu", cuda="", architectures=[])
+    )
     assert (found.ok, "whl/cu130" in found.advice) == (False, True)
 
 
@@ -94,25 +100,51 @@ def test_a_card_that_no_build_has_code_for_is_left_to_the_cpu() -> None:
 
 
 def test_missing_kernels_say_what_is_lost_and_how_to_get_them() -> None:
-    found = check("kernels", inventory=inventory(kernels_missing="the C++ kernels are not built; ..."))
+    found = check(
+        "kernels", inventory=inventory(kernels_missing="the C++ kernels are not built; ...")
+    )
     assert "int8" in found.found
     assert found.advice.startswith("install a C++ compiler")
-    assert check("kernels", inventory=inventory(kernels_missing="not built"), compiler="/usr/bin/g++").advice.startswith("build them")
+    assert check(
+        "kernels", inventory=inventory(kernels_missing="not built"), compiler="/usr/bin/g++"
+    ).advice.startswith("build them")
 
 
 def test_kernels_that_compute_wrong_are_told() -> None:
-    found = check("kernels' self-test", inventory=inventory(kernels_failures=["int8 on avx2: differs from the exact product by 3.1e-01"]))
-    assert (found.ok, "differs" in found.found, "backend = library" in found.advice) == (False, True, True)
+    found = check(
+        "kernels' self-test",
+        inventory=inventory(
+            kernels_failures=["int8 on avx2: differs from the exact product by 3.1e-01"]
+        ),
+    )
+    assert (found.ok, "differs" in found.found, "backend = library" in found.advice) == (
+        False,
+        True,
+        True,
+    )
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding() -> None:
-    checks = list(examine(dataclasses.replace(HEALTHY, inventory={"broken": "OSError: libgomp.so.1: cannot open"}, gpus=[AMPERE])))
-    assert [(c.name, c.ok) for c in checks if "torch" in c.name or "kernels" in c.name or "GPU" in c.name] == [("torch", False), ("GPU 0", True)]
+    checks = list(
+        examine(
+            dataclasses.replace(
+                HEALTHY, inventory={"broken": "OSError: libgomp.so.1: cannot open"}, gpus=[AMPERE]
+            )
+        )
+    )
+    assert [
+        (c.name, c.ok)
+        for c in checks
+        if "torch" in c.name or "kernels" in c.name or "GPU" in c.name
+    ] == [("torch", False), ("GPU 0", True)]
 
 
 def test_memory_that_may_not_be_bound_matters_on_several_nodes_only(tmp_path: Path) -> None:
     topology = read_topology(write_machine(tmp_path, TWO_SOCKETS), affinity=range(16))
-    assert "SYS_NICE" in check("memory nodes", topology=topology, memory_refusal="Operation not permitted").advice
+    assert (
+        "SYS_NICE"
+        in check("memory nodes", topology=topology, memory_refusal="Operation not permitted").advice
+    )
     assert "the target's is node 0" in check("memory nodes", topology=topology).found
     assert check("memory nodes", memory_refusal="Operation not permitted").ok
 
@@ -148,14 +180,26 @@ def write_tool(folder: Path, script: str) -> str:
 
 
 def test_gpus_are_read_from_the_drivers_tool(tmp_path: Path) -> None:
-    tool = write_tool(tmp_path, 'echo "Tesla V100-SXM2-16GB, 7.0, 580.65.06, 16384"; echo "NVIDIA RTX A2000, 8.6, 580.65.06, 6138"; echo "junk"')
-    gpus = [Gpu("Tesla V100-SXM2-16GB", (7, 0), 580, 16384), Gpu("NVIDIA RTX A2000", (8, 6), 580, 6138)]
+    tool = write_tool(
+        tmp_path,
+        'echo "Tesla V100-SXM2-16GB, 7.0, 580.65.06, 16384"; echo "NVIDIA RTX A2000, 8.6, '
+        '580.65.06, 6138"; echo "junk"',
+    )
+    gpus = [
+        Gpu("Tesla V100-SXM2-16GB", (7, 0), 580, 16384),
+        Gpu("NVIDIA RTX A2000", (8, 6), 580, 6138),
+    ]
     assert read_gpus(tool) == (gpus, "")
 
 
 def test_a_driver_that_fails_is_told_and_one_that_is_not_there_is_not(tmp_path: Path) -> None:
-    tool = write_tool(tmp_path, 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18')
-    assert read_gpus(tool) == ([], f"{tool} fails: Failed to initialize NVML: Driver/library version mismatch")
+    tool = write_tool(
+        tmp_path, 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18'
+    )
+    assert read_gpus(tool) == (
+        [],
+        f"{tool} fails: Failed to initialize NVML: Driver/library version mismatch",
+    )
     assert read_gpus(str(tmp_path / "missing")) == ([], "")
 
 

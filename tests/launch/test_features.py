@@ -1,4 +1,5 @@
-"""`dovetail features` as users have it: from a recipe's chats to features of the embedded target, and what is wrong in one line."""
+"""`dovetail features` as users have it: from a recipe's chats to features of the embedded target,
+and what is wrong in one line."""
 
 import contextlib
 import json
@@ -20,19 +21,23 @@ Start = Callable[..., subprocess.Popen[str]]
 Refused = Callable[..., str]
 RECIPE = Path(__file__).resolve().parents[2] / "launch" / "demo" / "recipe" / "text.py"
 LOOK_S = 0.02
-"""How often it is looked whether answers are there: seldom enough to leave the processor to who writes them."""
+"""How often it is looked whether answers are there: seldom enough to leave the processor to who
+writes them."""
 
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     file = tmp_path / "chats.jsonl"
-    subprocess.run([sys.executable, RECIPE, "--documents", "40", "--seed", "3", "--out", file], check=True)
+    subprocess.run(
+        [sys.executable, RECIPE, "--documents", "40", "--seed", "3", "--out", file], check=True
+    )
     return file
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """The one line that the command ends with; here and not in a process of its own, which would import torch for seconds."""
+    """The one line that the command ends with; here and not in a process of its own, which would
+    import torch for seconds."""
 
     def refused(*options: str) -> str:
         assert cli.run(["features", *options]) == 2
@@ -46,12 +51,25 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 @pytest.mark.slow
 def test_recipe_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: Path) -> None:
-    command = ("features", "--data", str(chats), "--regenerate", "--temperature", "0", "--new-tokens", "24", "--out", str(tmp_path / "out"))
+    command = (
+        "features",
+        "--data",
+        str(chats),
+        "--regenerate",
+        "--temperature",
+        "0",
+        "--new-tokens",
+        "24",
+        "--out",
+        str(tmp_path / "out"),
+    )
     first = run(*command)
     assert first.returncode == 0, first.stderr
     assert first.stdout == ""
     assert "GB of float16" in first.stderr
-    answers = [json.loads(line) for line in (tmp_path / "out.answers.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (tmp_path / "out.answers.jsonl").read_text().splitlines()
+    ]
     features = open_features(tmp_path / "out")
     assert features.count == len(answers) > 30
     assert features.origin.taps == (2, 4, 5)
@@ -62,20 +80,49 @@ def test_recipe_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_
 
 @pytest.mark.slow
 def test_features_of_what_is_there_without_taps(run: Run, chats: Path, tmp_path: Path) -> None:
-    done = run("features", "--data", str(chats), "--taps", "none", "--context", "40", "--long", "drop", "--json", "--out", str(tmp_path / "out"))
+    done = run(
+        "features",
+        "--data",
+        str(chats),
+        "--taps",
+        "none",
+        "--context",
+        "40",
+        "--long",
+        "drop",
+        "--json",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert done.returncode == 0, done.stderr
     assert "longer than 40 tokens" in done.stderr
     features = open_features(tmp_path / "out")
     assert features.origin.context == 40
     assert next(iter(samples(features))).taps is None
     told = json.loads(done.stdout)
-    assert (told["sequences"], told["tokens"], told["taps"], told["dtype"]) == (features.count, features.tokens, [], "float16")
+    assert (told["sequences"], told["tokens"], told["taps"], told["dtype"]) == (
+        features.count,
+        features.tokens,
+        [],
+        "float16",
+    )
 
 
 @pytest.mark.slow
 def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: Path) -> None:
     chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:16]))
-    command = ("features", "--data", str(chats), "--regenerate", "--new-tokens", "24", "--sessions", "4", "--out", str(tmp_path / "out"))
+    command = (
+        "features",
+        "--data",
+        str(chats),
+        "--regenerate",
+        "--new-tokens",
+        "24",
+        "--sessions",
+        "4",
+        "--out",
+        str(tmp_path / "out"),
+    )
     process = start(*command)
     answers = tmp_path / "out.answers.jsonl"
     while process.poll() is None and not (answers.is_file() and answers.stat().st_size):
@@ -98,16 +145,24 @@ def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: P
         (("--target", "nowhere/at/all"), "no such folder"),
     ],
 )
-def test_mistake_is_one_line(refused: Refused, chats: Path, tmp_path: Path, options: tuple[str, ...], complaint: str) -> None:
+def test_mistake_is_one_line(
+    refused: Refused, chats: Path, tmp_path: Path, options: tuple[str, ...], complaint: str
+) -> None:
     assert complaint in refused("--data", str(chats), "--out", str(tmp_path / "out"), *options)
     assert not (tmp_path / "out").exists()
 
 
 def test_broken_line_is_named(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"turns": ["a", "b"]}\n{"turn": "a"}\n')
-    assert "bad.jsonl, line 2: it has none of" in refused("--data", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "out"))
+    assert "bad.jsonl, line 2: it has none of" in refused(
+        "--data", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "out")
+    )
 
 
-def test_a_folder_that_another_process_is_writing_is_refused(refused: Refused, chats: Path, tmp_path: Path) -> None:
+def test_a_folder_that_another_process_is_writing_is_refused(
+    refused: Refused, chats: Path, tmp_path: Path
+) -> None:
     with held(tmp_path / "out"):
-        assert "another process is writing" in refused("--data", str(chats), "--out", str(tmp_path / "out"))
+        assert "another process is writing" in refused(
+            "--data", str(chats), "--out", str(tmp_path / "out")
+        )

@@ -1,4 +1,5 @@
-"""A model that does not fit is refused before it is loaded, with what would fit; one that fits is not."""
+"""A model that does not fit is refused before it is loaded, with what would fit; one that fits is
+not."""
 
 import os
 import subprocess
@@ -25,7 +26,13 @@ from support.kernels import needs_kernels
 from support.models import tiny_llama, tiny_qwen2
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab": 4096, "layers": 6}
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "vocab": 4096,
+    "layers": 6,
+}
 PLENTY = 1 << 50
 
 
@@ -40,7 +47,9 @@ def fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(**flags: object) -> Settings:
-    return configure(flags={name.replace("__", "."): str(value) for name, value in flags.items()}, environment={}).settings
+    return configure(
+        flags={name.replace("__", "."): str(value) for name, value in flags.items()}, environment={}
+    ).settings
 
 
 def takes(folder: Path, weights: str) -> int:
@@ -52,11 +61,19 @@ def check(wanted: Settings, size: int, *roles: str) -> None:
 
 
 @pytest.mark.parametrize(("weights", "fits"), [("fp32", "half"), ("half", "int8")])
-def test_a_target_that_does_not_fit_is_refused_with_the_most_exact_type_of_weights_that_would(bf16: Path, weights: str, fits: str) -> None:
+def test_a_target_that_does_not_fit_is_refused_with_the_most_exact_type_of_weights_that_would(
+    bf16: Path, weights: str, fits: str
+) -> None:
     wanted = settings(target__model=bf16, target__weights=weights)
     check(wanted, takes(bf16, weights))
-    words = rf"^the target with {weights} weights takes [\d.]+ GB of memory, and there are [\d.]+ GB available on this machine: "
-    with pytest.raises(SettingsError, match=words + rf"with --target\.weights {fits} it needs [\d.]+ GB, which fits$"):
+    words = (
+        rf"^the target with {weights} weights takes [\d.]+ GB of memory, and there are "
+        r"[\d.]+ GB available on this machine: "
+    )
+    with pytest.raises(
+        SettingsError,
+        match=words + rf"with --target\.weights {fits} it needs [\d.]+ GB, which fits$",
+    ):
         check(wanted, takes(bf16, weights) - 1)
 
 
@@ -67,7 +84,11 @@ def test_half_weights_are_not_offered_for_a_checkpoint_that_has_none(fp32: Path)
 
 @pytest.mark.parametrize("flags", [{"target__weights": "int8"}, {}])
 def test_where_no_type_fits_the_remedy_is_another(fp32: Path, flags: dict[str, str]) -> None:
-    with pytest.raises(SettingsError, match=r"take a smaller model, give a GPU a part of the target \(target\.split\.device\), or set memory\.ram"):
+    with pytest.raises(
+        SettingsError,
+        match=r"take a smaller model, give a GPU a part of the target "
+        r"\(target\.split\.device\), or set memory\.ram",
+    ):
         check(settings(target__model=fp32, **flags), 1 << 20)
 
 
@@ -76,7 +97,11 @@ def test_what_is_started_together_is_added_up(fp32: Path, bf16: Path) -> None:
     alone = takes(fp32, "fp32")
     check(wanted, alone)
     roles = ("coordinator", "target", "draft")
-    with pytest.raises(SettingsError, match=r"^together these take [\d.]+ GB .*the coordinator 0\.04 GB, the target with fp32 weights .*, the draft "):
+    with pytest.raises(
+        SettingsError,
+        match=r"^together these take [\d.]+ GB .*the coordinator 0\.04 GB, the target with "
+        r"fp32 weights .*, the draft ",
+    ):
         check(wanted, alone + takes(bf16, "half"), *roles)
     check(wanted, alone + takes(bf16, "half") + fit.SMALL_PROCESS_BYTES, *roles)
 
@@ -88,12 +113,22 @@ def test_a_head_counts_what_it_takes_of_its_target(fp32: Path) -> None:
     check(wanted, 2 * PROCESS_BYTES, "draft")
 
 
-@pytest.mark.parametrize("flags", [{"draft__kind": "ngram"}, {"draft__kind": "none"}, {"draft__device": "cuda:0"}, {"draft__model": "owner/name"}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"draft__kind": "ngram"},
+        {"draft__kind": "none"},
+        {"draft__device": "cuda:0"},
+        {"draft__model": "owner/name"},
+    ],
+)
 def test_what_takes_nothing_here_or_is_not_here_yet_is_not_counted(flags: dict[str, str]) -> None:
     check(settings(**flags), fit.SMALL_PROCESS_BYTES, "draft")
 
 
-def test_a_model_in_the_cache_of_the_hub_is_counted(fp32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_cache_of_the_hub_is_counted(
+    fp32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "models--someone--something"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("0" * 40)
@@ -112,20 +147,39 @@ def test_what_is_swapped_is_not_refused(fp32: Path) -> None:
 
 def test_who_knows_better_says_so_with_memory_ram(fp32: Path) -> None:
     check(settings(target__model=fp32, memory__ram="8GB"), 1, "coordinator", "target", "draft")
-    with pytest.raises(SettingsError, match=r"GB with a process, as memory\.ram says: with --target\.weights int8"):
-        check(settings(target__model=fp32, memory__ram=f"{takes(fp32, 'int8') - PROCESS_BYTES}B"), PLENTY)
+    with pytest.raises(
+        SettingsError, match=r"GB with a process, as memory\.ram says: with --target\.weights int8"
+    ):
+        check(
+            settings(target__model=fp32, memory__ram=f"{takes(fp32, 'int8') - PROCESS_BYTES}B"),
+            PLENTY,
+        )
 
 
-def test_a_node_of_its_own_bounds_a_target_that_is_bound_to_it(fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "node_room", lambda node: Room(1000 * node, f"available on memory node {node}"))
+def test_a_node_of_its_own_bounds_a_target_that_is_bound_to_it(
+    fp32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fit, "node_room", lambda node: Room(1000 * node, f"available on memory node {node}")
+    )
     wanted = settings(target__model=fp32)
-    with pytest.raises(SettingsError, match=r"available on memory node 1 \(target\.numa = 'off' lifts that\)"):
+    with pytest.raises(
+        SettingsError, match=r"available on memory node 1 \(target\.numa = 'off' lifts that\)"
+    ):
         check_memory(wanted, ("target",), node=1, room=Room(PLENTY, ""))
     check_memory(wanted, ("target",), node=None, room=Room(PLENTY, ""))
 
 
 def test_a_limit_of_address_space_is_refused_before_it_is_met(bf16: Path, run: Run) -> None:
-    done = run("generate", "w3", "--target", str(bf16), "--draft", "none", command_prefix=("bash", "-c", 'ulimit -v 1300000; exec "$@"', "bash"))
+    done = run(
+        "generate",
+        "w3",
+        "--target",
+        str(bf16),
+        "--draft",
+        "none",
+        command_prefix=("bash", "-c", 'ulimit -v 1300000; exec "$@"', "bash"),
+    )
     assert done.returncode == 2, done.stderr
     assert "allowed to a process as address space (ulimit -v)" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -133,7 +187,11 @@ def test_a_limit_of_address_space_is_refused_before_it_is_met(bf16: Path, run: R
 
 @pytest.mark.parametrize("broken", ["no index", "no header", "a list", "no shape"])
 def test_what_is_wrong_with_a_file_is_left_to_whoever_loads_it(tmp_path: Path, broken: str) -> None:
-    content = {"no header": b"\xff" * 100, "a list": b"\x02\0\0\0\0\0\0\0[]", "no shape": b'\x0a\0\0\0\0\0\0\0{"a": {} }'}
+    content = {
+        "no header": b"\xff" * 100,
+        "a list": b"\x02\0\0\0\0\0\0\0[]",
+        "no shape": b'\x0a\0\0\0\0\0\0\0{"a": {} }',
+    }
     if broken in content:
         (tmp_path / "model.safetensors").write_bytes(content[broken])
     assert read_tensors(tmp_path) == []
@@ -142,7 +200,9 @@ def test_what_is_wrong_with_a_file_is_left_to_whoever_loads_it(tmp_path: Path, b
 def test_a_tied_head_is_counted_beside_its_table(tmp_path: Path) -> None:
     folder = tiny_qwen2(tmp_path / "tied", vocab=20_000)
     table = 20_000 * 64 * 4
-    assert takes(folder, "fp32") > PROCESS_BYTES + 3 * table  # the table, the head, and what the head is packed from
+    assert (
+        takes(folder, "fp32") > PROCESS_BYTES + 3 * table
+    )  # the table, the head, and what the head is packed from
 
 
 @pytest.fixture
@@ -160,9 +220,20 @@ def small_group(tmp_path: Path) -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_in_a_real_control_group_what_does_not_fit_is_refused_and_what_fits_runs(small_group: Path, run: Run) -> None:
+def test_in_a_real_control_group_what_does_not_fit_is_refused_and_what_fits_runs(
+    small_group: Path, run: Run
+) -> None:
     inside = ("bash", "-c", f'echo $$ > {small_group}/cgroup.procs; exec "$@"', "bash")
-    words = ("generate", "hello", "--draft", "none", "--target.inflate", "800MiB", "--max-tokens", "2")
+    words = (
+        "generate",
+        "hello",
+        "--draft",
+        "none",
+        "--target.inflate",
+        "800MiB",
+        "--max-tokens",
+        "2",
+    )
     done = run(*words, command_prefix=inside)
     assert done.returncode == 2, done.stderr
     assert f"left of the 1 GB of the control group {small_group}" in done.stderr
@@ -171,30 +242,50 @@ def test_in_a_real_control_group_what_does_not_fit_is_refused_and_what_fits_runs
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_is_started_for_what_does_not_fit(fp32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_started_for_what_does_not_fit(
+    fp32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fit, "read_room", lambda: Room(1 << 20, "available on this machine"))
     with Supervisor() as supervisor:
         with pytest.raises(SettingsError, match="together these take"):
-            start_stack(supervisor, configure(flags={"target.model": str(fp32), "draft.kind": "ngram"}, environment={}))
+            start_stack(
+                supervisor,
+                configure(flags={"target.model": str(fp32), "draft.kind": "ngram"}, environment={}),
+            )
         assert supervisor.children == []
 
 
-def test_what_transformers_rearranges_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_rearranges_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny_llama(tmp_path / "llama")
     monkeypatch.setattr(memory, "read_room", lambda: Room(1000, "available on this machine"))
     load_language_model(str(folder), weights="fp32", device="cpu")
     monkeypatch.setattr("dovetail.workers.models.loader._maps_one_to_one", lambda *_: False)
-    with pytest.raises(CheckpointError, match=r"all of it as float32 takes .* GB of memory while it is loaded, and there are 1e-06 GB"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"all of it as float32 takes .* GB of memory while it is loaded, and there are "
+        r"1e-06 GB",
+    ):
         load_language_model(str(folder), weights="fp32", device="cpu")
 
 
 def test_a_gpu_that_is_too_small_is_said_with_the_weights_that_fit(bf16: Path, fp32: Path) -> None:
     device = torch.device("cuda:0")
-    checkpoint, numbers = open_checkpoint(str(bf16)), sum(tensor.numbers for tensor in read_tensors(bf16))
+    checkpoint, numbers = (
+        open_checkpoint(str(bf16)),
+        sum(tensor.numbers for tensor in read_tensors(bf16)),
+    )
     assert against_device(checkpoint, "fp32", device, 4 * numbers) == ""
-    assert against_device(checkpoint, "fp32", device, 4 * numbers - 1).endswith("are free: use weights half")
-    assert against_device(checkpoint, "bf16", device, numbers).endswith("take a smaller model, or leave it on the CPU")
-    assert against_device(open_checkpoint(str(fp32)), "fp32", device, 4 * numbers - 1).endswith("or leave it on the CPU")
+    assert against_device(checkpoint, "fp32", device, 4 * numbers - 1).endswith(
+        "are free: use weights half"
+    )
+    assert against_device(checkpoint, "bf16", device, numbers).endswith(
+        "take a smaller model, or leave it on the CPU"
+    )
+    assert against_device(open_checkpoint(str(fp32)), "fp32", device, 4 * numbers - 1).endswith(
+        "or leave it on the CPU"
+    )
 
 
 LOADING = """
@@ -207,15 +298,18 @@ open_target_worker(TargetSettings(model=folder, weights=weights, backend=backend
 lines = Path("/proc/self/status").read_text().splitlines()
 size = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmHWM", "RssFile"))}
 print(size["VmHWM"] - size["RssFile"])
-"""
+"""  # noqa: E501
 
 
 def check_estimate(folder: Path, weights: str, backend: str, inflate: str = "") -> None:
-    """What a worker holds at most of its own, libraries apart, is below the estimate and not far below."""
+    """What a worker holds at most of its own, libraries apart, is below the estimate and not far
+    below."""
     command = [sys.executable, "-P", "-c", LOADING, str(folder), weights, backend, inflate]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     inflate_bytes = int(inflate.removesuffix("MiB") or 0) << 20
-    estimate = loading_bytes(read_tensors(folder), weights, library=backend == "library", inflate_bytes=inflate_bytes)
+    estimate = loading_bytes(
+        read_tensors(folder), weights, library=backend == "library", inflate_bytes=inflate_bytes
+    )
     assert 0.7 < int(done.stdout) / estimate <= 1.0, (int(done.stdout), estimate)
 
 
@@ -227,11 +321,29 @@ def test_a_worker_takes_what_was_estimated(bf16: Path) -> None:
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("weights", "backend"), [("fp32", "auto"), ("half", "auto"), ("int8", "auto"), ("fp32", "library"), ("bf16", "library")])
-def test_workers_of_all_weights_take_what_was_estimated(tmp_path: Path, stored: torch.dtype, weights: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "backend"),
+    [
+        ("fp32", "auto"),
+        ("half", "auto"),
+        ("int8", "auto"),
+        ("fp32", "library"),
+        ("bf16", "library"),
+    ],
+)
+def test_workers_of_all_weights_take_what_was_estimated(
+    tmp_path: Path, stored: torch.dtype, weights: str, backend: str
+) -> None:
     if (weights, stored) == ("half", torch.float32):
         pytest.skip("there are no half weights of a checkpoint of fp32")
-    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab": 16384, "layers": 8}
+    shape = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab": 16384,
+        "layers": 8,
+    }
     check_estimate(tiny_llama(tmp_path / "model", dtype=stored, **shape), weights, backend)
 
 

@@ -19,7 +19,13 @@ from dovetail.launch import cli
 from dovetail.launch.answers import open_answers
 from dovetail.launch.connection import Connection
 from dovetail.launch.directory import announced
-from dovetail.launch.generate import NOTHING_PAID, STOP_CHARACTERS, other_targets, summary, without_speculation
+from dovetail.launch.generate import (
+    NOTHING_PAID,
+    STOP_CHARACTERS,
+    other_targets,
+    summary,
+    without_speculation,
+)
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.records import read_records
 from dovetail.launch.supervise import Stack, Supervisor
@@ -73,18 +79,35 @@ RESULT_FIELDS = [
     "prefill",
     "draft_failure",
 ]
-ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s", "unaccounted_s")
+ACCOUNTS = (
+    "prefill_s",
+    "draft_exposed_s",
+    "verify_s",
+    "transport_s",
+    "queue_s",
+    "coordinator_s",
+    "unaccounted_s",
+)
 STORY = "Tell me a story about a small owl who is afraid of the dark."
 
 
 def write_prompts(path: Path, *prompts: tuple[str, list[str]]) -> str:
-    path.write_text("".join(json.dumps({"id": id, "turns": turns, "category": "test"}) + "\n" for id, turns in prompts))
+    path.write_text(
+        "".join(
+            json.dumps({"id": id, "turns": turns, "category": "test"}) + "\n"
+            for id, turns in prompts
+        )
+    )
     return str(path)
 
 
 def children_of(pid: int) -> list[int]:
     """The processes that a supervisor of this number has started."""
-    return [process.pid for process in psutil.process_iter(["cmdline"]) if f"--parent={pid}" in (process.info["cmdline"] or ())]
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if f"--parent={pid}" in (process.info["cmdline"] or ())
+    ]
 
 
 def answers(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -93,7 +116,16 @@ def answers(path: Path) -> dict[str, list[dict[str, object]]]:
 
 def test_penalties_biases_and_a_least_length_are_flags(run: Run, stack: Stack) -> None:
     def ids(*flags: str) -> list[int]:
-        done = run("generate", "Say hello.", "--connect", stack.address, "--json", "--max-tokens", "40", *flags)
+        done = run(
+            "generate",
+            "Say hello.",
+            "--connect",
+            stack.address,
+            "--json",
+            "--max-tokens",
+            "40",
+            *flags,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["token_ids"]
 
@@ -102,12 +134,33 @@ def test_penalties_biases_and_a_least_length_are_flags(run: Run, stack: Stack) -
     assert len(ids("--min-tokens", "30")) >= 30
     banned = ids(f"--logit-bias={plain[0]}=-100", f"--logit-bias={plain[1]}=-100")
     assert not {*plain[:2]} & {*banned}
-    pressed = ids("--min-tokens", "40", "--presence-penalty", "2", "--frequency-penalty", "2", "--repetition-penalty", "1.5")
+    pressed = ids(
+        "--min-tokens",
+        "40",
+        "--presence-penalty",
+        "2",
+        "--frequency-penalty",
+        "2",
+        "--repetition-penalty",
+        "1.5",
+    )
     assert len(set(pressed)) > 34
 
 
 def test_json_is_one_object_of_exactly_the_promised_fields(run: Run, stack: Stack) -> None:
-    done = run("generate", STORY, "--connect", stack.address, "--json", "--max-tokens", "24", "--seed", "7", "--temperature", "1")
+    done = run(
+        "generate",
+        STORY,
+        "--connect",
+        stack.address,
+        "--json",
+        "--max-tokens",
+        "24",
+        "--seed",
+        "7",
+        "--temperature",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result) == RESULT_FIELDS
@@ -117,15 +170,30 @@ def test_json_is_one_object_of_exactly_the_promised_fields(run: Run, stack: Stac
     assert "seed 7 · target demo (fp32) · draft demo" in done.stderr
 
 
-def test_the_streamed_text_is_that_of_the_result_and_the_draft_changes_nothing(run: Run, stack: Stack) -> None:
-    options = ("--connect", stack.address, "--max-tokens", "24", "--seed", "7", "--temperature", "1")
+def test_the_streamed_text_is_that_of_the_result_and_the_draft_changes_nothing(
+    run: Run, stack: Stack
+) -> None:
+    options = (
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "24",
+        "--seed",
+        "7",
+        "--temperature",
+        "1",
+    )
     streamed = run("generate", STORY, *options)
-    alone = json.loads(run("generate", "-", *options, "--json", "--draft", "none", input=STORY).stdout)
+    alone = json.loads(
+        run("generate", "-", *options, "--json", "--draft", "none", input=STORY).stdout
+    )
     assert streamed.stdout.removesuffix("\n") == alone["text"].removesuffix("\n")
     assert alone["drafted_tokens"] == 0
 
 
-def test_the_prompt_comes_from_standard_input_and_raw_leaves_the_template_out(run: Run, stack: Stack) -> None:
+def test_the_prompt_comes_from_standard_input_and_raw_leaves_the_template_out(
+    run: Run, stack: Stack
+) -> None:
     options = ("--connect", stack.address, "--max-tokens", "4", "--json")
     chat = json.loads(run("generate", *options, input="Once upon a time").stdout)
     raw = json.loads(run("generate", *options, "--raw", input="Once upon a time").stdout)
@@ -141,7 +209,9 @@ def test_a_stop_string_ends_the_reply_before_it(run: Run, stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("kind", [("--json",), ()])
-def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(run: Run, stack: Stack, kind: tuple[str, ...]) -> None:
+def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(
+    run: Run, stack: Stack, kind: tuple[str, ...]
+) -> None:
     done = run("generate", "--connect", stack.address, *kind, input="long " * 2000)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dovetail: the prompt has ")
@@ -152,7 +222,10 @@ def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(run: Run, stack: 
     ("arguments", "words"),
     [
         (("hello", "--stop", ""), "--stop '' would end every reply"),
-        (("hello", "--stop", "x" * (STOP_CHARACTERS + 1)), "has 1025 characters, and 1024 are possible"),
+        (
+            ("hello", "--stop", "x" * (STOP_CHARACTERS + 1)),
+            "has 1025 characters, and 1024 are possible",
+        ),
         (("hello", *("--stop", "x") * 17), "--stop is given 17 times, and 16 stops are possible"),
         (("hello", "--stop", "\udcff"), "is no valid UTF-8 text"),
         (("hel\udcfflo",), "the prompt is no valid UTF-8 text"),
@@ -170,7 +243,15 @@ def test_a_request_that_is_not_possible_is_refused_before_a_coordinator_is_looke
 
 def test_the_longest_stop_is_the_one_that_the_protocol_takes() -> None:
     def submit(length: int) -> Submit:
-        return Submit(epoch=0, request=1, text="x", sampling=Sampling(), max_tokens=1, stop=("x" * length,), tree=TreeSettings())
+        return Submit(
+            epoch=0,
+            request=1,
+            text="x",
+            sampling=Sampling(),
+            max_tokens=1,
+            stop=("x" * length,),
+            tree=TreeSettings(),
+        )
 
     assert submit(STOP_CHARACTERS).stop
     with pytest.raises(ValidationError):
@@ -216,24 +297,37 @@ def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() ->
 
 
 def test_the_summary_tells_of_waiting_where_it_is_more_than_a_twentieth() -> None:
-    assert "· prefill 6 % draft 20 % verify 70 % waiting 9 % ·" in summary(a_result(queue_s=0.09), "")
+    assert "· prefill 6 % draft 20 % verify 70 % waiting 9 % ·" in summary(
+        a_result(queue_s=0.09), ""
+    )
     assert "waiting" not in summary(a_result(queue_s=0.05), "")
 
 
 def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_differ() -> None:
     assert "move" not in summary(a_result(), "")
     assert "· 2 moves to another target ·" in summary(a_result(moves=2), "")
-    assert other_targets(a_result(fingerprints=("one", "two"))).endswith("and is none of theirs alone: one, then two")
+    assert other_targets(a_result(fingerprints=("one", "two"))).endswith(
+        "and is none of theirs alone: one, then two"
+    )
 
 
 def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:
     report = representative()["reported"]
-    serving = [worker.model_copy(update={"standby": False, "leaving": False}) for worker in report.workers]
-    told = Connection(cast(Any, None), report.model_copy(update={"workers": tuple(serving)})).models()  # nothing is asked of the client
-    assert "target demo/target (fp32, inflated to 512MiB, cpu 0-4, cuda:0 5-7 (1 resident, 2 streamed) and head)" in told
+    serving = [
+        worker.model_copy(update={"standby": False, "leaving": False}) for worker in report.workers
+    ]
+    told = Connection(
+        cast(Any, None), report.model_copy(update={"workers": tuple(serving)})
+    ).models()  # nothing is asked of the client
+    assert (
+        "target demo/target (fp32, inflated to 512MiB, cpu 0-4, cuda:0 5-7 (1 resident, 2 "
+        "streamed) and head)" in told
+    )
 
 
-def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_of_hits_where_drafting_went_on() -> None:
+def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_of_hits_where_drafting_went_on() -> (  # noqa: E501
+    None
+):
     assert "· 1.0 tokens/s ·" in summary(a_result(hit_rate=0.5), "")
     assert "hit" not in summary(a_result(hit_rate=0.5), "")
     told = summary(a_result(hit_rate=0.5, ahead_nodes=9, predicted_tokens_per_s=1.25), "")
@@ -243,14 +337,26 @@ def test_the_summary_sets_what_was_foretold_beside_what_was_measured_and_tells_o
 
 def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_session_s() -> None:
     some, every = a_result(rounds=40, plain_rounds=12), a_result(rounds=5, plain_rounds=5)
-    decisions = ("session 1: drafting stopped", "session 2: drafting stopped", "a and b: drafting ahead is on")
+    decisions = (
+        "session 1: drafting stopped",
+        "session 2: drafting stopped",
+        "a and b: drafting ahead is on",
+    )
     told = without_speculation(some, decisions, insists=False, last=3)
     assert told == "without speculation in 12 of 40 rounds: session 2: drafting stopped"
-    assert without_speculation(every, (), insists=False, last=1) == "without speculation in every round"
+    assert (
+        without_speculation(every, (), insists=False, last=1)
+        == "without speculation in every round"
+    )
     measured = a_result(rounds=14, plain_rounds=2, control_rounds=2)
     told = without_speculation(measured, (), insists=False, last=2)
-    assert told == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
-    assert without_speculation(measured, decisions, insists=False, last=2).endswith("a single row; session 2: drafting stopped")
+    assert (
+        told
+        == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
+    )
+    assert without_speculation(measured, decisions, insists=False, last=2).endswith(
+        "a single row; session 2: drafting stopped"
+    )
     told = without_speculation(some, (), insists=False, last=3, missing="its draft worker was lost")
     assert told == "without speculation in 12 of 40 rounds: its draft worker was lost"
 
@@ -261,55 +367,135 @@ def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_sess
         (1, "length", 1, True, "the last, which had room for a single token"),
         (1, "stop", 1, True, "1 in which the draft offered nothing"),
         (1, "length", 2, True, "1 in which the draft offered nothing"),
-        (4, "length", 1, False, f"the last, which had room for a single token; 3 in which {NOTHING_PAID}"),
+        (
+            4,
+            "length",
+            1,
+            False,
+            f"the last, which had room for a single token; 3 in which {NOTHING_PAID}",
+        ),
     ],
 )
-def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_was_asked_for_as_the_reason(
+def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_was_asked_for_as_the_reason(  # noqa: E501
     plain: int, finish: str, last: int, insists: bool, reason: str
 ) -> None:
     result = a_result(rounds=13, plain_rounds=plain, finish_reason=finish)
-    assert without_speculation(result, (), insists=insists, last=last) == f"without speculation in {plain} of 13 rounds: {reason}"
+    assert (
+        without_speculation(result, (), insists=insists, last=last)
+        == f"without speculation in {plain} of 13 rounds: {reason}"
+    )
 
 
 def test_a_reply_that_has_room_for_one_token_more_says_so(run: Run, stack: Stack) -> None:
     """The first token comes with the prompt, the second is all that is left for the only round."""
     done = run("generate", STORY, "--connect", stack.address, "--max-tokens", "2")
-    assert done.stderr.splitlines()[-1] == "without speculation in every round: the last, which had room for a single token"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "without speculation in every round: the last, which had room for a single token"
+    )
     assert "· 1 round ·" in done.stderr
 
 
-def test_the_rounds_of_a_request_are_recorded_as_they_were(run: Run, stack: Stack, tmp_path: Path) -> None:
-    options = ("--connect", stack.address, "--max-tokens", "24", "--json", "--record", str(tmp_path / "rounds.jsonl"))
+def test_the_rounds_of_a_request_are_recorded_as_they_were(
+    run: Run, stack: Stack, tmp_path: Path
+) -> None:
+    options = (
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "24",
+        "--json",
+        "--record",
+        str(tmp_path / "rounds.jsonl"),
+    )
     result = json.loads(run("generate", STORY, *options, "--draft.ahead", "false").stdout)
     (reply,) = read_records(tmp_path / "rounds.jsonl")
     assert [one.round for one in reply.rounds] == [*range(1, result["rounds"] + 1)]
     assert sum(one.verified + 1 for one in reply.rounds) == result["verified_rows"]
     assert sum(one.ahead for one in reply.rounds) == result["ahead_nodes"] == 0
-    followed = [token for one in reply.rounds for token in (*(one.tokens[node] for node in one.accepted), one.bonus)]
+    followed = [
+        token
+        for one in reply.rounds
+        for token in (*(one.tokens[node] for node in one.accepted), one.bonus)
+    ]
     assert followed[: result["completion_tokens"] - 1] == result["token_ids"][1:]
 
 
-def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_the_answers_are(run: Run, stack: Stack, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", ("a", ["Hello."]), ("b", ["What is two plus two?", "And three?"]))
-    options = ("--connect", stack.address, "--max-tokens", "8", "--parallel", "2", "--prompts", prompts, "--out", str(tmp_path / "answers"))
+def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_the_answers_are(
+    run: Run, stack: Stack, tmp_path: Path
+) -> None:
+    prompts = write_prompts(
+        tmp_path / "prompts.jsonl",
+        ("a", ["Hello."]),
+        ("b", ["What is two plus two?", "And three?"]),
+    )
+    options = (
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "8",
+        "--parallel",
+        "2",
+        "--prompts",
+        prompts,
+        "--out",
+        str(tmp_path / "answers"),
+    )
     refused = run("generate", *options, "--record", str(tmp_path / "answers"))
     assert (refused.returncode, "choose a file for each" in refused.stderr) == (2, True)
     assert run("generate", *options, "--record", str(tmp_path / "rounds")).returncode == 0
-    rounds = {(reply.id, reply.turn): len(reply.rounds) for reply in read_records(tmp_path / "rounds")}
-    assert rounds == {(id, turn): result["rounds"] for id, results in answers(tmp_path / "answers").items() for turn, result in enumerate(results)}
+    rounds = {
+        (reply.id, reply.turn): len(reply.rounds) for reply in read_records(tmp_path / "rounds")
+    }
+    assert rounds == {
+        (id, turn): result["rounds"]
+        for id, results in answers(tmp_path / "answers").items()
+        for turn, result in enumerate(results)
+    }
 
 
 def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path: Path) -> None:
-    assert run("generate", STORY, "--connect", stack.address, "--max-tokens", "8", "--trace", str(tmp_path / "trace.json")).returncode == 0
+    assert (
+        run(
+            "generate",
+            STORY,
+            "--connect",
+            stack.address,
+            "--max-tokens",
+            "8",
+            "--trace",
+            str(tmp_path / "trace.json"),
+        ).returncode
+        == 0
+    )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert all(any(name.startswith(f"{process} (aligned within ") for name in names) for process in ("target", "draft"))
+    assert all(
+        any(name.startswith(f"{process} (aligned within ") for name in names)
+        for process in ("target", "draft")
+    )
 
 
 def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack) -> None:
     cancelled = json.loads(run("status", "--connect", stack.address, "--json").stdout)["cancelled"]
-    for seed in range(1, 6):  # every token is about equally likely; a reply that ends by itself before the signal proves nothing: ask again
-        process = start("generate", STORY, "--connect", stack.address, "--max-tokens", "450", "--temperature", "50", "--seed", str(seed))
+    for seed in range(
+        1,
+        6,
+        # every token is about equally likely; a reply that ends by itself before the signal proves
+        # nothing: ask again
+    ):
+        process = start(
+            "generate",
+            STORY,
+            "--connect",
+            stack.address,
+            "--max-tokens",
+            "450",
+            "--temperature",
+            "50",
+            "--seed",
+            str(seed),
+        )
         assert process.stdout is not None
         assert process.stdout.read(1) != ""
         process.send_signal(signal.SIGINT)
@@ -322,7 +508,7 @@ def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack)
     assert (state["cancelled"], state["sessions"]) == (cancelled + 1, 0)
 
 
-# -- files of prompts --------------------------------------------------------------------------------------------------------------------------
+# -- files of prompts ------------------------------------------------------------------------------
 
 
 def test_a_reply_that_waits_for_a_target_says_so_and_goes_on_with_the_next(start: Start) -> None:
@@ -349,33 +535,67 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
         said, complained = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert said.endswith("\n")
-    assert "has gone, and the reply is not finished: ask again when there is a coordinator" in complained
+    assert (
+        "has gone, and the reply is not finished: ask again when there is a coordinator"
+        in complained
+    )
 
 
 def test_a_reply_that_fills_the_context_says_so(run: Run) -> None:
     with backend(target=False, draft=False) as house:
         house.add(ScriptedTarget, "target", limits=Limits(context=24))
-        done = run("generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6")
+        done = run(
+            "generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6"
+        )
     assert done.returncode == 0, done.stderr
-    assert "the reply ends where the context of the target is full, before --max-tokens 40" in done.stderr
+    assert (
+        "the reply ends where the context of the target is full, before --max-tokens 40"
+        in done.stderr
+    )
 
 
 def begun_at(start: Start, house: Backend) -> "subprocess.Popen[str]":
     """A reply of forty tokens of which the first have come."""
-    process = start("generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6")
+    process = start(
+        "generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6"
+    )
     assert process.stdout is not None
     assert process.stdout.read(1)
     return process
 
 
-def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopped(run: Run, stack: Stack, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", ("one", ["Hello."]), ("two", ["Hello.", "And then?"]), ("three", [STORY]))
+def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopped(
+    run: Run, stack: Stack, tmp_path: Path
+) -> None:
+    prompts = write_prompts(
+        tmp_path / "prompts.jsonl",
+        ("one", ["Hello."]),
+        ("two", ["Hello.", "And then?"]),
+        ("three", [STORY]),
+    )
     out = tmp_path / "out.jsonl"
-    command = ("generate", "--prompts", prompts, "--out", str(out), "--connect", stack.address, "--max-tokens", "8", "--seed", "3", "--parallel", "2")
+    command = (
+        "generate",
+        "--prompts",
+        prompts,
+        "--out",
+        str(out),
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "8",
+        "--seed",
+        "3",
+        "--parallel",
+        "2",
+    )
     done = run(*command)
     first = answers(out)
     tokens = sum(result["completion_tokens"] for results in first.values() for result in results)
-    assert (done.returncode, done.stderr.startswith(f"3 prompts answered: {tokens} tokens in ")) == (0, True)
+    assert (
+        done.returncode,
+        done.stderr.startswith(f"3 prompts answered: {tokens} tokens in "),
+    ) == (0, True)
     assert {id: len(results) for id, results in first.items()} == {"one": 1, "two": 2, "three": 1}
     assert all(list(result) == RESULT_FIELDS for results in first.values() for result in results)
     assert first["two"][0]["token_ids"] == first["one"][0]["token_ids"]
@@ -386,12 +606,28 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
     done = run(*command)
     assert done.stderr.startswith("2 of 3 prompts are done already")
     again = answers(out)
-    assert {id: [r["token_ids"] for r in results] for id, results in again.items()} == {id: [r["token_ids"] for r in results] for id, results in first.items()}
+    assert {id: [r["token_ids"] for r in results] for id, results in again.items()} == {
+        id: [r["token_ids"] for r in results] for id, results in first.items()
+    }
 
 
-def test_a_prompt_that_cannot_be_answered_does_not_stop_the_others(run: Run, stack: Stack, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", ("long", ["long " * 2000]), ("short", ["Hello."]))
-    done = run("generate", "--prompts", prompts, "--out", str(tmp_path / "out.jsonl"), "--connect", stack.address, "--max-tokens", "4")
+def test_a_prompt_that_cannot_be_answered_does_not_stop_the_others(
+    run: Run, stack: Stack, tmp_path: Path
+) -> None:
+    prompts = write_prompts(
+        tmp_path / "prompts.jsonl", ("long", ["long " * 2000]), ("short", ["Hello."])
+    )
+    done = run(
+        "generate",
+        "--prompts",
+        prompts,
+        "--out",
+        str(tmp_path / "out.jsonl"),
+        "--connect",
+        stack.address,
+        "--max-tokens",
+        "4",
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[0].startswith("long: the prompt has ")
     assert set(answers(tmp_path / "out.jsonl")) == {"short"}
@@ -439,7 +675,9 @@ def test_a_line_torn_at_any_byte_is_dropped(tmp_path: Path) -> None:
         "[" * 100_000 + "\n",
     ],
 )
-def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(tmp_path: Path, content: str) -> None:
+def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(
+    tmp_path: Path, content: str
+) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
     with pytest.raises(UserError, match="is no answer of an earlier run"), open_answers(path):
@@ -453,7 +691,9 @@ def test_answers_go_to_a_regular_file_only(path: str) -> None:
         pass
 
 
-def test_the_answers_do_not_go_to_the_file_of_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answers_do_not_go_to_the_file_of_the_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", ("a", ["x"]))
     (tmp_path / "link").symlink_to(prompts)
     before = Path(prompts).read_bytes()
@@ -471,7 +711,11 @@ def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", r'line 2 is no JSON \(.*\): write a line such as \{"id": "a", "turns": \["Why is the sky blue\?"\]\}'),
+        (
+            "{",
+            r'line 2 is no JSON \(.*\): write a line such as \{"id": "a", "turns": \["Why is '
+            r'the sky blue\?"\]\}',
+        ),
         ("[]", "line 2 is no prompt"),
         ('{"turns": ["x"]}', "line 2 is no prompt"),
         ('{"id": "", "turns": ["x"]}', "line 2 is no prompt"),
@@ -493,13 +737,18 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, words: str
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"id": "a", "turns": ["caf\u00e9"]}'.encode("latin-1"), r"byte 26 \(line 1\) is 0xe9; save it as UTF-8"),
+        (
+            '{"id": "a", "turns": ["caf\u00e9"]}'.encode("latin-1"),
+            r"byte 26 \(line 1\) is 0xe9; save it as UTF-8",
+        ),
         ('{"id": "a", "turns": ["x"]}\n'.encode("utf-16"), "is UTF-16 text"),
         (b"\x1f\x8b\x08\x00\x00", r"byte 3 \(line 1\) is zero"),
         (b"hello\n", r"line 1 is no JSON \(Expecting value, column 1\): write a line such as"),
     ],
 )
-def test_a_file_that_is_no_text_of_prompts_is_named_with_the_place(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_no_text_of_prompts_is_named_with_the_place(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"^{path} .*{words}"):
@@ -513,13 +762,18 @@ def test_prompts_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_place_of_prompts_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"the prompts in {tmp_path} cannot be read: Is a directory; name a file of prompts"):
+    with pytest.raises(
+        UserError,
+        match=f"the prompts in {tmp_path} cannot be read: Is a directory; name a file of prompts",
+    ):
         read_prompts(tmp_path)
 
 
 def test_prompts_keep_their_order_and_blank_lines_are_nothing(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('\n{"id": "b", "turns": ["x", "y"], "more": 1}\n\n{"id": "a", "turns": ["z"]}\n')
+    path.write_text(
+        '\n{"id": "b", "turns": ["x", "y"], "more": 1}\n\n{"id": "a", "turns": ["z"]}\n'
+    )
     assert read_prompts(path) == [Prompt("b", ("x", "y")), Prompt("a", ("z",))]
 
 
@@ -531,35 +785,59 @@ def test_only_a_newline_ends_a_line_of_prompts(tmp_path: Path, separator: str) -
 
 
 def test_the_loss_of_a_draft_is_an_error_where_runs_are_compared(stack: Stack) -> None:
-    """The request itself survives it. The draft that is lost here has not registered yet; the request has the one that has."""
+    """The request itself survives it. The draft that is lost here has not registered yet; the
+    request has the one that has."""
     with Supervisor() as supervisor, stack.connect() as client:
-        lost = supervisor.start("draft worker", ["worker", "--role=draft", f"--connect={stack.address}"])
+        lost = supervisor.start(
+            "draft worker", ["worker", "--role=draft", f"--connect={stack.address}"]
+        )
         lost.process.kill()
         lost.process.wait()
-        connection = Connection(client, client.status(), replace(stack, workers=(stack.workers[0], lost)))
+        connection = Connection(
+            client, client.status(), replace(stack, workers=(stack.workers[0], lost))
+        )
         with pytest.raises(DovetailError, match="the draft worker was killed by SIGKILL"):
             connection.decode([STORY], sampling=Sampling(), tree=TreeSettings(), max_tokens=4)
 
 
-# -- processes of its own ----------------------------------------------------------------------------------------------------------------------
+# -- processes of its own --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("running", "lines"), [(True, 2), (False, 1)])
 def test_what_keeps_a_command_from_the_coordinator_that_runs_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], running: bool, lines: int
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    running: bool,
+    lines: int,
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", environment["XDG_RUNTIME_DIR"])
     with announced("ipc:///x") if running else nullcontext():
         assert cli.run(["generate", "hello", "--target", "/no/such/model", "--draft", "none"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == lines
-    assert told[0].startswith("starting separate processes: --target.model cannot change the workers that already run") is running
+    assert (
+        told[0].startswith(
+            "starting separate processes: --target.model cannot change the workers that already run"
+        )
+        is running
+    )
 
 
-def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind_and_tells_of_a_target_that_is_not_lossless(
+def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind_and_tells_of_a_target_that_is_not_lossless(  # noqa: E501
     start: Start, tmp_path: Path
 ) -> None:
-    process = start("generate", STORY, "--max-tokens", "8", "--draft", "none", "--weights", "int8-per-tensor", "--json")
+    process = start(
+        "generate",
+        STORY,
+        "--max-tokens",
+        "8",
+        "--draft",
+        "none",
+        "--weights",
+        "int8-per-tensor",
+        "--json",
+    )
     output, notes = process.communicate()
     assert process.returncode == 0, notes
     assert sum("int8-per-tensor is not lossless" in line for line in notes.splitlines()) == 1

@@ -21,13 +21,22 @@ def exposed() -> set[str]:
     watch.tokens(1)
     watch.tokens(1)
     watch.ended()
-    page = exposition.text(representative()["reported"], "demo", answering=1, connections=1, let_go=1).decode()
-    return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
+    page = exposition.text(
+        representative()["reported"], "demo", answering=1, connections=1, let_go=1
+    ).decode()
+    return {
+        sample.name for family in text_string_to_metric_families(page) for sample in family.samples
+    }
 
 
 def test_every_metric_of_the_dashboard_is_one_that_is_exposed() -> None:
     board = json.loads(EXPORTS["grafana"].read_text(encoding="utf-8"))
-    named = {metric for panel in board["panels"] for target in panel["targets"] for metric in METRIC.findall(target["expr"])}
+    named = {
+        metric
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for metric in METRIC.findall(target["expr"])
+    }
     assert len(named) > 20
     assert named <= exposed()
 
@@ -35,7 +44,12 @@ def test_every_metric_of_the_dashboard_is_one_that_is_exposed() -> None:
 def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
     panels = json.loads(EXPORTS["grafana"].read_text(encoding="utf-8"))["panels"]
     places = [[panel["gridPos"][axis] for axis in "xywh"] for panel in panels]
-    cells = [(column, row) for x, y, w, h in places for column in range(x, x + w) for row in range(y, y + h)]
+    cells = [
+        (column, row)
+        for x, y, w, h in places
+        for column in range(x, x + w)
+        for row in range(y, y + h)
+    ]
     assert len(cells) == len({*cells})
     assert max(column for column, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len(panels)

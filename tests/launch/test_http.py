@@ -27,12 +27,17 @@ def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[st
 
 
 def test_a_host_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["http", "--connect=ipc:///tmp/nobody/there", "--http.host=no.such.host.invalid"]) == 2
+    assert (
+        run(["http", "--connect=ipc:///tmp/nobody/there", "--http.host=no.such.host.invalid"]) == 2
+    )
     assert "http.host" in capsys.readouterr().err
 
 
 def test_beyond_this_machine_a_key_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["http", "--connect=ipc:///tmp/nobody/there", "--http.host=0.0.0.0", "--http.port=0"]) == 2
+    assert (
+        run(["http", "--connect=ipc:///tmp/nobody/there", "--http.host=0.0.0.0", "--http.port=0"])
+        == 2
+    )
     assert "api_key_file" in capsys.readouterr().err
 
 
@@ -40,11 +45,24 @@ def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("\n0123456789abcdef\n fedcba9876543210 \n", encoding="utf-8")
     path.chmod(0o600)
-    assert read_keys(HttpSettings(host="0.0.0.0", api_key_file=str(path))) == ("0123456789abcdef", "fedcba9876543210")
+    assert read_keys(HttpSettings(host="0.0.0.0", api_key_file=str(path))) == (
+        "0123456789abcdef",
+        "fedcba9876543210",
+    )
 
 
-@pytest.mark.parametrize(("content", "mode", "complaint"), [("0123456789abcdef", 0o644, "chmod"), ("short", 0o600, "16"), ("", 0o600, "16"), (None, 0, "read")])
-def test_a_file_of_keys_that_is_none_is_refused(tmp_path: Path, content: str | None, mode: int, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "mode", "complaint"),
+    [
+        ("0123456789abcdef", 0o644, "chmod"),
+        ("short", 0o600, "16"),
+        ("", 0o600, "16"),
+        (None, 0, "read"),
+    ],
+)
+def test_a_file_of_keys_that_is_none_is_refused(
+    tmp_path: Path, content: str | None, mode: int, complaint: str
+) -> None:
     path = tmp_path / "keys"
     if content is not None:
         path.write_text(content, encoding="utf-8")
@@ -54,12 +72,24 @@ def test_a_file_of_keys_that_is_none_is_refused(tmp_path: Path, content: str | N
 
 
 def test_addresses_of_this_machine_alone_are_known() -> None:
-    assert [is_here_only(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "10.1.2.3")] == [True, True, True, False, False, False]
+    assert [
+        is_here_only(host)
+        for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "10.1.2.3")
+    ] == [True, True, True, False, False, False]
 
 
 def limited(files: int) -> tuple[str, ...]:
     """A command line that may have so many open files, and no more."""
-    return ("bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", sys.executable, "-P", "-m", "dovetail.launch.cli")
+    return (
+        "bash",
+        "-c",
+        f'ulimit -n {files}; exec "$@"',
+        "bash",
+        sys.executable,
+        "-P",
+        "-m",
+        "dovetail.launch.cli",
+    )
 
 
 def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for_them(
@@ -71,9 +101,14 @@ def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for
         assert process.stderr is not None
         url = process.stdout.readline().strip()
         said = process.stderr.readline()
-        assert "http.connections is 16 and not 4096, since this process may have 64 open files" in said
+        assert (
+            "http.connections is 16 and not 4096, since this process may have 64 open files" in said
+        )
         place = urlsplit(url)
-        held = [opened.enter_context(socket.create_connection((place.hostname, place.port))) for _ in range(17)]
+        held = [
+            opened.enter_context(socket.create_connection((place.hostname, place.port)))
+            for _ in range(17)
+        ]
         assert b" 503 " in held[-1].recv(4096)
         held[0].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in held[0].recv(4096)
@@ -82,14 +117,20 @@ def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for
 @pytest.mark.parametrize(
     ("files", "flags", "words"),
     [
-        (64, ("--http.connections=100",), "needs 148 open files, and this process may have 64: lower it, or raise"),
+        (
+            64,
+            ("--http.connections=100",),
+            "needs 148 open files, and this process may have 64: lower it, or raise",
+        ),
         (40, (), "this process may have 40: raise `ulimit -Hn`"),
     ],
 )
 def test_more_connections_than_files_are_refused_where_they_were_asked_for_or_none_is_left(
     start: Callable[..., "subprocess.Popen[str]"], files: int, flags: tuple[str, ...], words: str
 ) -> None:
-    process = start("http", "--connect=ipc:///tmp/nobody/there", "--http.port=0", *flags, command=limited(files))
+    process = start(
+        "http", "--connect=ipc:///tmp/nobody/there", "--http.port=0", *flags, command=limited(files)
+    )
     said, complaint = process.communicate()
     assert (process.returncode, said, complaint.count("\n")) == (2, "", 1), complaint
     assert words in complaint
@@ -101,7 +142,15 @@ def test_the_url_has_the_real_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dashboard", "keyed", "expected"), [("auto", False, "full"), ("auto", True, "anonymous"), ("full", True, "full"), ("anonymous", False, "anonymous")]
+    ("dashboard", "keyed", "expected"),
+    [
+        ("auto", False, "full"),
+        ("auto", True, "anonymous"),
+        ("full", True, "full"),
+        ("anonymous", False, "anonymous"),
+    ],
 )
-def test_the_dashboard_shows_texts_by_itself_only_where_no_key_is_set(dashboard: Any, keyed: bool, expected: str) -> None:
+def test_the_dashboard_shows_texts_by_itself_only_where_no_key_is_set(
+    dashboard: Any, keyed: bool, expected: str
+) -> None:
     assert shown(HttpSettings(dashboard=dashboard), keyed=keyed) == expected

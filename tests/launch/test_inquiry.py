@@ -1,4 +1,5 @@
-"""Asking a coordinator who is there, without waiting for it; played by hand over a link in memory."""
+"""Asking a coordinator who is there, without waiting for it; played by hand over a link in
+memory."""
 
 from dovetail.launch.inquiry import RETRY_S, Inquiry
 from dovetail.protocol.codec import REQUEST, encode

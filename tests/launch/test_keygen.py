@@ -1,4 +1,5 @@
-"""`dovetail keygen` as its users have it: keys are made, added, replaced and withdrawn while a coordinator runs."""
+"""`dovetail keygen` as its users have it: keys are made, added, replaced and withdrawn while a
+coordinator runs."""
 
 import json
 import shutil
@@ -24,10 +25,17 @@ def folder(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(run: Run, tmp_path: Path) -> None:
+def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(
+    run: Run, tmp_path: Path
+) -> None:
     folder = tmp_path / "keys"
-    said = [run("keygen", "--out", str(folder)), run("keygen", "--out", str(folder), "--name", "box", "--role", "draft")]
-    said += [run("keygen", "--out", str(folder), option, "box") for option in ("--rotate", "--revoke")]
+    said = [
+        run("keygen", "--out", str(folder)),
+        run("keygen", "--out", str(folder), "--name", "box", "--role", "draft"),
+    ]
+    said += [
+        run("keygen", "--out", str(folder), option, "box") for option in ("--rotate", "--revoke")
+    ]
     assert [done.returncode for done in said] == [0] * 4
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -35,7 +43,9 @@ def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(run: Run, t
     assert not any(secret in done.stdout + done.stderr for secret in secrets for done in said)
 
 
-def test_a_key_is_rotated_under_a_running_coordinator(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+def test_a_key_is_rotated_under_a_running_coordinator(
+    run: Run, start: Start, folder: Path, tmp_path: Path
+) -> None:
     address = listening(start, folder)
     old = Path(shutil.copytree(folder, tmp_path / "old"))
     assert status(run, address, old) == 0
@@ -45,48 +55,84 @@ def test_a_key_is_rotated_under_a_running_coordinator(run: Run, start: Start, fo
     assert status(run, address, folder) == 0
 
 
-def test_a_key_is_revoked_under_a_running_coordinator(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+def test_a_key_is_revoked_under_a_running_coordinator(
+    run: Run, start: Start, folder: Path, tmp_path: Path
+) -> None:
     address = listening(start, folder)
     old = Path(shutil.copytree(folder, tmp_path / "old"))
-    assert run("keygen", "--out", str(folder), "--revoke", "client").stdout == "client is refused from now on\n"
+    assert (
+        run("keygen", "--out", str(folder), "--revoke", "client").stdout
+        == "client is refused from now on\n"
+    )
     assert status(run, address, old) == 1
 
 
-def test_whoever_has_no_operators_key_is_told_so_before_anything_is_asked(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+def test_whoever_has_no_operators_key_is_told_so_before_anything_is_asked(
+    run: Run, start: Start, folder: Path, tmp_path: Path
+) -> None:
     address, desk = listening(start, folder), tmp_path / "desk"
     desk.mkdir(mode=0o700)
     for name in ("client.key", "coordinator.pub"):
         shutil.copy2(folder / name, desk)
     refused = run("drain", "draft", "--connect", address, "--keys", str(desk))
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "holds no operator.key; copy it from where `dovetail keygen` made it, or make it there with --name operator --role operator" in refused.stderr
-    assert "there is no worker 'draft'" in run("drain", "draft", "--connect", address, "--keys", str(folder)).stderr
+    assert (
+        "holds no operator.key; copy it from where `dovetail keygen` made it, or make it there "
+        "with --name operator --role operator" in refused.stderr
+    )
+    assert (
+        "there is no worker 'draft'"
+        in run("drain", "draft", "--connect", address, "--keys", str(folder)).stderr
+    )
 
 
-def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(run: Run, folder: Path) -> None:
+def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(
+    run: Run, folder: Path
+) -> None:
     said = run("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
-    assert "until when it goes by the old key, and bring coordinator.pub to the machine of every peer" in said
+    assert (
+        "until when it goes by the old key, and bring coordinator.pub to the machine of every peer"
+        in said
+    )
 
 
-def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(run: Run, start: Start, folder: Path, tmp_path: Path) -> None:
+def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
+    run: Run, start: Start, folder: Path, tmp_path: Path
+) -> None:
     coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(folder))
     assert coordinator.stdout is not None
     address, machine = str(coordinator.stdout.readline().strip()), tmp_path / "machine"
     machine.mkdir(mode=0o700)
     for name in ("draft.key", "coordinator.pub"):
         shutil.copy2(folder / name, machine)
-    worker = start("worker", "--role=draft", "--draft=ngram", f"--connect={address}", f"--keys={machine}", "--reconnect-s=2")
+    worker = start(
+        "worker",
+        "--role=draft",
+        "--draft=ngram",
+        f"--connect={address}",
+        f"--keys={machine}",
+        "--reconnect-s=2",
+    )
     with Client(open_link(address, keys=folder, role="client")) as client:
         until(lambda: bool(client.status().workers), worker.poll)
     assert run("keygen", "--out", str(folder), "--revoke", "draft").returncode == 0
     assert worker.wait(60.0) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
-    assert "the coordinator does not allow the key of this worker any more; looking for it for up to 2 s" in said
-    assert said.splitlines()[-1].startswith(f"dovetail: the coordinator at {address} refuses the key 'draft': allow its public key there")
+    assert (
+        "the coordinator does not allow the key of this worker any more; looking for it for up "
+        "to 2 s" in said
+    )
+    assert said.splitlines()[-1].startswith(
+        f"dovetail: the coordinator at {address} refuses the key 'draft': allow its public key "
+        "there"
+    )
     coordinator.terminate()
     assert coordinator.stderr is not None
-    assert "refused at the door: 127.0.0.1 shows the key 'draft', which is not allowed any more" in coordinator.stderr.read()
+    assert (
+        "refused at the door: 127.0.0.1 shows the key 'draft', which is not allowed any more"
+        in coordinator.stderr.read()
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +147,9 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(run: Run
         (("--role", "draft"), "--name"),
     ],
 )
-def test_a_mistake_is_one_line_and_changes_nothing(run: Run, folder: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_a_mistake_is_one_line_and_changes_nothing(
+    run: Run, folder: Path, arguments: tuple[str, ...], words: str
+) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = run("keygen", "--out", str(folder), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -114,7 +162,9 @@ def test_no_secret_stands_in_a_command_line_or_an_environment(start: Start, fold
     process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(folder))
     assert process.stdout is not None
     process.stdout.readline()
-    told = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+    told = b"".join(
+        Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+    )
     for name in ("coordinator", *keys.ROLES):
         assert json.loads((folder / f"{name}.key").read_text())["secret"].encode() not in told
 

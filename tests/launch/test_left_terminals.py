@@ -1,4 +1,5 @@
-"""What `top` and `chat` leave of a terminal when something ends them: its modes, its screen, its cursor, and nothing that runs."""
+"""What `top` and `chat` leave of a terminal when something ends them: its modes, its screen, its
+cursor, and nothing that runs."""
 
 import fcntl
 import os
@@ -45,7 +46,8 @@ sys.argv = ["dovetail", *sys.argv[1:]]
 cli.main()
 """,
 )
-"""Its signals arrive on a thread of their own, so that they interrupt nothing the main thread waits for."""
+"""Its signals arrive on a thread of their own, so that they interrupt nothing the main thread waits
+for."""
 PATIENCE_S = 60.0
 SHOWN = {"top": b"just now", "chat": b"you> "}
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -113,7 +115,8 @@ def terminal(environment: dict[str, str], *command: str) -> Iterator[Terminal]:
 
 
 def is_as_before(shown: Terminal) -> bool:
-    """Whether the modes are as they were, and neither another screen nor a hidden cursor is left."""
+    """Whether the modes are as they were, and neither another screen nor a hidden cursor is
+    left."""
     pairs = ((ENTER_SCREEN, LEAVE_SCREEN), (HIDE_CURSOR, SHOW_CURSOR))
     left = all(shown.said.rfind(begin) <= shown.said.rfind(end) for begin, end in pairs)
     return left and termios.tcgetattr(shown.ours) == shown.before
@@ -121,7 +124,9 @@ def is_as_before(shown: Terminal) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("name", ["top", "chat"])
-def test_a_signal_leaves_the_terminal_as_it_was(environment: dict[str, str], stack: Stack, name: str, number: signal.Signals) -> None:
+def test_a_signal_leaves_the_terminal_as_it_was(
+    environment: dict[str, str], stack: Stack, name: str, number: signal.Signals
+) -> None:
     with terminal(environment, *DOVETAIL, name, "--connect", stack.address) as shown:
         shown.wait_for(SHOWN[name])
         assert termios.tcgetattr(shown.ours) != shown.before or name == "chat"
@@ -132,7 +137,9 @@ def test_a_signal_leaves_the_terminal_as_it_was(environment: dict[str, str], sta
 
 
 @pytest.mark.parametrize("name", ["top", "chat"])
-def test_a_signal_that_interrupts_no_wait_is_heeded(environment: dict[str, str], stack: Stack, name: str) -> None:
+def test_a_signal_that_interrupts_no_wait_is_heeded(
+    environment: dict[str, str], stack: Stack, name: str
+) -> None:
     with terminal(environment, *ELSEWHERE, name, "--connect", stack.address) as shown:
         shown.wait_for(SHOWN[name])
         shown.process.send_signal(signal.SIGTERM)
@@ -141,14 +148,18 @@ def test_a_signal_that_interrupts_no_wait_is_heeded(environment: dict[str, str],
 
 
 @pytest.mark.parametrize("name", ["top", "chat"])
-def test_a_terminal_that_goes_away_ends_its_command(environment: dict[str, str], stack: Stack, name: str) -> None:
+def test_a_terminal_that_goes_away_ends_its_command(
+    environment: dict[str, str], stack: Stack, name: str
+) -> None:
     with terminal(environment, *DOVETAIL, name, "--connect", stack.address) as shown:
         shown.wait_for(SHOWN[name])
         shown.close()
         assert shown.process.wait(PATIENCE_S) == 128 + signal.SIGHUP
 
 
-def test_an_error_of_our_own_leaves_the_terminal_as_it_was_and_is_told(environment: dict[str, str], stack: Stack) -> None:
+def test_an_error_of_our_own_leaves_the_terminal_as_it_was_and_is_told(
+    environment: dict[str, str], stack: Stack
+) -> None:
     with terminal(environment, *BROKEN, "top", "--connect", stack.address) as shown:
         assert shown.end() == 1
         assert is_as_before(shown)
@@ -158,7 +169,9 @@ def test_an_error_of_our_own_leaves_the_terminal_as_it_was_and_is_told(environme
 def test_a_reply_that_a_signal_breaks_off_leaves_no_process_of_the_conversation(
     environment: dict[str, str],
 ) -> None:
-    with terminal(environment, *DOVETAIL, "chat", "--draft", "ngram", "--temperature", "50") as shown:
+    with terminal(
+        environment, *DOVETAIL, "chat", "--draft", "ngram", "--temperature", "50"
+    ) as shown:
         shown.wait_for(SHOWN["chat"])
         children = psutil.Process(shown.process.pid).children()
         assert len(children) >= 3

@@ -1,4 +1,5 @@
-"""llama.cpp as a peer of `dovetail bench`; what needs it is tried where it is installed, in this environment or in that of LLAMA_PYTHON."""
+"""llama.cpp as a peer of `dovetail bench`; what needs it is tried where it is installed, in this
+environment or in that of LLAMA_PYTHON."""
 
 import json
 import os
@@ -27,27 +28,37 @@ from support.models import tiny_llama, tiny_qwen2
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 NAMED = os.environ.get("LLAMA_PYTHON")
 PYTHON = find_python(Path(NAMED) if NAMED else None)
-installed = pytest.mark.skipif(PYTHON is None, reason="llama-cpp-python and gguf are not installed here: name a Python that has them in LLAMA_PYTHON")
+installed = pytest.mark.skipif(
+    PYTHON is None,
+    reason="llama-cpp-python and gguf are not installed here: name a Python that has them in "
+    "LLAMA_PYTHON",
+)
 TURNS = ["Tell me a story about a small owl who is afraid of the dark."]
 LAYOUT = CoreLayout(Place((0,)), Place((1,)), Place((1,)))
 
 
 def base(**settings: Any) -> Configuration:
-    return configure(environment={}).over("--test", {name.replace("__", "."): value for name, value in settings.items()})
+    return configure(environment={}).over(
+        "--test", {name.replace("__", "."): value for name, value in settings.items()}
+    )
 
 
-# -- what it may be asked for ------------------------------------------------------------------------------------------------------------------
+# -- what it may be asked for ----------------------------------------------------------------------
 
 
 def test_its_options_and_our_settings_are_appended_to_its_name() -> None:
-    method = read_method(base(), "llama.cpp,threads=2,draft=lookup,lookup=4,target.weights=half,cache=f32")
+    method = read_method(
+        base(), "llama.cpp,threads=2,draft=lookup,lookup=4,target.weights=half,cache=f32"
+    )
     assert method.llama == LlamaOptions(threads=2, draft="lookup", lookup=4, cache="f32")
     assert (method.llama.proposed, LlamaOptions().proposed) == (4, 0)
     assert (method.ours, method.exact, method.weights) == (False, False, "F16")
     assert read_option(LlamaOptions(), "tree.gamma=3") is None
 
 
-@pytest.mark.parametrize("option", ["threads=0", "threads=x", "draft=small", "cache=q8", "lookup=-1"])
+@pytest.mark.parametrize(
+    "option", ["threads=0", "threads=x", "draft=small", "cache=q8", "lookup=-1"]
+)
 def test_an_option_that_is_not_possible_is_refused_with_those_that_are(option: str) -> None:
     with pytest.raises(UserError, match=r"write threads=N, draft=lookup"):
         read_method(base(), f"llama.cpp,{option}")
@@ -58,7 +69,9 @@ def test_a_setting_that_there_is_not_is_refused_as_anywhere() -> None:
         read_method(base(), "llama.cpp,flash=1")
 
 
-def test_what_it_would_not_do_as_we_do_is_refused_before_a_process_is_started(tmp_path: Path) -> None:
+def test_what_it_would_not_do_as_we_do_is_refused_before_a_process_is_started(
+    tmp_path: Path,
+) -> None:
     def check(text: str, **settings: Any) -> None:
         check_methods([read_method(base(**settings), text)], LAYOUT)
 
@@ -71,7 +84,9 @@ def test_what_it_would_not_do_as_we_do_is_refused_before_a_process_is_started(tm
         check("llama.cpp", target__model=str(tiny_qwen2(tmp_path)))
 
 
-def test_where_it_is_not_installed_one_line_says_so_and_how_to_get_it(run: RunCommand, tmp_path: Path) -> None:
+def test_where_it_is_not_installed_one_line_says_so_and_how_to_get_it(
+    run: RunCommand, tmp_path: Path
+) -> None:
     python = tmp_path / "python"
     missing = run("bench", "--method", "llama.cpp", "--llama-python", str(python))
     assert (missing.returncode, missing.stdout, missing.stderr.count("\n")) == (2, "", 1)
@@ -90,12 +105,17 @@ def test_where_it_is_not_installed_one_line_says_so_and_how_to_get_it(run: RunCo
     ("config", "reason"),
     [
         ({"model_type": "llama"}, ""),
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "a rotary embedding of type 'llama3'"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}},
+            "a rotary embedding of type 'llama3'",
+        ),
         ({"model_type": "llama", "attention_bias": True}, "biases"),
         ({"model_type": "mistral"}, "a model of type 'mistral'"),
     ],
 )
-def test_a_llama_with_nothing_beside_is_what_is_written_for_it(config: dict[str, Any], reason: str) -> None:
+def test_a_llama_with_nothing_beside_is_what_is_written_for_it(
+    config: dict[str, Any], reason: str
+) -> None:
     assert unfit(config) == reason
 
 
@@ -108,29 +128,55 @@ def test_a_llama_with_nothing_beside_is_what_is_written_for_it(config: dict[str,
         ({"head_dim": 12}, "an attention width of 48"),
     ],
 )
-def test_rows_that_are_not_of_whole_blocks_are_refused_where_its_type_has_blocks(shape: dict[str, Any], reason: str) -> None:
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, **shape}
+def test_rows_that_are_not_of_whole_blocks_are_refused_where_its_type_has_blocks(
+    shape: dict[str, Any], reason: str
+) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        **shape,
+    }
     said = uncut(config, "Q8_0")
-    assert said == (f"{reason}, which the blocks of 32 weights of Q8_0 do not divide" if reason else "")
+    assert said == (
+        f"{reason}, which the blocks of 32 weights of Q8_0 do not divide" if reason else ""
+    )
     assert [uncut(config, kind) for kind in ("F32", "F16", "BF16")] == ["", "", ""]
     assert uncut(config, "Q8_0", widened=True) == ("" if "MLP" in reason else said)
 
 
-def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_inflated_or_not_quantised(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4}
+def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_inflated_or_not_quantised(
+    tmp_path: Path,
+) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 100,
+        "num_attention_heads": 4,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
     def check(**settings: Any) -> None:
-        check_methods([read_method(base(target__model=str(tmp_path), **settings), "llama.cpp")], LAYOUT)
+        check_methods(
+            [read_method(base(target__model=str(tmp_path), **settings), "llama.cpp")], LAYOUT
+        )
 
-    with pytest.raises(UserError, match="has an MLP width of 100, which the blocks of 32 weights of Q8_0 do not divide: leave"):
+    with pytest.raises(
+        UserError,
+        match="has an MLP width of 100, which the blocks of 32 weights of Q8_0 do not divide: "
+        "leave",
+    ):
         check(target__weights="int8")
     check(target__weights="int8", target__inflate="1MiB")
     check(target__weights="fp32")
 
 
 def test_it_gets_a_type_of_as_many_bytes_a_weight() -> None:
-    assert [type_of("half", {"dtype": dtype}) for dtype in ("float16", "bfloat16")] == ["F16", "BF16"]
+    assert [type_of("half", {"dtype": dtype}) for dtype in ("float16", "bfloat16")] == [
+        "F16",
+        "BF16",
+    ]
     assert [type_of(weights, {}) for weights in ("fp32", "bf16", "int8")] == ["F32", "BF16", "Q8_0"]
 
 
@@ -140,13 +186,16 @@ def test_its_differences_are_told_with_their_margin_and_are_no_fault_of_ours() -
         cell = Cell(read_method(base(), name), PromptSet("set", ()), 0.0)
         cell.differences["a"] = Difference(7, 0.02)
         told += differences_told([cell])
-    assert [(each["method"], each["position"], each["margin"], each["near_tie"], each["exact"]) for each in told] == [
+    assert [
+        (each["method"], each["position"], each["margin"], each["near_tie"], each["exact"])
+        for each in told
+    ] == [
         ("llama.cpp", 7, 0.02, False, False),
         ("assisted", 7, 0.02, False, True),
     ]
 
 
-# -- where it is installed ---------------------------------------------------------------------------------------------------------------------
+# -- where it is installed -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -157,23 +206,41 @@ def preparation() -> Iterator[Preparation]:
 
 
 def tokens(peer: LlamaPeer, *, seed: int = 0, temperature: float = 0.0) -> tuple[int, ...]:
-    reply = peer.decode(TURNS, sampling=Sampling(temperature=temperature), max_tokens=24, seed=seed, threads=1)
+    reply = peer.decode(
+        TURNS, sampling=Sampling(temperature=temperature), max_tokens=24, seed=seed, threads=1
+    )
     return reply.result.token_ids
 
 
 @installed
 @pytest.mark.slow
-def test_it_says_what_the_target_says_inflated_or_not_with_its_lookup_or_without(preparation: Preparation) -> None:
+def test_it_says_what_the_target_says_inflated_or_not_with_its_lookup_or_without(
+    preparation: Preparation,
+) -> None:
     from support.stacks import started
 
-    ways = (LlamaOptions(threads=1), LlamaOptions(threads=1, draft="lookup"), LlamaOptions(threads=1, cache="f32"))
+    ways = (
+        LlamaOptions(threads=1),
+        LlamaOptions(threads=1, draft="lookup"),
+        LlamaOptions(threads=1, cache="f32"),
+    )
     said = [tokens(LlamaPeer(preparation, base(), lay_out_here(), options)) for options in ways]
-    inflated = [tokens(LlamaPeer(preparation, base(target__inflate=size), lay_out_here(), ways[0])) for size in ("31MiB", "48MiB", "900MiB")]
+    inflated = [
+        tokens(LlamaPeer(preparation, base(target__inflate=size), lay_out_here(), ways[0]))
+        for size in ("31MiB", "48MiB", "900MiB")
+    ]
     with started({"draft.kind": "none"}) as (stack, _), stack.connect() as client:
         client.submit(turns=TURNS, sampling=Sampling(), max_tokens=24, seed=0, speculate=False)
         finished = next(reply for reply in client.replies(60.0) if hasattr(reply, "result"))
     for ours in (*said, *inflated):
-        parted = next((i for i, (a, b) in enumerate(zip(ours, finished.result.token_ids, strict=True)) if a != b), None)
+        parted = next(
+            (
+                i
+                for i, (a, b) in enumerate(zip(ours, finished.result.token_ids, strict=True))
+                if a != b
+            ),
+            None,
+        )
         assert parted is None or finished.margins[parted] < 100 * NEAR_TIE, f"token {parted}"
 
 
@@ -181,7 +248,13 @@ def test_it_says_what_the_target_says_inflated_or_not_with_its_lookup_or_without
 @pytest.mark.slow
 def test_its_rounds_are_told_in_the_words_of_ours(preparation: Preparation) -> None:
     peer = LlamaPeer(preparation, base(), lay_out_here(), LlamaOptions(threads=1, draft="lookup"))
-    result = peer.decode(["Count: one two three one two three one two three one two"], sampling=Sampling(), max_tokens=24, seed=0, threads=1).result
+    result = peer.decode(
+        ["Count: one two three one two three one two three one two"],
+        sampling=Sampling(),
+        max_tokens=24,
+        seed=0,
+        threads=1,
+    ).result
     assert result.completion_tokens == len(result.token_ids)
     assert result.verified_rows >= result.rounds > 0
     assert 0 < result.time_to_first_token_s <= result.wall_s
@@ -192,7 +265,9 @@ def test_its_rounds_are_told_in_the_words_of_ours(preparation: Preparation) -> N
 
 @installed
 @pytest.mark.slow
-def test_a_seed_gives_the_same_reply_again_and_what_it_cannot_do_is_told(preparation: Preparation) -> None:
+def test_a_seed_gives_the_same_reply_again_and_what_it_cannot_do_is_told(
+    preparation: Preparation,
+) -> None:
     peer = LlamaPeer(preparation, base(), lay_out_here(), LlamaOptions(threads=1))
     assert tokens(peer, seed=5, temperature=1.0) == tokens(peer, seed=5, temperature=1.0)
     with pytest.raises(Exception, match=r"llama\.cpp: "):
@@ -203,7 +278,18 @@ def test_a_seed_gives_the_same_reply_again_and_what_it_cannot_do_is_told(prepara
 @installed
 @pytest.mark.slow
 def test_it_takes_its_turns_in_a_run(run: RunCommand, tmp_path: Path) -> None:
-    options = ("--llama-python", str(PYTHON), "--limit", "2", "--max-tokens", "16", "--draft.device", "cpu", "--plot", str(tmp_path / "bars.svg"))
+    options = (
+        "--llama-python",
+        str(PYTHON),
+        "--limit",
+        "2",
+        "--max-tokens",
+        "16",
+        "--draft.device",
+        "cpu",
+        "--plot",
+        str(tmp_path / "bars.svg"),
+    )
     done = run("bench", "--method", "llama.cpp,threads=1", *options)
     assert done.returncode == 0, done.stderr
     assert "llama.cpp,threads=1" in done.stdout
@@ -213,9 +299,13 @@ def test_it_takes_its_turns_in_a_run(run: RunCommand, tmp_path: Path) -> None:
 
 @installed
 @pytest.mark.slow
-def test_a_model_of_fewer_heads_than_usual_is_written_as_it_is(preparation: Preparation, tmp_path: Path) -> None:
+def test_a_model_of_fewer_heads_than_usual_is_written_as_it_is(
+    preparation: Preparation, tmp_path: Path
+) -> None:
     """Grouped heads, no tied embedding, fp32: the conversion's other branches."""
     folder = tiny_llama(tmp_path)
-    peer = LlamaPeer(preparation, base(target__model=str(folder)), lay_out_here(), LlamaOptions(threads=1))
+    peer = LlamaPeer(
+        preparation, base(target__model=str(folder)), lay_out_here(), LlamaOptions(threads=1)
+    )
     reply = peer.decode(["a b"], sampling=Sampling(), max_tokens=4, seed=0, threads=1)
     assert reply.result.completion_tokens > 0

@@ -20,7 +20,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.mark.parametrize("words", ["a\nb", "a\rb", "\x1b[31mred", "\x00", "\u2028", "\u202e"])
 def test_a_record_is_one_printable_line(words: str) -> None:
-    line = OneLine("%(levelname)s %(message)s").format(logging.LogRecord("x", logging.INFO, "", 0, "worker %s", (words,), None))
+    line = OneLine("%(levelname)s %(message)s").format(
+        logging.LogRecord("x", logging.INFO, "", 0, "worker %s", (words,), None)
+    )
     assert line.isprintable()
     assert line.startswith("INFO worker ")
 
@@ -45,7 +47,11 @@ def test_a_name_forges_no_line_in_the_log_and_clears_no_screen(start: Start, run
     assert process.stderr is not None
     address = process.stdout.readline().strip()
     with contextlib.closing(open_link(address, role="draft")) as link:
-        link.send(encode(hello("draft", epoch=7, name=NAME, host=NAME, model=NAME, device=NAME, binding=NAME)))
+        link.send(
+            encode(
+                hello("draft", epoch=7, name=NAME, host=NAME, model=NAME, device=NAME, binding=NAME)
+            )
+        )
         assert link.receive(60.0) is not None
         shown = run("status", "--connect", address)
     process.terminate()

@@ -1,4 +1,5 @@
-"""The README's three machines, on loopback: every process with only the keys that it is told to bring, over tcp with CURVE."""
+"""The README's three machines, on loopback: every process with only the keys that it is told to
+bring, over tcp with CURVE."""
 
 import json
 import os
@@ -38,14 +39,17 @@ def wait_until_loaded(*workers: subprocess.Popen[str]) -> None:
         assert any("is loaded" in line for line in worker.stderr)
 
 
-def test_three_machines_give_what_one_gives(start: Start, run: Run, stack: Stack, tmp_path: Path) -> None:
+def test_three_machines_give_what_one_gives(
+    start: Start, run: Run, stack: Stack, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys"
     assert run("keygen", "--out", str(keys)).returncode == 0
     coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(keys))
     assert coordinator.stdout is not None
     place = ("--connect", coordinator.stdout.readline().strip())
     workers = [
-        start("worker", "--role", role, *place, "--keys", machine(keys, role), "--cores", core) for role, core in (("target", CORES[0]), ("draft", CORES[-1]))
+        start("worker", "--role", role, *place, "--keys", machine(keys, role), "--cores", core)
+        for role, core in (("target", CORES[0]), ("draft", CORES[-1]))
     ]
     client = machine(keys, "client")
     wait_until_loaded(*workers)
@@ -71,7 +75,9 @@ def test_a_key_does_not_open_another_role(start: Start, run: Run, tmp_path: Path
     folder = Path(machine(keys, "client"))
     forged = folder / "draft.key"
     shutil.copy2(folder / "client.key", forged)
-    forged.write_text(json.dumps({**json.loads(forged.read_text()), "name": "draft", "roles": ["draft"]}))
+    forged.write_text(
+        json.dumps({**json.loads(forged.read_text()), "name": "draft", "roles": ["draft"]})
+    )
     refused = run("worker", "--role", "draft", "--connect", address, "--keys", str(folder))
     assert refused.returncode == 2
     assert "'client' may be client, not draft" in refused.stderr
@@ -81,9 +87,15 @@ def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
     workers = json.loads(run("status", "--connect", stack.address, "--json").stdout)["workers"]
     layout = layout_of(stack.configuration.settings)
     places = {"target": layout.target, "draft": layout.draft}
-    expected = {name: ("full: cores " if place.nodes else "cores ") + format_numbers(place.cores) for name, place in places.items()}
+    expected = {
+        name: ("full: cores " if place.nodes else "cores ") + format_numbers(place.cores)
+        for name, place in places.items()
+    }
     assert {w["name"]: re.split(r", memory| \(", w["binding"])[0] for w in workers} == expected
-    assert f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}" in run("status", "--connect", stack.address).stdout
+    assert (
+        f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}"
+        in run("status", "--connect", stack.address).stdout
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""A disk that becomes full while something is written is told with the name of the file and a remedy, whatever is written."""
+"""A disk that becomes full while something is written is told with the name of the file and a
+remedy, whatever is written."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.trace import write_trace
 
-RECORD = RoundRecord(round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5)
+RECORD = RoundRecord(
+    round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5
+)
 
 
 @contextmanager
@@ -68,17 +71,26 @@ def report(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [answers, records, journal, rounds, thresholds, trace, report])
-def test_whatever_writes_names_its_file_when_there_is_no_room(write: Callable[[Path], None], tmp_path: Path) -> None:
+def test_whatever_writes_names_its_file_when_there_is_no_room(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = tmp_path / "out"
-    with pytest.raises(OutputError, match=f"^cannot write .* to {path}: File too large; raise the limit of a file's size"):
+    with pytest.raises(
+        OutputError,
+        match=f"^cannot write .* to {path}: File too large; raise the limit of a file's size",
+    ):
         write(path)
 
 
 def test_the_folder_of_a_recording_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     about = About(
-        target="t", target_model="t", draft_model="d", head=False, vocabulary_size=9, end=(), context=9, sampling=Sampling(), seed=0, sharpening=1.0,
+        target="t", target_model="t", draft_model="d", head=False, vocabulary_size=9, end=(), context=9, sampling=Sampling(), seed=0, sharpening=1.0,  # noqa: E501
         nodes=1, depth=1, width=1, max_tokens=1,
     )  # fmt: skip
-    with pytest.raises(Exception, match=r"a recording cannot be written to .*file/out: Not a directory; a part of that path is a file"):
+    with pytest.raises(
+        Exception,
+        match=r"a recording cannot be written to .*file/out: Not a directory; a part of that "
+        r"path is a file",
+    ):
         Folder(tmp_path / "file" / "out", about)

@@ -8,7 +8,14 @@ import pytest
 from dovetail.launch.configure import Configuration, configure
 from dovetail.launch.cores import lay_out_here
 from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.peers import Peer, assistant_of, check, near_the_fastest, result_of, thread_counts_of
+from dovetail.launch.peers import (
+    Peer,
+    assistant_of,
+    check,
+    near_the_fastest,
+    result_of,
+    thread_counts_of,
+)
 from dovetail.launch.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
@@ -21,7 +28,13 @@ TURNS = ["Tell me a story about a small owl."]
 
 
 def settings(**flags: str) -> Configuration:
-    return configure(flags={name.replace("__", "."): text for name, text in {"draft__device": "cpu", **flags}.items()}, environment={})
+    return configure(
+        flags={
+            name.replace("__", "."): text
+            for name, text in {"draft__device": "cpu", **flags}.items()
+        },
+        environment={},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +59,13 @@ def test_it_is_tried_with_all_its_cores_and_with_one_and_what_is_hopeless_is_lef
 
 
 @pytest.mark.slow
-def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours(peer: Peer) -> None:
-    replies = [peer.decode(TURNS, sampling=Sampling(temperature=1.0), max_tokens=12, seed=5, threads=1) for _ in range(2)]
+def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours(
+    peer: Peer,
+) -> None:
+    replies = [
+        peer.decode(TURNS, sampling=Sampling(temperature=1.0), max_tokens=12, seed=5, threads=1)
+        for _ in range(2)
+    ]
     result = replies[0].result
     assert result.token_ids == replies[1].result.token_ids
     assert result.completion_tokens == len(result.token_ids) <= 12
@@ -59,7 +77,12 @@ def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours
 def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: Peer) -> None:
     with pytest.raises(DovetailError, match="assisted: "):
         peer.decode([1], sampling=Sampling(), max_tokens=-1, seed=0, threads=0)  # type: ignore[list-item]
-    assert peer.decode(TURNS, sampling=Sampling(), max_tokens=2, seed=0, threads=1).result.completion_tokens <= 2
+    assert (
+        peer.decode(
+            TURNS, sampling=Sampling(), max_tokens=2, seed=0, threads=1
+        ).result.completion_tokens
+        <= 2
+    )
 
 
 @pytest.mark.slow
@@ -75,9 +98,15 @@ def test_processors_that_look_back_and_other_devices_are_refused() -> None:
         check(settings(target__device="cuda:0").settings)
 
 
-def test_where_the_draft_is_no_whole_model_the_embedded_one_assists_the_embedded_target(tmp_path: Path) -> None:
+def test_where_the_draft_is_no_whole_model_the_embedded_one_assists_the_embedded_target(
+    tmp_path: Path,
+) -> None:
     head, embedded = str(write_head(tmp_path, "eagle")), str(DEMO_FOLDER / "draft")
-    assert assistant_of(settings().settings) == assistant_of(settings(draft__model=head).settings) == embedded
+    assert (
+        assistant_of(settings().settings)
+        == assistant_of(settings(draft__model=head).settings)
+        == embedded
+    )
     whole = str(DEMO_FOLDER / "target")
     assert assistant_of(settings(draft__model=whole).settings) == whole
     with pytest.raises(UserError, match="needs a whole model for the assistant"):
@@ -86,10 +115,21 @@ def test_where_the_draft_is_no_whole_model_the_embedded_one_assists_the_embedded
 
 def test_the_round_that_computes_the_prompt_is_none_of_decoding() -> None:
     ms = 1_000_000
-    rounds = (Round(10 * ms, 3, 30, 9 * ms), Round(14 * ms, 1, 5, 3 * ms), Round(18 * ms, 4, 4, 2 * ms))
+    rounds = (
+        Round(10 * ms, 3, 30, 9 * ms),
+        Round(14 * ms, 1, 5, 3 * ms),
+        Round(18 * ms, 4, 4, 2 * ms),
+    )
     codec = TextCodec(*read_tokenizer(DEMO_FOLDER / "target"))
-    result = result_of(Generated(tuple(range(300, 308)), 0, rounds), codec, prompt_tokens=27, seed=1, ends=(2,))
-    assert (result.rounds, result.tau, result.drafted_tokens, result.accepted_tokens) == (2, 2.5, 7, 3)
+    result = result_of(
+        Generated(tuple(range(300, 308)), 0, rounds), codec, prompt_tokens=27, seed=1, ends=(2,)
+    )
+    assert (result.rounds, result.tau, result.drafted_tokens, result.accepted_tokens) == (
+        2,
+        2.5,
+        7,
+        3,
+    )
     assert (result.time_to_first_token_s, result.wall_s) == (0.010, 0.018)
     assert (result.verify_s, result.draft_exposed_s) == (0.005, pytest.approx(0.003))
     assert result.finish_reason == "length"

@@ -1,4 +1,5 @@
-"""`dovetail plan` as users have it: machines of papers, this machine, what is wrong on a command line, and whether the settings that it prints do start."""
+"""`dovetail plan` as users have it: machines of papers, this machine, what is wrong on a command
+line, and whether the settings that it prints do start."""
 
 import json
 import shutil
@@ -13,7 +14,22 @@ from dovetail.launch.embedded import DEMO_FOLDER
 from support.kernels import needs_kernels
 
 Run = Callable[..., CompletedProcess[str]]
-FIELDS = {"name", "placement", "tokens_per_s", "tau", "gamma", "blocks", "vram_gb", "ram_gb", "why", "settings", "acceptance", "lacks", "layers", "round_ms"}
+FIELDS = {
+    "name",
+    "placement",
+    "tokens_per_s",
+    "tau",
+    "gamma",
+    "blocks",
+    "vram_gb",
+    "ram_gb",
+    "why",
+    "settings",
+    "acceptance",
+    "lacks",
+    "layers",
+    "round_ms",
+}
 QWEN = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -33,7 +49,12 @@ def plan(run: Any, tmp_path: Path, environment: dict[str, str]) -> Callable[...,
     """What the command says with --json, with a cache directory of its own."""
 
     def plan(*arguments: str) -> dict[str, Any]:
-        result = run("plan", "--json", *arguments, env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+        result = run(
+            "plan",
+            "--json",
+            *arguments,
+            env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        )
         assert result.returncode == 0, result.stderr
         found: dict[str, Any] = json.loads(result.stdout)
         return found
@@ -46,7 +67,9 @@ def named(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in found["alternatives"] if one["name"] == name)
 
 
-def test_on_the_server_of_the_dovetail_paper_dovetail_wins(plan: Callable[..., dict[str, Any]]) -> None:
+def test_on_the_server_of_the_dovetail_paper_dovetail_wins(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
     found = plan("--machine", "dovetail-server", "--target-size", "7B", "--draft", "dovetail")
     assert found["choice"]["name"].startswith("Dovetail")
     assert named(found, "target alone")["tokens_per_s"] == pytest.approx(2.14, rel=0.02)  # Table 4
@@ -61,19 +84,40 @@ def test_on_the_server_of_the_dovetail_paper_dovetail_wins(plan: Callable[..., d
     assert all(one["vram_gb"] <= 8.0 and one["ram_gb"] <= 128.0 for one in found["alternatives"])
 
 
-def test_at_8_gb_subspec_beats_plain_offloading_by_the_papers_factor(plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_at_8_gb_subspec_beats_plain_offloading_by_the_papers_factor(
+    plan: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     found = plan("--machine", "subspec-desktop", "--target", str(tmp_path), "--draft", "substitute")
-    factor = named(found, "SubSpec")["tokens_per_s"] / named(found, "plain offloading")["tokens_per_s"]
+    factor = (
+        named(found, "SubSpec")["tokens_per_s"] / named(found, "plain offloading")["tokens_per_s"]
+    )
     assert factor == pytest.approx(9.15, rel=0.25)  # Table 2 of the SubSpec paper
     assert named(found, "SubSpec")["vram_gb"] <= 8.0
 
 
-def test_of_several_heads_the_number_of_blocks_is_decided_too(plan: Callable[..., dict[str, Any]]) -> None:
-    alone = named(plan("--machine", "dovetail-server", "--target-size", "7B", "--draft", "dovetail"), "Dovetail")
+def test_of_several_heads_the_number_of_blocks_is_decided_too(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
+    alone = named(
+        plan("--machine", "dovetail-server", "--target-size", "7B", "--draft", "dovetail"),
+        "Dovetail",
+    )
     assert 1 < alone["blocks"] <= 6
     assert "has to be trained" in alone["lacks"]
-    laptop = named(plan("--machine", "dovetail-laptop", "--target-size", "13B", "--draft", "dovetail", "--memory.ram", "24GB"), "Dovetail")
+    laptop = named(
+        plan(
+            "--machine",
+            "dovetail-laptop",
+            "--target-size",
+            "13B",
+            "--draft",
+            "dovetail",
+            "--memory.ram",
+            "24GB",
+        ),
+        "Dovetail",
+    )
     assert laptop["blocks"] < alone["blocks"]  # where drafting is slow, few are better: Table 8
 
 
@@ -91,7 +135,14 @@ def test_a_config_alone_gives_a_table(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     result = run("plan", "--machine", "subspec-desktop", "--target", str(tmp_path))
     assert result.returncode == 0, result.stderr
-    for words in ("SubSpec", "plain offloading", "target alone", "speculation is worth it", "Start it: dovetail generate", "[tree]"):
+    for words in (
+        "SubSpec",
+        "plain offloading",
+        "target alone",
+        "speculation is worth it",
+        "Start it: dovetail generate",
+        "[tree]",
+    ):
         assert words in result.stdout
 
 
@@ -100,15 +151,43 @@ def test_a_config_alone_gives_a_table(run: Run, tmp_path: Path) -> None:
     [
         (("--machine", "nowhere"), "there is no machine 'nowhere'"),
         (("--target-size", "7B"), "goes with --machine"),
-        (("--machine", "dovetail-server", "--target-size", "7B", "--target", "x"), "leave --target"),
+        (
+            ("--machine", "dovetail-server", "--target-size", "7B", "--target", "x"),
+            "leave --target",
+        ),
         (("--target", "/nowhere"), "/nowhere"),
         (("--weights", "int8-per-tensor"), "cannot be split or streamed"),
         (("--target.resident", "3"), "that is what a plan finds out"),
         (("--machine", "dovetail-server", "--draft", "ngram"), "nothing is known of it"),
-        (("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"), "name the folder of one"),
-        (("--machine", "dovetail-server", "--target-size", "7B", "--draft", str(DEMO_FOLDER / "draft")), "of the same vocabulary"),
+        (
+            ("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"),
+            "name the folder of one",
+        ),
+        (
+            (
+                "--machine",
+                "dovetail-server",
+                "--target-size",
+                "7B",
+                "--draft",
+                str(DEMO_FOLDER / "draft"),
+            ),
+            "of the same vocabulary",
+        ),
         (("--machine", "dovetail-server", "--rounds", "/nowhere"), "is no recording"),
-        (("--machine", "dovetail-server", "--target-size", "7B", "--memory.vram", "1MB", "--memory.ram", "1MB"), "nothing fits"),
+        (
+            (
+                "--machine",
+                "dovetail-server",
+                "--target-size",
+                "7B",
+                "--memory.vram",
+                "1MB",
+                "--memory.ram",
+                "1MB",
+            ),
+            "nothing fits",
+        ),
         (("--machine", "dovetail-server", "--memory.vram", "much"), "is no size"),
     ],
 )
@@ -121,11 +200,32 @@ def test_what_is_wrong_is_one_line(run: Run, arguments: tuple[str, ...], words: 
 
 @needs_kernels
 @pytest.mark.slow
-def test_the_settings_of_the_winner_start_it(run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    limits = ("--target.split.device", "cpu", "--memory.vram", "64MiB", "--draft", "small", "--draft", "dovetail")
+def test_the_settings_of_the_winner_start_it(
+    run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    limits = (
+        "--target.split.device",
+        "cpu",
+        "--memory.vram",
+        "64MiB",
+        "--draft",
+        "small",
+        "--draft",
+        "dovetail",
+    )
     for one in {found["name"]: found for found in plan(*limits)["alternatives"]}.values():
-        flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in one["settings"].items()]
-        result = run("generate", "--json", "--max-tokens", "8", *flags, "Could you tell me a story about a young hedgehog?")
+        flags = [
+            f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in one["settings"].items()
+        ]
+        result = run(
+            "generate",
+            "--json",
+            "--max-tokens",
+            "8",
+            *flags,
+            "Could you tell me a story about a young hedgehog?",
+        )
         assert result.returncode == 0, (one["name"], result.stderr)
         told = json.loads(result.stdout)
         assert told["completion_tokens"] == 8
@@ -134,9 +234,25 @@ def test_the_settings_of_the_winner_start_it(run: Run, plan: Callable[..., dict[
 
 @needs_kernels
 @pytest.mark.slow
-def test_rounds_that_were_recorded_take_the_place_of_the_assumption(run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_rounds_that_were_recorded_take_the_place_of_the_assumption(
+    run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     rounds = str(tmp_path / "rounds")
-    assert run("simulate", "record", "--limit", "1", "--max-tokens", "24", "--draft.device", "cpu", "--out", rounds).returncode == 0
+    assert (
+        run(
+            "simulate",
+            "record",
+            "--limit",
+            "1",
+            "--max-tokens",
+            "24",
+            "--draft.device",
+            "cpu",
+            "--out",
+            rounds,
+        ).returncode
+        == 0
+    )
     found = plan("--draft", "small", "--rounds", rounds)
     assert named(found, "Dovetail")["played"]
     assert named(found, "Dovetail")["acceptance"].startswith("recorded: 1 replies")
@@ -144,13 +260,17 @@ def test_rounds_that_were_recorded_take_the_place_of_the_assumption(run: Run, pl
 
 
 def test_what_has_no_room_is_named_and_is_not_called_too_slow(run: Run) -> None:
-    shown = run("plan", "--machine", "dovetail-laptop", "--target-size", "7B", "--memory.ram", "10GB")
+    shown = run(
+        "plan", "--machine", "dovetail-laptop", "--target-size", "7B", "--memory.ram", "10GB"
+    )
     assert shown.returncode == 0, shown.stderr
     assert "none fits beside the target" in shown.stdout
     assert "there is no room for: " in shown.stdout
 
 
 def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(run: Run) -> None:
-    refused = run("plan", "--machine", "subspec-desktop", "--draft", "substitute", "--draft.weights", "fp16")
+    refused = run(
+        "plan", "--machine", "subspec-desktop", "--draft", "substitute", "--draft.weights", "fp16"
+    )
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "draft.weights = 'fp16'" in refused.stderr

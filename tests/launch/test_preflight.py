@@ -14,7 +14,15 @@ import pytest
 from dovetail.launch import embedded
 from dovetail.launch.configure import configure
 from dovetail.launch.outputs import OUT_FOLDER, check_output
-from dovetail.launch.preflight import check_draft, check_inflation, check_model, draft_bytes, estimated_bytes, free_memory_bytes, memory_bytes
+from dovetail.launch.preflight import (
+    check_draft,
+    check_inflation,
+    check_model,
+    draft_bytes,
+    estimated_bytes,
+    free_memory_bytes,
+    memory_bytes,
+)
 from dovetail.launch.supervise import Supervisor, start_stack, with_room_for_draft
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import DraftSettings, TargetSettings
@@ -45,8 +53,13 @@ def test_a_path_that_is_no_folder_of_a_model_is_named_with_what_it_lacks(tmp_pat
             check_model("target", source)
 
 
-def test_no_name_and_a_folder_with_the_files_of_a_model_are_left_to_the_worker(tmp_path: Path) -> None:
-    for source in ("", model_folder(tmp_path / "c", "config.json", "model-00001-of-00002.safetensors")):
+def test_no_name_and_a_folder_with_the_files_of_a_model_are_left_to_the_worker(
+    tmp_path: Path,
+) -> None:
+    for source in (
+        "",
+        model_folder(tmp_path / "c", "config.json", "model-00001-of-00002.safetensors"),
+    ):
         check_model("target", source)
 
 
@@ -60,21 +73,33 @@ ALONE = ("--draft", "none")
         pytest.param(("generate", "--target", "foo", *ALONE, "hi"), marks=pytest.mark.slow),
         ("serve", "--target", "foo/bar@baz", *ALONE),
         pytest.param(("chat", "--target", "foo", *ALONE), marks=pytest.mark.slow),
-        pytest.param(("bench", "--method", "none", "--target", "foo", *ALONE), marks=pytest.mark.slow),
+        pytest.param(
+            ("bench", "--method", "none", "--target", "foo", *ALONE), marks=pytest.mark.slow
+        ),
         pytest.param(("selftest", "--draft", "foo"), marks=pytest.mark.slow),
         ("worker", "--role", "target", "--connect", "tcp://127.0.0.1:9", "--target", "foo"),
-        pytest.param(("worker", "--role", "draft", "--connect", "tcp://127.0.0.1:9", "--draft", "foo"), marks=pytest.mark.slow),
+        pytest.param(
+            ("worker", "--role", "draft", "--connect", "tcp://127.0.0.1:9", "--draft", "foo"),
+            marks=pytest.mark.slow,
+        ),
         ("plan", "--target", "foo"),
         ("calibrate", "--target", "foo"),
         pytest.param(("calibrate", "--draft", "foo"), marks=pytest.mark.slow),
         pytest.param(("profile", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow),
-        pytest.param(("simulate", "record", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow),
-        pytest.param(("stratify", "--draft", "foo", "--prompts", "PROMPTS", "--out", "OUT.toml"), marks=pytest.mark.slow),
+        pytest.param(
+            ("simulate", "record", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("stratify", "--draft", "foo", "--prompts", "PROMPTS", "--out", "OUT.toml"),
+            marks=pytest.mark.slow,
+        ),
         ("features", "--target", "foo", "--data", "PROMPTS", "--out", "OUT"),
     ],
     ids=" ".join,
 )
-def test_a_name_of_no_model_is_refused_before_torch_is_imported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_name_of_no_model_is_refused_before_torch_is_imported(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     """No hub listens at port 9, so that every name is one that cannot be fetched."""
     line = {"id": "a", "turns": ["hi"], "messages": [{"role": "user", "content": "hi"}]}
     (tmp_path / "prompts").write_text(json.dumps(line) + "\n")
@@ -100,7 +125,9 @@ def test_a_name_of_no_model_is_refused_before_torch_is_imported(arguments: tuple
     assert "Connection refused" in line
 
 
-def test_a_relative_path_that_exists_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_that_exists_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_folder(tmp_path / "models")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"^the draft model models has no config\.json"):
@@ -109,17 +136,25 @@ def test_a_relative_path_that_exists_is_looked_at(tmp_path: Path, monkeypatch: p
 
 def test_pickled_weights_are_for_heads_and_only_where_they_are_allowed(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "head", "config.json", "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors.*if it is a head allow them with --draft\.pickled true"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no \*\.safetensors.*if it is a head allow them with --draft\.pickled true",
+    ):
         check_draft(configure(flags={"draft.model": folder}, environment={}).settings)
-    check_draft(configure(flags={"draft.model": folder, "draft.pickled": "true"}, environment={}).settings)
+    check_draft(
+        configure(flags={"draft.model": folder, "draft.pickled": "true"}, environment={}).settings
+    )
 
 
-def test_an_embedded_head_is_taken_where_there_is_one_and_else_it_is_said_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedded_head_is_taken_where_there_is_one_and_else_it_is_said_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "DEMO_FOLDER", tmp_path)
     settings = configure(flags={"draft.kind": "eagle3"}, environment={}).settings
     with pytest.raises(
         UserError,
-        match=r"^draft\.kind = 'eagle3': no head .* make one with `dovetail train eagle3 --data CHATS.jsonl --out FOLDER`",
+        match=r"^draft\.kind = 'eagle3': no head .* make one with `dovetail train eagle3 "
+        r"--data CHATS.jsonl --out FOLDER`",
     ):
         check_draft(settings)
     (tmp_path / "heads").mkdir()
@@ -134,7 +169,9 @@ def test_an_embedded_head_is_taken_where_there_is_one_and_else_it_is_said_how_to
 def test_an_inflation_beyond_the_memory_is_refused_and_names_both_sizes() -> None:
     check_inflation("8GiB", 8 << 30)
     check_inflation("", 0)
-    with pytest.raises(SettingsError, match=r"'10TiB' is 10240.0 GiB and does not fit into the 8.0 GiB"):
+    with pytest.raises(
+        SettingsError, match=r"'10TiB' is 10240.0 GiB and does not fit into the 8.0 GiB"
+    ):
         check_inflation("10TiB", 8 << 30)
     with pytest.raises(SettingsError, match=r"target.inflate: 'much' is no size"):
         check_inflation("much", 8 << 30)
@@ -164,10 +201,20 @@ def test_nothing_is_started_for_what_cannot_be_loaded(flags: dict[str, str]) -> 
     "command",
     [
         ("generate", "hello", "--target", "/no/such/model", "--draft", "none"),
-        ("worker", "--role", "target", "--connect", "ipc:///no/such/socket", "--target", "/no/such/model"),
+        (
+            "worker",
+            "--role",
+            "target",
+            "--connect",
+            "ipc:///no/such/socket",
+            "--target",
+            "/no/such/model",
+        ),
     ],
 )
-def test_a_missing_model_is_told_without_torch_and_within_a_second_of_the_processor(command: tuple[str, ...], environment: dict[str, str]) -> None:
+def test_a_missing_model_is_told_without_torch_and_within_a_second_of_the_processor(
+    command: tuple[str, ...], environment: dict[str, str]
+) -> None:
     code = f"""
 import sys, time
 from dovetail.launch.cli import run
@@ -176,13 +223,17 @@ assert "torch" not in sys.modules
 assert time.process_time() < 1.0, time.process_time()
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("dovetail: the target model /no/such/model is not there: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_an_output_that_cannot_be_written_is_refused_and_one_that_can_keeps_its_content(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused_and_one_that_can_keeps_its_content(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "trace.json"
     file.write_text("old")
     check_output(file, "the trace")
@@ -193,8 +244,17 @@ def test_an_output_that_cannot_be_written_is_refused_and_one_that_can_keeps_its_
             check_output(path, "the trace")
 
 
-def test_a_trace_that_cannot_be_written_ends_the_command_before_it_looks_for_a_coordinator(run: Run, tmp_path: Path) -> None:
-    done = run("generate", "hello", "--trace", str(tmp_path / "none" / "trace.json"), "--connect", "ipc:///no/such/socket")
+def test_a_trace_that_cannot_be_written_ends_the_command_before_it_looks_for_a_coordinator(
+    run: Run, tmp_path: Path
+) -> None:
+    done = run(
+        "generate",
+        "hello",
+        "--trace",
+        str(tmp_path / "none" / "trace.json"),
+        "--connect",
+        "ipc:///no/such/socket",
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("dovetail: cannot write the trace to ")
     assert [*(tmp_path / "tmp").iterdir()] == []
@@ -211,7 +271,9 @@ def test_a_trace_that_cannot_be_written_ends_the_command_before_it_looks_for_a_c
         ("no JSON", "fp32", 1),
     ],
 )
-def test_what_the_weights_will_need_follows_from_the_files(tmp_path: Path, config: str, weights: str, factor: float) -> None:
+def test_what_the_weights_will_need_follows_from_the_files(
+    tmp_path: Path, config: str, weights: str, factor: float
+) -> None:
     (tmp_path / "config.json").write_text(config)
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").write_bytes(bytes(500))
@@ -231,7 +293,11 @@ def test_no_more_memory_is_free_than_there_is() -> None:
 GPU = {"target.device": "cuda:0", "memory.vram": "1GB"}
 
 
-@pytest.mark.parametrize("draft", [{}, {"draft.kind": "dovetail"}, {"draft.kind": "substitute"}], ids=["small", "head", "substitute"])
+@pytest.mark.parametrize(
+    "draft",
+    [{}, {"draft.kind": "dovetail"}, {"draft.kind": "substitute"}],
+    ids=["small", "head", "substitute"],
+)
 def test_of_a_gpu_that_both_have_the_draft_gets_its_memory_first(draft: dict[str, str]) -> None:
     settings = configure(flags={**GPU, **draft}, environment={})
     taken = draft_bytes(settings.settings)
@@ -239,7 +305,15 @@ def test_of_a_gpu_that_both_have_the_draft_gets_its_memory_first(draft: dict[str
     assert with_room_for_draft(settings).settings.memory.vram_bytes == 10**9 - taken
 
 
-@pytest.mark.parametrize("draft", [{"draft.kind": "none"}, {"draft.kind": "ngram"}, {"draft.device": "cuda:1"}, {"draft.device": "cpu"}])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"draft.kind": "none"},
+        {"draft.kind": "ngram"},
+        {"draft.device": "cuda:1"},
+        {"draft.device": "cpu"},
+    ],
+)
 def test_a_draft_that_is_elsewhere_takes_nothing_of_the_targets_gpu(draft: dict[str, str]) -> None:
     settings = configure(flags={**GPU, **draft}, environment={})
     assert with_room_for_draft(settings) is settings
@@ -250,7 +324,9 @@ def test_a_limit_that_the_draft_alone_exceeds_is_refused() -> None:
         with_room_for_draft(configure(flags={**GPU, "memory.vram": "10MB"}, environment={}))
 
 
-def test_a_file_is_no_folder_to_write_to_and_what_is_not_there_may_become_one(tmp_path: Path) -> None:
+def test_a_file_is_no_folder_to_write_to_and_what_is_not_there_may_become_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(click.BadParameter, match="file is a file, and a folder is wanted"):
         OUT_FOLDER.convert(str(tmp_path / "file"), None, None)

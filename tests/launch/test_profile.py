@@ -1,4 +1,5 @@
-"""`dovetail profile` as users have it: over processes of its own, over a server that runs, and the page that it writes."""
+"""`dovetail profile` as users have it: over processes of its own, over a server that runs, and the
+page that it writes."""
 
 import json
 import re
@@ -20,10 +21,24 @@ Run = Callable[..., CompletedProcess[str]]
 FILES = {"report.html", "profile.json", "trace.json", "devices.svg", "parts.svg", "round-0.svg"}
 
 
-def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_would_help(run: Run, tmp_path: Path) -> None:
+def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_would_help(
+    run: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     fixed = ("--policy", "dynamic", "--tree.insist", "true")
-    result = run("profile", "--prompt", "Tell me a story.", "--out", str(out), "--max-tokens", "48", "--json", "--draft.device", "cpu", *fixed)
+    result = run(
+        "profile",
+        "--prompt",
+        "Tell me a story.",
+        "--out",
+        str(out),
+        "--max-tokens",
+        "48",
+        "--json",
+        "--draft.device",
+        "cpu",
+        *fixed,
+    )
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert {"devices", "round_ms", "unaccounted_share", "bounds", "verdict", "files"} <= set(told)
@@ -43,9 +58,14 @@ def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_wou
 
 
 def _check_trace(trace: dict[str, Any]) -> None:
-    """All processes are rows with slices, and a tree's trip is a chain of arrows whose ends lie in slices."""
+    """All processes are rows with slices, and a tree's trip is a chain of arrows whose ends lie in
+    slices."""
     events = trace["traceEvents"]
-    names = {event["args"]["name"].partition(" (")[0]: event["pid"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["args"]["name"].partition(" (")[0]: event["pid"]
+        for event in events
+        if event["name"] == "process_name"
+    }
     assert {"coordinator", "target", "draft"} <= set(names)
     slices = [event for event in events if event["ph"] == "X"]
     assert set(names.values()) == {event["pid"] for event in slices}
@@ -55,21 +75,44 @@ def _check_trace(trace: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_watched_while_somebody_asks_it(start: Callable[..., Popen[str]], run: Run, tmp_path: Path) -> None:
+def test_a_server_is_watched_while_somebody_asks_it(
+    start: Callable[..., Popen[str]], run: Run, tmp_path: Path
+) -> None:
     server = start("serve", "--http.port", "0", "--json", "--draft.device", "cpu")
     assert server.stdout is not None
     told = json.loads(server.stdout.readline())
     asking = start("generate", "--connect", told["address"], "Tell me a long story.")
-    watched = run("profile", "--connect", told["url"].replace("127.0.0.1", "localhost"), "--seconds", "8", "--out", str(tmp_path / "watched"), "--json")
+    watched = run(
+        "profile",
+        "--connect",
+        told["url"].replace("127.0.0.1", "localhost"),
+        "--seconds",
+        "8",
+        "--out",
+        str(tmp_path / "watched"),
+        "--json",
+    )
     assert watched.returncode == 0, watched.stderr
     found = json.loads(watched.stdout)
     assert found["rounds"] > 1
     assert found["devices"]["target"]["busy"] > 0.0
     assert asking.wait(60) == 0
-    with_prompt = run("profile", "--connect", told["address"], "--prompt", "Tell me a story.", "--max-tokens", "32", "--out", str(tmp_path / "asked"))
+    with_prompt = run(
+        "profile",
+        "--connect",
+        told["address"],
+        "--prompt",
+        "Tell me a story.",
+        "--max-tokens",
+        "32",
+        "--out",
+        str(tmp_path / "asked"),
+    )
     assert with_prompt.returncode == 0, with_prompt.stderr
     assert "speed-up over the target alone" in with_prompt.stdout
-    idle = run("profile", "--connect", told["address"], "--seconds", "0.5", "--out", str(tmp_path / "idle"))
+    idle = run(
+        "profile", "--connect", told["address"], "--seconds", "0.5", "--out", str(tmp_path / "idle")
+    )
     assert (idle.returncode, "nothing was decoded" in idle.stderr) == (2, True)
 
 
@@ -83,7 +126,9 @@ def test_a_server_is_watched_while_somebody_asks_it(start: Callable[..., Popen[s
         (("--seconds", "3"), "--seconds is how long others are watched"),
     ],
 )
-def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_a_mistake_is_one_line(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
     result = run("profile", "--out", str(tmp_path / "out"), *arguments)
     assert result.returncode == 2
     assert words in result.stderr
@@ -91,7 +136,9 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, .
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    run: Run, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     result = run("profile", "--prompt", "a", "--out", str(tmp_path / "file" / "out"))
     assert result.returncode == 2
@@ -99,7 +146,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(run
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool) -> None:
+def test_what_is_interrupted_leaves_nothing_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
     out = tmp_path / "new" / "out"
     if there:
         out.mkdir(parents=True)
@@ -112,11 +161,17 @@ def test_what_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path, capsys: 
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert [path.name for path in tmp_path.rglob("*")] == (["new", "out", "profile.json"] if there else [])
+    assert [path.name for path in tmp_path.rglob("*")] == (
+        ["new", "out", "profile.json"] if there else []
+    )
     assert capsys.readouterr().err == f"interrupted: nothing was written to {out}\n"
 
 
-@pytest.mark.parametrize("run_", [made_up_run(gpu=True), made_up_run(nodes=0), made_up_run(roofline=False)], ids=["all", "no draft", "no limits"])
+@pytest.mark.parametrize(
+    "run_",
+    [made_up_run(gpu=True), made_up_run(nodes=0), made_up_run(roofline=False)],
+    ids=["all", "no draft", "no limits"],
+)
 def test_the_tables_fit_eighty_columns_and_begin_with_what_matters_most(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_: Evidence
 ) -> None:
@@ -135,12 +190,18 @@ def test_the_tables_fit_eighty_columns_and_begin_with_what_matters_most(
     assert "-0.0%" not in " ".join(tables)
 
 
-@pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (apt-get install chromium)")
+@pytest.mark.skipif(
+    find_chromium() is None, reason="there is no Chromium here (apt-get install chromium)"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_a_phone_and_a_screen_and_asks_for_nothing(tmp_path: Path, dark: bool) -> None:
+def test_the_page_fits_a_phone_and_a_screen_and_asks_for_nothing(
+    tmp_path: Path, dark: bool
+) -> None:
     findings = find(made_up_run(gpu=True))
-    (tmp_path / "report.html").write_text(report.page(findings, report.pictures(findings), "made"), encoding="utf-8")
+    (tmp_path / "report.html").write_text(
+        report.page(findings, report.pictures(findings), "made"), encoding="utf-8"
+    )
     program = find_chromium()
     assert program is not None
     with chromium(program) as browser:
@@ -148,8 +209,14 @@ def test_the_page_fits_a_phone_and_a_screen_and_asks_for_nothing(tmp_path: Path,
             page = browser.page()
             page.open((tmp_path / "report.html").as_uri(), width=width, dark=dark)
             assert page.value("document.documentElement.scrollWidth") <= width
-            assert page.value("[...document.querySelectorAll('figure svg')].every(svg => svg.getBoundingClientRect().width >= 400)"), "letters of 11 px"
-            assert page.value("[...document.querySelectorAll('.wide')].every(box => box.scrollWidth <= box.clientWidth + 1)"), "no table is cut"
+            assert page.value(
+                "[...document.querySelectorAll('figure svg')].every(svg => "
+                "svg.getBoundingClientRect().width >= 400)"
+            ), "letters of 11 px"
+            assert page.value(
+                "[...document.querySelectorAll('.wide')].every(box => box.scrollWidth <= "
+                "box.clientWidth + 1)"
+            ), "no table is cut"
             background = page.value("getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
             assert page.messages == []

@@ -17,11 +17,41 @@ from safetensors.numpy import save_file
 
 from dovetail.launch.cores import lay_out
 from dovetail.launch.profiling import report, timeline
-from dovetail.launch.profiling.advice import Card, Elsewhere, Forecast, Offer, Prices, Situation, Tree, advise, offers_of, prices_of
-from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Roofline, linear_parameters, read_model
+from dovetail.launch.profiling.advice import (
+    Card,
+    Elsewhere,
+    Forecast,
+    Offer,
+    Prices,
+    Situation,
+    Tree,
+    advise,
+    offers_of,
+    prices_of,
+)
+from dovetail.launch.profiling.bounds import (
+    Bounds,
+    Model,
+    Offloading,
+    Pass,
+    Roofline,
+    linear_parameters,
+    read_model,
+)
 from dovetail.launch.profiling.drawing import gantt, stacked
 from dovetail.launch.profiling.findings import find
-from dovetail.launch.profiling.samplers import Absent, Amd, Gpu, Nvml, Rapl, Sample, Samplers, busy_cores, energy_j, node_memory
+from dovetail.launch.profiling.samplers import (
+    Absent,
+    Amd,
+    Gpu,
+    Nvml,
+    Rapl,
+    Sample,
+    Samplers,
+    busy_cores,
+    energy_j,
+    node_memory,
+)
 from dovetail.launch.profiling.stages import other_nodes
 from dovetail.launch.profiling.timeline import Actor, Slice, Waterfall
 from dovetail.launch.profiling.watching import Watch
@@ -34,12 +64,23 @@ from dovetail.runtime.costs import RowCosts
 from support.profiled import made_up_run
 from support.sysfs import ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 
-TARGET, DRAFT, COORDINATOR = Actor("target", ("target",)), Actor("draft", ("draft",)), Actor("coordinator", ("coordinator",))
+TARGET, DRAFT, COORDINATOR = (
+    Actor("target", ("target",)),
+    Actor("draft", ("draft",)),
+    Actor("coordinator", ("coordinator",)),
+)
 ACTORS = (TARGET, DRAFT, COORDINATOR)
 MS = 1_000_000
 
 
-def piece(process: str, name: str, start_ms: float, end_ms: float, session: int | None = 1, round: int | None = 1) -> Slice:
+def piece(
+    process: str,
+    name: str,
+    start_ms: float,
+    end_ms: float,
+    session: int | None = 1,
+    round: int | None = 1,
+) -> Slice:
     return Slice(process, name, int(start_ms * MS), int(end_ms * MS), session, round)
 
 
@@ -55,17 +96,23 @@ ROUND = [
 ]
 
 
-# -- the time line -----------------------------------------------------------------------------------------------------------------------------
+# -- the time line ---------------------------------------------------------------------------------
 
 
 def test_a_device_is_busy_or_waits_for_whoever_works_and_it_adds_up_to_the_whole() -> None:
     uses = timeline.uses(ROUND, ACTORS, 0, 15 * MS)
     target, draft, coordinator = (uses[actor.name] for actor in ACTORS)
     assert target.busy_s == pytest.approx(5e-3)
-    assert dict(target.waiting_s) == pytest.approx({"draft": 3e-3, "transport": 1e-3, "coordinator": 1e-3, "no work": 5e-3})
+    assert dict(target.waiting_s) == pytest.approx(
+        {"draft": 3e-3, "transport": 1e-3, "coordinator": 1e-3, "no work": 5e-3}
+    )
     assert (draft.busy_s, draft.ahead_s) == pytest.approx((6e-3, 3e-3))
-    assert dict(draft.waiting_s) == pytest.approx({"target": 2e-3, "transport": 1e-3, "coordinator": 1e-3, "no work": 5e-3})
-    assert dict(coordinator.waiting_s) == pytest.approx({"draft": 3e-3, "target": 5e-3, "transport": 1e-3, "no work": 5e-3})
+    assert dict(draft.waiting_s) == pytest.approx(
+        {"target": 2e-3, "transport": 1e-3, "coordinator": 1e-3, "no work": 5e-3}
+    )
+    assert dict(coordinator.waiting_s) == pytest.approx(
+        {"draft": 3e-3, "target": 5e-3, "transport": 1e-3, "no work": 5e-3}
+    )
     assert all(use.whole_s == pytest.approx(15e-3) for use in uses.values())
     assert target.by_name_s["linears"] == pytest.approx(4e-3)
 
@@ -77,16 +124,33 @@ def test_the_sweep_finds_what_looking_at_every_moment_finds() -> None:
         for _ in range(40):
             start = random.randrange(200)
             name = random.choice(["verify", "draft", "grow", "handle", "link", "queue"])
-            slices.append(piece(random.choice(["target", "draft", "coordinator"]), name, start, start + random.randrange(1, 30), random.choice([1, 2, None])))
+            slices.append(
+                piece(
+                    random.choice(["target", "draft", "coordinator"]),
+                    name,
+                    start,
+                    start + random.randrange(1, 30),
+                    random.choice([1, 2, None]),
+                )
+            )
         uses = timeline.uses(slices, ACTORS, 20 * MS, 180 * MS)
         for actor in ACTORS:
-            moments = [moment for moment in range(20, 180) if any(p.process == actor.name and p.works and p.start_ns <= moment * MS < p.end_ns for p in slices)]
+            moments = [
+                moment
+                for moment in range(20, 180)
+                if any(
+                    p.process == actor.name and p.works and p.start_ns <= moment * MS < p.end_ns
+                    for p in slices
+                )
+            ]
             assert uses[actor.name].busy_s == pytest.approx(len(moments) / 1e3)
             assert uses[actor.name].whole_s == pytest.approx(0.16)
 
 
 def test_growth_ahead_is_nothing_that_the_target_waits_for() -> None:
-    uses = timeline.uses([piece("draft", "grow", 0, 10), piece("coordinator", "handle", 0, 2)], ACTORS, 0, 10 * MS)
+    uses = timeline.uses(
+        [piece("draft", "grow", 0, 10), piece("coordinator", "handle", 0, 2)], ACTORS, 0, 10 * MS
+    )
     assert dict(uses["target"].waiting_s) == pytest.approx({"coordinator": 2e-3, "transport": 8e-3})
 
 
@@ -97,17 +161,33 @@ def test_busy_shares_over_time_add_up_to_the_busy_time() -> None:
 
 
 def record(number: int, **fields: object) -> RoundRecord:
-    empty = {"prefix": 10, "tokens": (), "parents": (), "scores": (), "verified": 0, "accepted": (), "bonus": 1}
+    empty = {
+        "prefix": 10,
+        "tokens": (),
+        "parents": (),
+        "scores": (),
+        "verified": 0,
+        "accepted": (),
+        "bonus": 1,
+    }
     return RoundRecord(**{"round": number, **empty, **fields})  # type: ignore[arg-type]
 
 
 def seen(number: int, at_ms: float, session: int = 1, **fields: object) -> SeenRound:
-    return SeenRound(number=number, session=session, target="target", at_ns=int(at_ms * MS), record=record(number, **fields))
+    return SeenRound(
+        number=number,
+        session=session,
+        target="target",
+        at_ns=int(at_ms * MS),
+        record=record(number, **fields),
+    )
 
 
 def test_the_parts_of_a_round_are_means_and_what_is_left_over_is_told() -> None:
     parts = {"draft_ns": 3 * MS, "verify_ns": 5 * MS, "transport_ns": MS, "coordinator_ns": MS // 2}
-    split = timeline.split([seen(1, 0, **parts), seen(2, 10, **parts), seen(3, 20, **parts), seen(7, 100, **parts)])
+    split = timeline.split(
+        [seen(1, 0, **parts), seen(2, 10, **parts), seen(3, 20, **parts), seen(7, 100, **parts)]
+    )
     assert split is not None
     assert (split.rounds, split.wall_s) == (2, pytest.approx(10e-3))
     assert split.unaccounted_share == pytest.approx(0.05)
@@ -115,7 +195,17 @@ def test_the_parts_of_a_round_are_means_and_what_is_left_over_is_told() -> None:
 
 
 def test_the_mean_round_has_the_mean_bars() -> None:
-    later = [Slice(p.process, p.name, p.start_ns + 10 * MS, p.end_ns + 10 * MS + (MS if p.name == "verify" else 0), 1, 2) for p in ROUND]
+    later = [
+        Slice(
+            p.process,
+            p.name,
+            p.start_ns + 10 * MS,
+            p.end_ns + 10 * MS + (MS if p.name == "verify" else 0),
+            1,
+            2,
+        )
+        for p in ROUND
+    ]
     every = timeline.every_round([seen(1, 0), seen(2, 10), seen(3, 21)], [*ROUND, *later])
     assert [fall.length_s for fall in every] == pytest.approx([10e-3, 11e-3])
     mean = timeline.mean_of(every)
@@ -125,19 +215,26 @@ def test_the_mean_round_has_the_mean_bars() -> None:
 
 
 def test_sessions_that_ran_side_by_side_are_told_from_those_that_took_turns() -> None:
-    assert timeline.one_by_one([seen(1, 0), seen(2, 10), seen(1, 12, session=2), seen(2, 20, session=2)])
-    assert not timeline.one_by_one([seen(1, 0), seen(2, 15), seen(1, 12, session=2), seen(2, 20, session=2)])
+    assert timeline.one_by_one(
+        [seen(1, 0), seen(2, 10), seen(1, 12, session=2), seen(2, 20, session=2)]
+    )
+    assert not timeline.one_by_one(
+        [seen(1, 0), seen(2, 15), seen(1, 12, session=2), seen(2, 20, session=2)]
+    )
 
 
 def test_a_bubble_lies_where_neither_draft_nor_target_works() -> None:
     every = timeline.every_round([seen(1, 0), seen(2, 10)], ROUND)
-    assert [(b.after, b.before, round(b.seconds * 1e3, 6)) for b in timeline.bubbles(every, ["draft", "target"])] == [
+    assert [
+        (b.after, b.before, round(b.seconds * 1e3, 6))
+        for b in timeline.bubbles(every, ["draft", "target"])
+    ] == [
         ("draft", "verify", 1.0),
         ("verify", "verdict", 1.0),
     ]
 
 
-# -- bounds ------------------------------------------------------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------
 
 LIMITS = Limits(bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up")
 MODEL = Model(100_000_000, "fp32")
@@ -149,7 +246,9 @@ def test_a_pass_is_bound_by_memory_below_the_crossover_and_by_arithmetic_above()
     assert roofline.crossover == pytest.approx(10.0)
     bound = [Pass.of(roofline, rows, 0.05).bound for rows in (1, 10, 16)]
     assert bound == ["memory", "both", "compute"]
-    measured = Pass.of(roofline, 5, 0.025)  # reading 20 ms, arithmetic 10 ms: half of the shorter one is not hidden
+    measured = Pass.of(
+        roofline, 5, 0.025
+    )  # reading 20 ms, arithmetic 10 ms: half of the shorter one is not hidden
     assert (measured.efficiency, measured.overlap) == pytest.approx((0.8, 0.5))
 
 
@@ -160,7 +259,15 @@ def test_weights_of_a_smaller_type_are_read_faster_and_multiplied_by_their_own_a
 
 
 def test_the_bounds_of_a_run() -> None:
-    bounds = Bounds(tau=4.0, t_t_s=0.02, t_v_s=0.025, alone_s=0.021, round_s=0.035, drafting_s=0.015, exposed_s=0.008)
+    bounds = Bounds(
+        tau=4.0,
+        t_t_s=0.02,
+        t_v_s=0.025,
+        alone_s=0.021,
+        round_s=0.035,
+        drafting_s=0.015,
+        exposed_s=0.008,
+    )
     assert bounds.speedup == pytest.approx(4.0 * 0.021 / 0.035)
     assert bounds.most_speedup == pytest.approx(4.0 * 0.021 / 0.025)
     assert bounds.most_overlap_gain == pytest.approx(1.6)
@@ -169,7 +276,15 @@ def test_the_bounds_of_a_run() -> None:
 
 
 def test_offloading_wins_where_the_bus_carries_the_weights_faster_than_a_token_takes() -> None:
-    bounds = Bounds(tau=4.0, t_t_s=0.02, t_v_s=0.025, alone_s=0.021, round_s=0.04, drafting_s=0.015, exposed_s=0.008)
+    bounds = Bounds(
+        tau=4.0,
+        t_t_s=0.02,
+        t_v_s=0.025,
+        alone_s=0.021,
+        round_s=0.04,
+        drafting_s=0.015,
+        exposed_s=0.008,
+    )
     slow, fast, none = (Offloading.of(MODEL, bounds, bus) for bus in (16.0, 64.0, None))
     assert slow.needed_gb_s == pytest.approx(40.0)  # 0.4 GB in 10 ms a token
     assert slow.needed_with_tree_gb_s == pytest.approx(16.0)
@@ -178,24 +293,45 @@ def test_offloading_wins_where_the_bus_carries_the_weights_faster_than_a_token_t
 
 
 def test_the_weights_of_a_model_are_counted_from_its_headers(tmp_path: Path) -> None:
-    tied = {"model.embed_tokens.weight": np.zeros((10, 4), np.float16), "model.layers.0.mlp.up_proj.weight": np.zeros((8, 4), np.float16), "norm": np.zeros(4)}
+    tied = {
+        "model.embed_tokens.weight": np.zeros((10, 4), np.float16),
+        "model.layers.0.mlp.up_proj.weight": np.zeros((8, 4), np.float16),
+        "norm": np.zeros(4),
+    }
     save_file(tied, str(tmp_path / "model.safetensors"))
     assert linear_parameters(tmp_path) == 10 * 4 + 8 * 4
-    save_file({**tied, "lm_head.weight": np.zeros((10, 4), np.float16)}, str(tmp_path / "model.safetensors"))
+    save_file(
+        {**tied, "lm_head.weight": np.zeros((10, 4), np.float16)},
+        str(tmp_path / "model.safetensors"),
+    )
     assert linear_parameters(tmp_path) == 10 * 4 + 8 * 4
     assert read_model(tmp_path, "half", "") == Model(72, "half")
     assert read_model(None, "fp32", "512MiB") == Model(134_217_728, "fp32")
     assert read_model(None, "fp32", "") is None
 
 
-# -- advice ------------------------------------------------------------------------------------------------------------------------------------
+# -- advice ----------------------------------------------------------------------------------------
 
 
 def chain(number: int, levels: int, accepted: int, *, hit: bool = False) -> RoundRecord:
-    """A round whose tree is a chain, of which the target took the first nodes; a level of the draft takes 1 ms."""
-    fields = {"tokens": tuple(range(levels)), "parents": tuple(range(-1, levels - 1)), "scores": tuple(-0.1 * level for level in range(1, levels + 1))}
+    """A round whose tree is a chain, of which the target took the first nodes; a level of the draft
+    takes 1 ms."""
+    fields = {
+        "tokens": tuple(range(levels)),
+        "parents": tuple(range(-1, levels - 1)),
+        "scores": tuple(-0.1 * level for level in range(1, levels + 1)),
+    }
     passes = tuple((1, MS) for _ in range(levels))
-    return record(number, **fields, verified=levels, accepted=tuple(range(accepted)), passes=passes, draft_ns=(levels + 1) * MS, verify_ns=20 * MS, hit=hit)
+    return record(
+        number,
+        **fields,
+        verified=levels,
+        accepted=tuple(range(accepted)),
+        passes=passes,
+        draft_ns=(levels + 1) * MS,
+        verify_ns=20 * MS,
+        hit=hit,
+    )
 
 
 def flat(rows: int) -> float:
@@ -212,24 +348,35 @@ def forecast(rounds: list[RoundRecord]) -> Forecast:
 
 
 def test_a_smaller_tree_brings_what_the_beginning_of_the_larger_one_brought() -> None:
-    found = forecast([chain(number, 12, accepted) for number, accepted in enumerate((0, 2, 5, 12, 3, 0))])
+    found = forecast(
+        [chain(number, 12, accepted) for number, accepted in enumerate((0, 2, 5, 12, 3, 0))]
+    )
     kept = [min(6, accepted) for accepted in (0, 2, 5, 12, 3)]
     outcome = found.of(Tree(6, 12))
     assert outcome.tokens == pytest.approx(1 + sum(kept) / 5)
     assert outcome.seconds == pytest.approx(0.013 + flat(7) + 0.001)
     levels = found.of(Tree(12, 4))
-    assert levels.tokens == pytest.approx(1 + sum(min(4, accepted) for accepted in (0, 2, 5, 12, 3)) / 5)
+    assert levels.tokens == pytest.approx(
+        1 + sum(min(4, accepted) for accepted in (0, 2, 5, 12, 3)) / 5
+    )
     assert levels.seconds == pytest.approx(0.005 + flat(5) + 0.001)
 
 
-def test_levels_that_are_left_out_make_room_for_nodes_that_cost_and_of_which_nothing_is_hoped() -> None:
+def test_levels_that_are_left_out_make_room_for_nodes_that_cost_and_of_which_nothing_is_hoped() -> (
+    None
+):
     rounds = [chain(number, 12, accepted) for number, accepted in enumerate((0, 2, 5, 12, 3, 0))]
     found = Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), width=2, ahead=False)
-    assert found.of(Tree(12, 3)).rows == 1 + 2 + 2 * 4  # two children of the root, and twice two of each of two nodes
+    assert (
+        found.of(Tree(12, 3)).rows == 1 + 2 + 2 * 4
+    )  # two children of the root, and twice two of each of two nodes
     assert found.of(Tree(12, 3)).tokens == forecast(rounds).of(Tree(12, 3)).tokens
     assert found.of(Tree(5, 3)).rows == 6
     assert found.of(Tree(12, 12)).rows == 13
-    assert Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), ahead=False).of(Tree(12, 3)).rows == 13, "no width is known"
+    assert (
+        Forecast(offers_of([rounds]), PRICES, tree=Tree(12, 12), ahead=False).of(Tree(12, 3)).rows
+        == 13
+    ), "no width is known"
 
 
 def test_a_replayed_tree_is_the_one_that_a_slow_look_at_its_nodes_finds() -> None:
@@ -242,7 +389,17 @@ def test_a_replayed_tree_is_the_one_that_a_slow_look_at_its_nodes_finds() -> Non
             node = random.choice(children)
             path.append(node)
         accepted = tuple(path[: random.randrange(len(path) + 1)])
-        offer = Offer.of(record(1, tokens=parents and tuple(range(count)), parents=parents, scores=(0.0,) * count, verified=count, accepted=accepted), False)
+        offer = Offer.of(
+            record(
+                1,
+                tokens=parents and tuple(range(count)),
+                parents=parents,
+                scores=(0.0,) * count,
+                verified=count,
+                accepted=accepted,
+            ),
+            False,
+        )
         tree = Tree(random.randrange(1, 20), random.randrange(1, 8))
 
         def level(node: int, parents: tuple[int, ...] = parents) -> int:
@@ -259,11 +416,17 @@ def test_a_replayed_tree_is_the_one_that_a_slow_look_at_its_nodes_finds() -> Non
 
 
 def test_a_draft_that_is_mostly_wrong_is_advised_to_draft_less_or_not_at_all() -> None:
-    found = advise(forecast([chain(number, 12, int(number % 8 == 0)) for number in range(40)]), PLAIN)
+    found = advise(
+        forecast([chain(number, 12, int(number % 8 == 0)) for number in range(40)]), PLAIN
+    )
     by_name = {advice.name: advice for advice in reversed(found)}
     assert by_name["alone"].gain > 1.2
     assert by_name["levels"].flags == ("--tree.depth=1",)
-    assert all(one.gain >= other.gain for one, other in pairwise(found) if (one.worth, one.certain, one.same) == (other.worth, other.certain, other.same))
+    assert all(
+        one.gain >= other.gain
+        for one, other in pairwise(found)
+        if (one.worth, one.certain, one.same) == (other.worth, other.certain, other.same)
+    )
 
 
 def test_a_draft_that_is_always_right_is_kept_and_drafting_ahead_hides_it() -> None:
@@ -278,16 +441,40 @@ def test_a_draft_that_is_always_right_is_kept_and_drafting_ahead_hides_it() -> N
 def test_goodput_is_worth_at_least_the_best_tree_of_one_size_where_the_scores_tell() -> None:
     random = Random(2)
     sure = [chain(number, 12, 12 if random.random() < 0.5 else 0) for number in range(60)]
-    told = [r.model_copy(update={"scores": tuple((-0.01 if r.accepted else -3.0) * level for level in range(1, 13))}) for r in sure]
+    told = [
+        r.model_copy(
+            update={
+                "scores": tuple((-0.01 if r.accepted else -3.0) * level for level in range(1, 13))
+            }
+        )
+        for r in sure
+    ]
     found = forecast(told)
     best = max(found.of(Tree(gamma, 12)).rate for gamma in range(1, 13))
     assert found.goodput(12).rate >= best
 
 
 def test_more_threads_and_smaller_weights_gain_what_the_hardware_allows() -> None:
-    twice = Limits(bandwidth_gb_s=40.0, peak_gflop_s={"fp32": 200.0, "int8": 800.0}, probe="made up")
-    situation = Situation("dynamic", False, "small", False, False, "fp32", True, 1, 1, Roofline(MODEL, LIMITS), Roofline(MODEL, twice))
-    by_flags = {advice.flags: advice for advice in advise(Forecast([], PRICES, tree=Tree(0, 0), ahead=False), situation)}
+    twice = Limits(
+        bandwidth_gb_s=40.0, peak_gflop_s={"fp32": 200.0, "int8": 800.0}, probe="made up"
+    )
+    situation = Situation(
+        "dynamic",
+        False,
+        "small",
+        False,
+        False,
+        "fp32",
+        True,
+        1,
+        1,
+        Roofline(MODEL, LIMITS),
+        Roofline(MODEL, twice),
+    )
+    by_flags = {
+        advice.flags: advice
+        for advice in advise(Forecast([], PRICES, tree=Tree(0, 0), ahead=False), situation)
+    }
     assert by_flags[("--target.threads=2",)].gain == pytest.approx(0.021 / 0.011)
     assert by_flags[("--target.weights=half",)].gain == pytest.approx(0.021 / 0.011)
     assert by_flags[("--target.weights=int8",)].gain == pytest.approx(0.021 / 0.006)
@@ -297,9 +484,15 @@ def test_other_memory_nodes_gain_what_their_cores_and_memory_allow() -> None:
     faster = Limits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 150.0}, probe="made up")
     elsewhere = (Elsewhere("on the best node", ("--target.numa=auto",), Roofline(MODEL, faster)),)
     situation = replace(PLAIN, roofline=Roofline(MODEL, LIMITS), elsewhere=elsewhere)
-    (advice,) = [one for one in advise(forecast([chain(number, 12, 6) for number in range(5)]), situation) if one.name == "placement"]
+    (advice,) = [
+        one
+        for one in advise(forecast([chain(number, 12, 6) for number in range(5)]), situation)
+        if one.name == "placement"
+    ]
     assert advice.flags == ("--target.numa=auto",)
-    assert advice.gain == pytest.approx((0.013 + flat(13) + 0.001) / (0.013 + flat(13) / 1.5 + 0.001))
+    assert advice.gain == pytest.approx(
+        (0.013 + flat(13) + 0.001) / (0.013 + flat(13) / 1.5 + 0.001)
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,25 +516,44 @@ def test_on_several_memory_nodes_the_best_one_and_all_of_them_are_looked_at(
     assert other_nodes(machine, TargetSettings(numa=numa, threads=99), now) == {}
 
 
-def test_a_card_takes_as_many_layers_as_fit_and_streams_the_others_where_its_slot_is_faster() -> None:
+def test_a_card_takes_as_many_layers_as_fit_and_streams_the_others_where_its_slot_is_faster() -> (
+    None
+):
     rounds = forecast([chain(number, 12, 6) for number in range(5)])
     here = replace(PLAIN, layers=10, weight_bytes=10 << 30)
 
     def placed(card: Card) -> dict[tuple[str, ...], float]:
-        return {one.flags: one.gain for one in advise(rounds, replace(here, card=card)) if one.name == "placement"}
+        return {
+            one.flags: one.gain
+            for one in advise(rounds, replace(here, card=card))
+            if one.name == "placement"
+        }
 
     whole = 0.013 + flat(13) + 0.001
-    assert placed(Card("cuda:0", "Card", 12 << 30, 16.0)) == {("--target.device=cuda:0",): pytest.approx(whole / 0.014)}
+    assert placed(Card("cuda:0", "Card", 12 << 30, 16.0)) == {
+        ("--target.device=cuda:0",): pytest.approx(whole / 0.014)
+    }
     found = placed(Card("cuda:0", "Card", 5 << 30, 1000.0))
-    assert found["--target.split.device=cuda:0", "--target.split.layers=4"] == pytest.approx(whole / (0.014 + 0.6 * flat(13)))
-    streamed = found["--target.split.device=cuda:0", "--target.split.layers=10", "--target.resident=4"]
+    assert found["--target.split.device=cuda:0", "--target.split.layers=4"] == pytest.approx(
+        whole / (0.014 + 0.6 * flat(13))
+    )
+    streamed = found[
+        "--target.split.device=cuda:0", "--target.split.layers=10", "--target.resident=4"
+    ]
     assert streamed == pytest.approx(whole / (0.014 + 6 * (1 << 30) / 1000e9))
     assert len(placed(Card("cuda:0", "Card", 0, None))) == 0
-    assert not any(one.certain for one in advise(rounds, replace(here, card=Card("cuda:0", "Card", 5 << 30, 16.0))) if one.name == "placement")
+    assert not any(
+        one.certain
+        for one in advise(rounds, replace(here, card=Card("cuda:0", "Card", 5 << 30, 16.0)))
+        if one.name == "placement"
+    )
 
 
 def test_waiting_for_workers_that_serve_others_grows_with_the_rest_of_a_round() -> None:
-    rounds = [chain(number, 12, 6).model_copy(update={"queue_ns": 17 * MS, "transport_ns": MS}) for number in range(5)]
+    rounds = [
+        chain(number, 12, 6).model_copy(update={"queue_ns": 17 * MS, "transport_ns": MS})
+        for number in range(5)
+    ]
     costs = RowCosts()
     for rows in (1, 13, 26):
         costs.observe(rows, 0.020)
@@ -354,38 +566,69 @@ def test_waiting_for_workers_that_serve_others_grows_with_the_rest_of_a_round() 
 
 def test_the_measured_wait_for_the_draft_outweighs_the_guessed_one() -> None:
     rounds = [chain(number, 12, 6) for number in range(5)]
-    twice = Forecast(offers_of([rounds]), PRICES, exposed_s=0.026, tree=Tree(12, 12), width=1, ahead=False)
+    twice = Forecast(
+        offers_of([rounds]), PRICES, exposed_s=0.026, tree=Tree(12, 12), width=1, ahead=False
+    )
     assert twice.now.seconds == pytest.approx(0.026 + flat(13) + 0.001)
     assert twice.of(Tree(12, 6)).seconds == pytest.approx(0.014 + flat(7) + 0.001)
 
 
-def test_what_waiting_for_the_draft_costs_is_that_of_rounds_that_waited_and_hits_are_those_of_the_run() -> None:
-    """The trees that larger ones are judged by are drafted without going ahead: they say what waiting costs, and nothing of how often a run foresees."""
+def test_what_waiting_for_the_draft_costs_is_that_of_rounds_that_waited_and_hits_are_those_of_the_run() -> (  # noqa: E501
+    None
+):
+    """The trees that larger ones are judged by are drafted without going ahead: they say what
+    waiting costs, and nothing of how often a run foresees."""
     rounds = [chain(number, 12, 6, hit=number % 10 == 0) for number in range(41)]
-    ran = Forecast(offers_of([rounds]), PRICES, exposed_s=0.003, tree=Tree(12, 12), width=1, ahead=True, hit_rate=0.9, alone_from="somehow")
+    ran = Forecast(
+        offers_of([rounds]),
+        PRICES,
+        exposed_s=0.003,
+        tree=Tree(12, 12),
+        width=1,
+        ahead=True,
+        hit_rate=0.9,
+        alone_from="somehow",
+    )
     assert ran.exposed_s == pytest.approx(0.003)
     assert ran.in_turn_s == pytest.approx(0.013)
     assert ran.of(Tree(12, 12), ahead=False).seconds == pytest.approx(0.013 + flat(13) + 0.001)
     by_name = {advice.name: advice for advice in advise(ran, PLAIN)}
-    assert by_name["ahead"].gain == pytest.approx((0.003 + flat(13) + 0.001) / (0.013 + flat(13) + 0.001))
+    assert by_name["ahead"].gain == pytest.approx(
+        (0.003 + flat(13) + 0.001) / (0.013 + flat(13) + 0.001)
+    )
     assert "90%" in by_name["ahead"].basis
     assert by_name["alone"].basis == "the target alone: somehow"
 
 
 def test_rounds_whose_drafting_was_done_ahead_do_not_say_what_it_costs() -> None:
-    begun = [chain(number, 12, 6, hit=True).model_copy(update={"ahead": 8, "draft_ns": MS, "passes": ()}) for number in range(1, 9)]
+    begun = [
+        chain(number, 12, 6, hit=True).model_copy(update={"ahead": 8, "draft_ns": MS, "passes": ()})
+        for number in range(1, 9)
+    ]
     waited = [chain(number, 12, 6) for number in range(9, 12)]
-    found = Forecast(offers_of([[*begun, *waited]]), PRICES, exposed_s=0.004, tree=Tree(12, 12), width=1, ahead=True, hit_rate=0.8)
+    found = Forecast(
+        offers_of([[*begun, *waited]]),
+        PRICES,
+        exposed_s=0.004,
+        tree=Tree(12, 12),
+        width=1,
+        ahead=True,
+        hit_rate=0.8,
+    )
     assert found.in_turn_s == pytest.approx(0.013)
 
 
-# -- samplers ----------------------------------------------------------------------------------------------------------------------------------
+# -- samplers --------------------------------------------------------------------------------------
 
 
 def rapl(root: Path, zone: str, name: str, value: int, most: int = 1_000_000) -> None:
     folder = root / "sys/class/powercap" / zone
     folder.mkdir(parents=True, exist_ok=True)
-    for file, content in (("name", name), ("energy_uj", str(value)), ("max_energy_range_uj", str(most))):
+    for file, content in (
+        ("name", name),
+        ("energy_uj", str(value)),
+        ("max_energy_range_uj", str(most)),
+    ):
         (folder / file).write_text(f"{content}\n")
 
 
@@ -448,22 +691,41 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return write
 
 
-@pytest.mark.parametrize(("energy", "joules"), [("return 5000", 5.0), ("raise NVMLError('not supported')", None)])
-def test_a_card_of_nvidia_says_what_it_does_and_what_it_does_not_tell_is_none(library: Callable[[str, str], None], energy: str, joules: float | None) -> None:
+@pytest.mark.parametrize(
+    ("energy", "joules"), [("return 5000", 5.0), ("raise NVMLError('not supported')", None)]
+)
+def test_a_card_of_nvidia_says_what_it_does_and_what_it_does_not_tell_is_none(
+    library: Callable[[str, str], None], energy: str, joules: float | None
+) -> None:
     library("pynvml", NVML.format(busy="return Told(gpu=40)", energy=energy))
-    assert Nvml().read() == {"cuda:0": Gpu("Card", 0.4, 3 << 30, 8 << 30, joules, pytest.approx(1.969 * 16))}
+    assert Nvml().read() == {
+        "cuda:0": Gpu("Card", 0.4, 3 << 30, 8 << 30, joules, pytest.approx(1.969 * 16))
+    }
 
 
 @pytest.mark.parametrize(
-    ("energy", "joules"), [('return {"energy_accumulator": 200, "counter_resolution": 15.3}', 200 * 15.3e-6), ("raise AmdSmiException('a guest')", None)]
+    ("energy", "joules"),
+    [
+        ('return {"energy_accumulator": 200, "counter_resolution": 15.3}', 200 * 15.3e-6),
+        ("raise AmdSmiException('a guest')", None),
+    ],
 )
-def test_a_card_of_amd_says_what_it_does_and_what_it_does_not_tell_is_none(library: Callable[[str, str], None], energy: str, joules: float | None) -> None:
+def test_a_card_of_amd_says_what_it_does_and_what_it_does_not_tell_is_none(
+    library: Callable[[str, str], None], energy: str, joules: float | None
+) -> None:
     library("amdsmi", AMDSMI.format(busy=40, energy=energy))
     (card,) = Amd().read().values()
-    assert (card.busy, card.used_bytes, card.memory_bytes, card.energy_j) == (0.4, 3 << 30, 8 << 30, None if joules is None else pytest.approx(joules))
+    assert (card.busy, card.used_bytes, card.memory_bytes, card.energy_j) == (
+        0.4,
+        3 << 30,
+        8 << 30,
+        None if joules is None else pytest.approx(joules),
+    )
 
 
-def test_a_card_that_does_not_say_how_busy_it_is_is_absent_with_the_reason(library: Callable[[str, str], None]) -> None:
+def test_a_card_that_does_not_say_how_busy_it_is_is_absent_with_the_reason(
+    library: Callable[[str, str], None],
+) -> None:
     library("pynvml", NVML.format(busy="raise NVMLError('a part of a card')", energy="return 0"))
     with pytest.raises(Absent, match="does not tell how busy the card is: a part of a card"):
         Nvml()
@@ -484,16 +746,21 @@ def test_busy_shares_are_of_the_time_between_two_samples() -> None:
 def test_memory_in_use_is_told_node_by_node(tmp_path: Path) -> None:
     folder = tmp_path / "sys/devices/system/node/node1"
     folder.mkdir(parents=True)
-    (folder / "meminfo").write_text("Node 1 MemTotal:       1000 kB\nNode 1 MemFree:         400 kB\n")
+    (folder / "meminfo").write_text(
+        "Node 1 MemTotal:       1000 kB\nNode 1 MemFree:         400 kB\n"
+    )
     assert node_memory(tmp_path) == {1: 600 * 1024}
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 
 def test_pictures_are_svg_that_says_what_every_bar_is() -> None:
     (fall,) = timeline.every_round([seen(1, 0), seen(2, 10)], ROUND)
-    for svg in (gantt(fall, ["coordinator", "draft", "target"]), stacked("devices", {"target": [("busy", "target", 0.5), ("waits: draft", "idle", 0.5)]})):
+    for svg in (
+        gantt(fall, ["coordinator", "draft", "target"]),
+        stacked("devices", {"target": [("busy", "target", 0.5), ("waits: draft", "idle", 0.5)]}),
+    ):
         root = ElementTree.fromstring(svg)
         told = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
         assert any(words.startswith(("verify: 5.000 ms", "busy: 50.0%")) for words in told)
@@ -506,10 +773,13 @@ def test_every_name_of_a_span_has_a_colour_and_the_records_are_json() -> None:
 
     assert set(OF_SPAN) <= set(NAMES)
     assert set(OF_SPAN.values()) <= set(COLOURS)
-    assert json.loads(json.dumps(Pass.of(Roofline(MODEL, LIMITS), 3, 0.03).as_json()))["bound"] == "memory"
+    assert (
+        json.loads(json.dumps(Pass.of(Roofline(MODEL, LIMITS), 3, 0.03).as_json()))["bound"]
+        == "memory"
+    )
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------------------------------
+# -- all of it -------------------------------------------------------------------------------------
 
 
 def test_a_made_up_run_comes_to_figures_that_agree_with_each_other() -> None:
@@ -538,7 +808,10 @@ def test_the_verdict_and_the_advice_speak_of_one_rate_of_the_target_alone() -> N
     assert alone["gain"] == pytest.approx(1.0 / told["bounds"]["speedup"])
     assert told["bounds"]["alone_from"] == "measured in 8 rounds without a draft"
     words = " ".join(told["verdict"]["in_words"])
-    assert f"{told['bounds']['speedup']:.2f} times as fast as the target alone ({1 / told['bounds']['alone_s']:.1f} tokens/s, measured in 8 rounds" in words
+    assert (
+        f"{told['bounds']['speedup']:.2f} times as fast as the target alone "
+        f"({1 / told['bounds']['alone_s']:.1f} tokens/s, measured in 8 rounds" in words
+    )
 
 
 def test_tokens_and_tau_are_those_of_the_reply_where_it_ended_within_a_path() -> None:
@@ -547,7 +820,9 @@ def test_tokens_and_tau_are_those_of_the_reply_where_it_ended_within_a_path() ->
     last = run.rounds[-1].record
     cut = run.rounds[-1].model_copy(update={"record": last.model_copy(update={"committed": 0})})
     told = find(replace(run, rounds=[*run.rounds[:-1], cut])).told
-    assert whole["tokens"] == 1 + sum(len(seen.record.accepted) + 1 for seen in run.rounds), "the first one came with the prompt"
+    assert whole["tokens"] == 1 + sum(len(seen.record.accepted) + 1 for seen in run.rounds), (
+        "the first one came with the prompt"
+    )
     assert whole["tau"] == pytest.approx((whole["tokens"] - 1) / 40)
     assert whole["tokens"] - told["tokens"] == len(last.accepted) + 1
 
@@ -555,19 +830,34 @@ def test_tokens_and_tau_are_those_of_the_reply_where_it_ended_within_a_path() ->
 def test_the_curve_over_gamma_goes_through_what_the_run_had() -> None:
     told = find(made_up_run()).told
     curves, run = told["curves"], told["curves"]["run"]
-    assert (run["gamma"], run["speedup"], run["tau"]) == (15, told["bounds"]["speedup"], told["tau"])
+    assert (run["gamma"], run["speedup"], run["tau"]) == (
+        15,
+        told["bounds"]["speedup"],
+        told["tau"],
+    )
     assert curves["speedup_by_gamma"]["15"] == pytest.approx(run["speedup"])
     assert curves["tau_by_gamma"]["15"] == pytest.approx(run["tau"])
     assert curves["speedup_by_gamma"]["0"] == 1.0
     best = next(one for one in told["verdict"]["advice"] if one["name"] == "tree")
-    assert all(gain <= best["gain"] * run["speedup"] * 1.001 for gain in curves["speedup_by_gamma"].values())
+    assert all(
+        gain <= best["gain"] * run["speedup"] * 1.001
+        for gain in curves["speedup_by_gamma"].values()
+    )
 
 
 def test_programs_that_take_the_cores_are_named_first_and_the_hardware_is_not_judged() -> None:
     run = made_up_run()
-    busy = [replace(sample, cores={core: (every, every) for core, (_, every) in sample.cores.items()}) for sample in run.samples]
+    busy = [
+        replace(sample, cores={core: (every, every) for core, (_, every) in sample.cores.items()})
+        for sample in run.samples
+    ]
     told = find(replace(run, samples=busy)).told
-    assert told["other_programs"] == {"cores": "0-1", "busy": pytest.approx(1.0), "ours": pytest.approx(0.58), "share": pytest.approx(0.42)}
+    assert told["other_programs"] == {
+        "cores": "0-1",
+        "busy": pytest.approx(1.0),
+        "ours": pytest.approx(0.58),
+        "share": pytest.approx(0.42),
+    }
     first, *others = told["verdict"]["in_words"]
     assert first.startswith("Other programs took 42% of the time of cores 0-1")
     assert not any("of what the hardware allows" in words for words in others)
@@ -576,8 +866,14 @@ def test_programs_that_take_the_cores_are_named_first_and_the_hardware_is_not_ju
 
 
 def test_a_short_run_says_so() -> None:
-    assert find(made_up_run(rounds=12)).told["verdict"]["in_words"][0].startswith("Only 12 rounds in 0.5")
-    assert not any(words.startswith("Only") for words in find(made_up_run()).told["verdict"]["in_words"])
+    assert (
+        find(made_up_run(rounds=12))
+        .told["verdict"]["in_words"][0]
+        .startswith("Only 12 rounds in 0.5")
+    )
+    assert not any(
+        words.startswith("Only") for words in find(made_up_run()).told["verdict"]["in_words"]
+    )
 
 
 def test_what_messages_wait_for_while_the_draft_grows_ahead_is_told_apart() -> None:
@@ -594,7 +890,9 @@ def test_what_messages_wait_for_while_the_draft_grows_ahead_is_told_apart() -> N
 
 def test_a_card_gives_joules_a_token_and_a_bus_to_compare_with() -> None:
     told = find(made_up_run(gpu=True)).told
-    assert told["energy"]["joules_per_token"] == pytest.approx(sum(told["energy"]["joules"].values()) / told["tokens"])
+    assert told["energy"]["joules_per_token"] == pytest.approx(
+        sum(told["energy"]["joules"].values()) / told["tokens"]
+    )
     assert told["energy"]["joules_per_token"] > 0.0
     assert told["verdict"]["offloading"]["bus_gb_s"] == 15.76
     assert told["verdict"]["offloading"]["right"] is True
@@ -604,12 +902,20 @@ def test_passes_of_several_sessions_are_priced_by_all_their_rows_and_none_is_lef
     run = made_up_run(rounds=6)
     twins = [seen.model_copy(update={"session": 2}) for seen in run.rounds]
     slices = [
-        replace(piece, session=None, round=None, shared=((1, piece.round or 0), (2, piece.round or 0)), end_ns=piece.start_ns + 50 * MS)
+        replace(
+            piece,
+            session=None,
+            round=None,
+            shared=((1, piece.round or 0), (2, piece.round or 0)),
+            end_ns=piece.start_ns + 50 * MS,
+        )
         if piece.name == "verify"
         else piece
         for piece in run.slices
     ]
-    shared = replace(run, rounds=[*run.rounds, *twins], slices=slices, soundings=Soundings(), pairs=())
+    shared = replace(
+        run, rounds=[*run.rounds, *twins], slices=slices, soundings=Soundings(), pairs=()
+    )
     told = find(shared).told
     assert told["sessions_a_pass"] == 2.0
     assert told["round_ms"]["verify"] == pytest.approx(50 / 2)
@@ -628,12 +934,18 @@ def test_a_run_without_a_draft_has_a_report_too() -> None:
     findings = find(made_up_run(nodes=0))
     assert findings.told["tau"] == 1.0
     assert {one["name"] for one in findings.told["verdict"]["advice"]} == {"weights"}
-    assert {name for name, *_ in report.bound_rows(findings.told)} == {"weights read, GB/s", "operations, 10^9/s", "a pass, ms"}
+    assert {name for name, *_ in report.bound_rows(findings.told)} == {
+        "weights read, GB/s",
+        "operations, 10^9/s",
+        "a pass, ms",
+    }
     assert "peculation" not in " ".join(findings.told["verdict"]["in_words"])
     assert report.page(findings, report.pictures(findings), "made")
 
 
-def test_workers_that_came_or_went_meanwhile_are_named_first_and_nobody_is_taken_for_a_foreign_program() -> None:
+def test_workers_that_came_or_went_meanwhile_are_named_first_and_nobody_is_taken_for_a_foreign_program() -> (  # noqa: E501
+    None
+):
     findings = find(replace(made_up_run(), changes={"target-2": "came", "target": "went"}))
     first, *_ = findings.told["verdict"]["in_words"]
     assert "target-2 came, target went" in first
@@ -642,16 +954,37 @@ def test_workers_that_came_or_went_meanwhile_are_named_first_and_nobody_is_taken
 def test_a_round_under_a_long_span_is_found_as_quickly_as_any() -> None:
     run = made_up_run()
     waiting = Slice("coordinator", "queue", run.start_ns, run.end_ns, 99, 1)
-    plain, beside = (timeline.every_round(run.rounds, pieces) for pieces in (run.slices, [waiting, *run.slices]))
+    plain, beside = (
+        timeline.every_round(run.rounds, pieces) for pieces in (run.slices, [waiting, *run.slices])
+    )
     assert [len(fall.bars) + 1 for fall in plain] == [len(fall.bars) for fall in beside]
-    assert [fall.bars for fall in plain] == [tuple(bar for bar in fall.bars if bar.name != "queue" or bar.length_s < fall.length_s) for fall in beside]
+    assert [fall.bars for fall in plain] == [
+        tuple(bar for bar in fall.bars if bar.name != "queue" or bar.length_s < fall.length_s)
+        for fall in beside
+    ]
 
 
-@pytest.mark.parametrize("name", ["rack1/target", "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80, "a\x00b\x1b[31m", "<script>x</script>", ".."])
-def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rack1/target",
+        "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80,
+        "a\x00b\x1b[31m",
+        "<script>x</script>",
+        "..",
+    ],
+)
+def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(
+    tmp_path: Path, name: str
+) -> None:
     run = made_up_run()
-    workers = [worker.model_copy(update={"name": name}) if worker.name == "target" else worker for worker in run.workers]
-    slices = [replace(piece, process=name) if piece.process == "target" else piece for piece in run.slices]
+    workers = [
+        worker.model_copy(update={"name": name}) if worker.name == "target" else worker
+        for worker in run.workers
+    ]
+    slices = [
+        replace(piece, process=name) if piece.process == "target" else piece for piece in run.slices
+    ]
     findings = find(replace(run, workers=workers, slices=slices))
     drawn = report.pictures(findings)
     for file, svg in drawn.items():
@@ -664,11 +997,25 @@ def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(tmp_path: P
 def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
     findings = find(made_up_run(gpu=True))
     drawn = report.pictures(findings)
-    assert {"devices", "parts", "round-0", "round-1", "round-2", "over-time-target", "passes", "gamma", "positions"} <= set(drawn)
+    assert {
+        "devices",
+        "parts",
+        "round-0",
+        "round-1",
+        "round-2",
+        "over-time-target",
+        "passes",
+        "gamma",
+        "positions",
+    } <= set(drawn)
     for svg in drawn.values():
         ElementTree.fromstring(svg)
     text = report.page(findings, drawn, "made")
-    outside = [address for address in re.findall(r"https?://[^\"'\s<]+", text) if not address.startswith("http://www.w3.org/")]
+    outside = [
+        address
+        for address in re.findall(r"https?://[^\"'\s<]+", text)
+        if not address.startswith("http://www.w3.org/")
+    ]
     assert not outside
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#of-)", text)
     assert findings.told["title"] in text
@@ -682,12 +1029,21 @@ class Looks:
 
     def look(self, after: int, *, spans: bool) -> Seen:
         there = next(self._looks)
-        workers = tuple(SeenWorker(name=n, worker_epoch=e, roles=("target",), device="cpu", busy_ns=0, at_ns=1) for n, e in there.items())
+        workers = tuple(
+            SeenWorker(name=n, worker_epoch=e, roles=("target",), device="cpu", busy_ns=0, at_ns=1)
+            for n, e in there.items()
+        )
         return Seen(epoch=1, request=1, at_ns=after + 1, next=after + 1, workers=workers)
 
 
 def test_a_watch_keeps_every_worker_that_was_there_and_tells_what_changed() -> None:
-    looks: Any = Looks({"gone before": 1, "a": 2, "b": 3}, {"a": 2, "b": 3}, {"a": 2, "b": 4}, {"a": 2, "b": 4, "c": 5}, {"b": 4, "c": 5})
+    looks: Any = Looks(
+        {"gone before": 1, "a": 2, "b": 3},
+        {"a": 2, "b": 3},
+        {"a": 2, "b": 4},
+        {"a": 2, "b": 4, "c": 5},
+        {"b": 4, "c": 5},
+    )
     watch = Watch(looks, Samplers([]))
     watch._look()
     watch.begin()

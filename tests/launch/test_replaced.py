@@ -1,4 +1,5 @@
-"""What a newcomer has of the worker whose place it takes: what that was started with, by the kernel's account."""
+"""What a newcomer has of the worker whose place it takes: what that was started with, by the
+kernel's account."""
 
 import os
 import socket
@@ -15,40 +16,96 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def state(role: Role, pid: int, host: str = "") -> WorkerState:
-    nothing = {"threads": 1, "worker_epoch": pid, "sessions": 0, "busy_share": 0.0, "rss_mb": 0.0, "stale": 0, "model": "", "device": "", "fingerprint": ""}
+    nothing = {
+        "threads": 1,
+        "worker_epoch": pid,
+        "sessions": 0,
+        "busy_share": 0.0,
+        "rss_mb": 0.0,
+        "stale": 0,
+        "model": "",
+        "device": "",
+        "fingerprint": "",
+    }
     unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
-    return WorkerState.model_validate({"name": role, "roles": (role,), "host": host or socket.gethostname(), "pid": pid, **nothing, **unknown})
+    return WorkerState.model_validate(
+        {
+            "name": role,
+            "roles": (role,),
+            "host": host or socket.gethostname(),
+            "pid": pid,
+            **nothing,
+            **unknown,
+        }
+    )
 
 
 def test_settings_are_read_as_the_worker_read_them(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "settings.toml").write_text('[target]\nweights = "half"\ninflate = "64MiB"\n')
-    line = ["python", "-P", "-m", "dovetail.launch.cli", "worker", "--role=target", "--config", "settings.toml", "--target", "model", "--weights=int8"]
-    found = read_command([*line, "--connect=ipc:///nowhere"], {"DOVETAIL_TARGET__THREADS": "3"}, tmp_path)
-    assert found == {"target.weights": "int8", "target.inflate": "64MiB", "target.threads": 3, "target.model": str(tmp_path / "model")}
+    line = [
+        "python",
+        "-P",
+        "-m",
+        "dovetail.launch.cli",
+        "worker",
+        "--role=target",
+        "--config",
+        "settings.toml",
+        "--target",
+        "model",
+        "--weights=int8",
+    ]
+    found = read_command(
+        [*line, "--connect=ipc:///nowhere"], {"DOVETAIL_TARGET__THREADS": "3"}, tmp_path
+    )
+    assert found == {
+        "target.weights": "int8",
+        "target.inflate": "64MiB",
+        "target.threads": 3,
+        "target.model": str(tmp_path / "model"),
+    }
 
 
 def test_what_is_no_worker_of_this_machine_has_no_settings_here(tmp_path: Path) -> None:
     assert read_command(["python", "serve"], {}, tmp_path) is None
     assert read_command(["dovetail", "worker", "--role=king"], {}, tmp_path) is None
-    assert read_command(["dovetail", "worker", "--role=target", "--config=gone.toml"], {}, tmp_path) is None
+    assert (
+        read_command(["dovetail", "worker", "--role=target", "--config=gone.toml"], {}, tmp_path)
+        is None
+    )
     assert settings_of(state("target", os.getpid())) is None
     assert settings_of(state("target", os.getpid(), "elsewhere")) is None
 
 
-def test_a_newcomer_is_as_the_worker_that_leaves_but_for_what_is_said(start: Start, tmp_path: Path) -> None:
-    worker = start("worker", "--role=target", f"--connect=ipc://{tmp_path}/nobody", "--target=OWNER/NAME", "--weights=half", "--target.numa=off")
+def test_a_newcomer_is_as_the_worker_that_leaves_but_for_what_is_said(
+    start: Start, tmp_path: Path
+) -> None:
+    worker = start(
+        "worker",
+        "--role=target",
+        f"--connect=ipc://{tmp_path}/nobody",
+        "--target=OWNER/NAME",
+        "--weights=half",
+        "--target.numa=off",
+    )
     old = state("target", worker.pid)
-    after, known = as_before(configure(flags={"target.weights": "int8"}), "target", old, [old], elsewhere=False)
+    after, known = as_before(
+        configure(flags={"target.weights": "int8"}), "target", old, [old], elsewhere=False
+    )
     target = after.settings.target
     assert (known, target.model, target.weights, target.numa) == (True, "OWNER/NAME", "int8", "off")
-    after, known = as_before(configure(flags={"target.model": "OTHER/ONE"}), "target", old, [old], elsewhere=False)
+    after, known = as_before(
+        configure(flags={"target.model": "OTHER/ONE"}), "target", old, [old], elsewhere=False
+    )
     target = after.settings.target
     assert (known, target.model, target.weights, target.numa) == (True, "OTHER/ONE", "fp32", "auto")
     after, known = as_before(configure(), "target", old, [old], elsewhere=True)
     target = after.settings.target
     assert (known, target.model, target.weights, target.numa) == (False, "", "half", "auto")
-    after, _ = as_before(configure(flags={"draft.kind": "substitute"}), "draft", None, [old], elsewhere=False)
+    after, _ = as_before(
+        configure(flags={"draft.kind": "substitute"}), "draft", None, [old], elsewhere=False
+    )
     assert (after.settings.target.model, after.settings.target.weights) == ("OWNER/NAME", "fp32")
 
 

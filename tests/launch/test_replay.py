@@ -1,4 +1,5 @@
-"""`dovetail replay`: a recorded session once more, by the session logic and by workers, and what is said where it goes another way."""
+"""`dovetail replay`: a recorded session once more, by the session logic and by workers, and what is
+said where it goes another way."""
 
 import json
 import subprocess
@@ -10,13 +11,34 @@ import pytest
 
 from dovetail.launch.rehearsal import Outcome, Role, parts_of, play
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.messages import Close, Draft, Event, Fingerprint, Finished, Hello, Message, Open, Opened, Prefilled, Reads, Verified
+from dovetail.protocol.messages import (
+    Close,
+    Draft,
+    Event,
+    Fingerprint,
+    Finished,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Prefilled,
+    Reads,
+    Verified,
+)
 from dovetail.runtime.playback import Asked
 from dovetail.runtime.recording import Recorder
 from dovetail.runtime.tape import Recording, read_recording
 from support.houses import House
 from support.recorded import recordings
-from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, hello, tokenizer_bytes
+from support.scripted import (
+    READS,
+    ROOMY,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    hello,
+    tokenizer_bytes,
+)
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SKY = next(path for path in recordings() if path.name == "sky.messages")
@@ -27,7 +49,12 @@ DETERMINED = ("--draft.ahead=false", "--tree.sharpening=1.0")
 class Player:
     """A scripted worker that is asked directly; `say_otherwise` may change what it answers."""
 
-    def __init__(self, worker: ScriptedWorker, say_otherwise: Callable[[Event], Event] = lambda event: event, **changes: Any) -> None:
+    def __init__(
+        self,
+        worker: ScriptedWorker,
+        say_otherwise: Callable[[Event], Event] = lambda event: event,
+        **changes: Any,
+    ) -> None:
         self.hello: Hello = hello(worker.role, epoch=worker.epoch, **changes)
         self._worker, self._say_otherwise = worker, say_otherwise
         worker.limits = self.hello.limits
@@ -52,7 +79,14 @@ def a_draft(reads: Reads | None = None, *, wrong_after: int = 3) -> Player:
     return Player(worker)
 
 
-def recorded(folder: Path, *, lose: bool = False, requests: int = 1, options: dict[str, Any] | None = None, **house: Any) -> list[Recording]:
+def recorded(
+    folder: Path,
+    *,
+    lose: bool = False,
+    requests: int = 1,
+    options: dict[str, Any] | None = None,
+    **house: Any,
+) -> list[Recording]:
     """Sessions of a scripted pair. `lose`: another target takes over in the midst."""
     recorder = Recorder(folder)
     there = House(recorder=recorder, **house)
@@ -75,12 +109,16 @@ def rehearsed(recording: Recording, role: Role, player: Player) -> Outcome:
     return play(recording, parts_of(recording, role), role, player)
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reads", [None, READS])
-@pytest.mark.parametrize("options", [{}, {"logprobs": 2, "scored": True}, {"speculate": False}], ids=str)
-def test_a_target_that_does_the_same_is_found_to(tmp_path: Path, options: dict[str, Any], reads: Reads | None) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"logprobs": 2, "scored": True}, {"speculate": False}], ids=str
+)
+def test_a_target_that_does_the_same_is_found_to(
+    tmp_path: Path, options: dict[str, Any], reads: Reads | None
+) -> None:
     (recording,) = recorded(tmp_path, reads=reads, options=options)
     outcome = rehearsed(recording, "target", a_target())
     assert outcome.difference is None
@@ -97,7 +135,9 @@ def test_a_draft_that_does_the_same_is_found_to(tmp_path: Path, reads: Reads | N
 
 
 @pytest.mark.parametrize("reads", [None, READS])
-def test_a_session_that_moved_is_played_to_one_worker_in_parts(tmp_path: Path, reads: Reads | None) -> None:
+def test_a_session_that_moved_is_played_to_one_worker_in_parts(
+    tmp_path: Path, reads: Reads | None
+) -> None:
     (recording,) = recorded(tmp_path, lose=True, reads=reads)
     assert [part.peer.hello.name for part in parts_of(recording, "target")] == ["target", "another"]
     player = a_target()
@@ -109,7 +149,9 @@ def test_a_target_reads_what_its_session_went_on_from(tmp_path: Path) -> None:
     """It was kept of an earlier session, which this worker has not seen."""
     for reads in (None, READS):
         options = {"prompt": tuple(range(3, 40)), "max_tokens": 20}
-        _, second = recorded(tmp_path / str(reads), requests=2, limits=ROOMY, reads=reads, options=options)
+        _, second = recorded(
+            tmp_path / str(reads), requests=2, limits=ROOMY, reads=reads, options=options
+        )
         assert second.begin.target_base is not None
         assert rehearsed(second, "target", a_target(limits=ROOMY)).difference is None
 
@@ -128,7 +170,9 @@ def test_another_token_of_a_target_is_named_and_ends_it(tmp_path: Path) -> None:
         if not isinstance(event, Verified) or event.items[0].round != 3:
             return event
         item = event.items[0]
-        return event.model_copy(update={"items": (item.model_copy(update={"bonus": item.bonus % 90 + 1}),)})
+        return event.model_copy(
+            update={"items": (item.model_copy(update={"bonus": item.bonus % 90 + 1}),)}
+        )
 
     player = a_target(say_otherwise=otherwise)
     outcome = rehearsed(recording, "target", player)
@@ -145,11 +189,25 @@ def more_sure(event: Event) -> Event:
 def with_other_features(event: Event) -> Event:
     if not isinstance(event, Prefilled):
         return event
-    return event.model_copy(update={"features": event.features.model_copy(update={"data": b"\x01" + event.features.data[1:]})})
+    return event.model_copy(
+        update={
+            "features": event.features.model_copy(
+                update={"data": b"\x01" + event.features.data[1:]}
+            )
+        }
+    )
 
 
-@pytest.mark.parametrize(("otherwise", "what"), [(more_sure, "open of round 0, margins"), (with_other_features, "open of round 0, features, row 0 of 3")])
-def test_other_bytes_are_a_difference_where_the_fingerprints_are_equal(tmp_path: Path, otherwise: Callable[[Event], Event], what: str) -> None:
+@pytest.mark.parametrize(
+    ("otherwise", "what"),
+    [
+        (more_sure, "open of round 0, margins"),
+        (with_other_features, "open of round 0, features, row 0 of 3"),
+    ],
+)
+def test_other_bytes_are_a_difference_where_the_fingerprints_are_equal(
+    tmp_path: Path, otherwise: Callable[[Event], Event], what: str
+) -> None:
     (recording,) = recorded(tmp_path, reads=READS)
     same = rehearsed(recording, "target", a_target(say_otherwise=otherwise))
     assert same.difference is not None
@@ -162,7 +220,9 @@ def test_other_bytes_are_a_difference_where_the_fingerprints_are_equal(tmp_path:
 
 @pytest.mark.parametrize("reads", [None, READS])
 @pytest.mark.parametrize("wrong_after", [0, 1, 5])
-def test_a_draft_that_proposes_otherwise_is_told_what_was_committed_all_the_same(tmp_path: Path, reads: Reads | None, wrong_after: int) -> None:
+def test_a_draft_that_proposes_otherwise_is_told_what_was_committed_all_the_same(
+    tmp_path: Path, reads: Reads | None, wrong_after: int
+) -> None:
     """The scripted draft checks its log and features at every order."""
     (recording,) = recorded(tmp_path, reads=reads)
     outcome = rehearsed(recording, "draft", a_draft(reads, wrong_after=wrong_after))
@@ -170,12 +230,17 @@ def test_a_draft_that_proposes_otherwise_is_told_what_was_committed_all_the_same
     assert outcome.difference.where == "draft of round 1, tokens"
     assert outcome.same_proposals < outcome.proposals
     (part,) = parts_of(recording, "draft")
-    assert outcome.proposals == sum(isinstance(exchange.command, Draft) for exchange in part.exchanges), "it went on to the end"
+    assert outcome.proposals == sum(
+        isinstance(exchange.command, Draft) for exchange in part.exchanges
+    ), "it went on to the end"
 
 
 def test_a_worker_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     (recording,) = recorded(tmp_path)
-    with pytest.raises(UserError, match="another vocabulary than the recorded one, whose model was 'scripted-target'"):
+    with pytest.raises(
+        UserError,
+        match="another vocabulary than the recorded one, whose model was 'scripted-target'",
+    ):
         rehearsed(recording, "target", a_target(tokenizer=tokenizer_bytes(prefix="x")))
 
 
@@ -185,7 +250,7 @@ def test_a_role_that_had_no_part_is_told(tmp_path: Path) -> None:
         parts_of(recording, "draft")
 
 
-# -- the command -------------------------------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_plays_a_recording_into_the_session_logic(run: Run) -> None:
@@ -193,7 +258,13 @@ def test_the_command_plays_a_recording_into_the_session_logic(run: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "the same, from the first to the last"
     told = json.loads(run("replay", str(SKY), "--json").stdout)
-    assert (told["played"], told["same"], told["difference"], told["whole"], told["tokens"]) == ("session", True, None, True, 16)
+    assert (told["played"], told["same"], told["difference"], told["whole"], told["tokens"]) == (
+        "session",
+        True,
+        None,
+        True,
+        16,
+    )
 
 
 def test_the_command_names_the_first_difference(run: Run, tmp_path: Path) -> None:
@@ -225,7 +296,9 @@ def test_what_is_no_recording_is_told_in_a_line(run: Run, tmp_path: Path, name: 
     assert "recording" in done.stderr
 
 
-def test_a_coordinator_that_cannot_record_says_so_and_does_not_start(run: Run, tmp_path: Path) -> None:
+def test_a_coordinator_that_cannot_record_says_so_and_does_not_start(
+    run: Run, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     done = run("coordinator", "--record-messages", str(tmp_path / "file"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -235,8 +308,22 @@ def test_a_coordinator_that_cannot_record_says_so_and_does_not_start(run: Run, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["small", "dovetail", "ngram"])
-def test_what_a_real_pair_did_is_done_again_by_each_of_its_workers(run: Run, tmp_path: Path, draft: str) -> None:
-    asked = ["--draft", draft, *DETERMINED, "--temperature", "1", "--seed", "3", "--max-tokens", "40", "--record-messages", str(tmp_path / "made")]
+def test_what_a_real_pair_did_is_done_again_by_each_of_its_workers(
+    run: Run, tmp_path: Path, draft: str
+) -> None:
+    asked = [
+        "--draft",
+        draft,
+        *DETERMINED,
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+        "--max-tokens",
+        "40",
+        "--record-messages",
+        str(tmp_path / "made"),
+    ]
     assert run("generate", *asked, "Tell me about a fox.").returncode == 0
     (path,) = (tmp_path / "made").iterdir()
     for flags in ([], ["--worker", "target"], ["--worker", "draft", "--draft", draft]):

@@ -28,25 +28,53 @@ def finished(tokens: list[int], margins: list[float]) -> Finished:
         "prefill": "local",
         "draft_failure": None,
     }
-    result = Result.model_validate({**nothing, **lists, "text": "", "finish_reason": "length", "fingerprint": ""})
+    result = Result.model_validate(
+        {**nothing, **lists, "text": "", "finish_reason": "length", "fingerprint": ""}
+    )
     return Finished(epoch=0, request=1, result=result, margins=tuple(margins))
 
 
-def test_the_embedded_pair_passes_and_its_target_agrees_with_transformers(run: Run, stack: Stack) -> None:
-    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "10", "--text-tokens", "40", "--json")
+def test_the_embedded_pair_passes_and_its_target_agrees_with_transformers(
+    run: Run, stack: Stack
+) -> None:
+    done = run(
+        "selftest",
+        "--connect",
+        stack.address,
+        "--limit",
+        "1",
+        "--max-tokens",
+        "10",
+        "--text-tokens",
+        "40",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert "comparing the target's log-probabilities of a text" in done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
     assert len(report["checks"]) == 12
-    assert all(list(check) == ["case", "ok", "tokens", "margin", "draft_failure"] and check["tokens"] > 0 for check in report["checks"])
+    assert all(
+        list(check) == ["case", "ok", "tokens", "margin", "draft_failure"] and check["tokens"] > 0
+        for check in report["checks"]
+    )
     found = report["transformers"]
     assert (found["ok"], found["tokens"], found["first"]) == (True, 40 + REPLY - 1, None)
     assert 0 < found["largest"] < EXACT
 
 
 def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
-    done = run("selftest", "--connect", stack.address, "--limit", "1", "--max-tokens", "4", "--text-tokens", "0")
+    done = run(
+        "selftest",
+        "--connect",
+        stack.address,
+        "--limit",
+        "1",
+        "--max-tokens",
+        "4",
+        "--text-tokens",
+        "0",
+    )
     assert "temperature 1 top_p 0.9 · gamma 15 depth 8 width 10" in done.stdout
     assert "temperature 0 repetition_penalty 1.2 min_tokens 4 · " in done.stdout
     assert "logit_bias 2 · " in done.stdout
@@ -58,9 +86,14 @@ def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
 
 def test_a_target_that_is_not_lossless_is_refused_with_the_remedy(stack: Stack) -> None:
     with stack.connect() as client:
-        target, draft = (next(worker for worker in client.status().workers if worker.roles == (role,)) for role in ("target", "draft"))
+        target, draft = (
+            next(worker for worker in client.status().workers if worker.roles == (role,))
+            for role in ("target", "draft")
+        )
     refuse_lossy([target, draft])
-    lossy = target.model_copy(update={"fingerprint": target.fingerprint.replace("/fp32/", "/int8-per-tensor/")})
+    lossy = target.model_copy(
+        update={"fingerprint": target.fingerprint.replace("/fp32/", "/int8-per-tensor/")}
+    )
     with pytest.raises(UserError, match=r"not lossless.* use --weights int8, half or fp32"):
         refuse_lossy([draft, lossy])
 
@@ -74,7 +107,11 @@ def test_processes_whose_target_is_not_lossless_are_not_tested(run: Run) -> None
 
 
 def test_what_is_compared_is_drafted_whether_that_pays_or_not_unless_a_policy_is_named() -> None:
-    for flags, policy in (({}, "dynamic"), ({"tree.policy": "budget"}, "budget"), ({"tree.policy": "goodput"}, "goodput")):
+    for flags, policy in (
+        ({}, "dynamic"),
+        ({"tree.policy": "budget"}, "budget"),
+        ({"tree.policy": "goodput"}, "goodput"),
+    ):
         assert drafting_tree(configure(flags=flags, environment={})).policy == policy
 
 
@@ -91,8 +128,13 @@ def test_equal_tokens_do_not_differ() -> None:
         ([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.25], Difference(3, 0.25)),
     ],
 )
-def test_the_first_difference_is_reported_with_the_larger_margin(tokens: list[int], margins: list[float], difference: Difference) -> None:
-    assert first_difference(finished([1, 2, 3], [1.0, 2e-5, 3.0]), finished(tokens, margins)) == difference
+def test_the_first_difference_is_reported_with_the_larger_margin(
+    tokens: list[int], margins: list[float], difference: Difference
+) -> None:
+    assert (
+        first_difference(finished([1, 2, 3], [1.0, 2e-5, 3.0]), finished(tokens, margins))
+        == difference
+    )
 
 
 def test_only_what_rounding_can_decide_is_a_near_tie() -> None:

@@ -62,12 +62,19 @@ def told(process: subprocess.Popen[str], *words: str) -> str:
     raise AssertionError(f"{words} was not said: {lines}")
 
 
-def ask(url: str, path: str = "/v1/chat/completions", body: dict[str, Any] | None = None) -> tuple[int, Any]:
+def ask(
+    url: str, path: str = "/v1/chat/completions", body: dict[str, Any] | None = None
+) -> tuple[int, Any]:
     """Status and JSON of an answer."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
     try:
-        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        connection.request(
+            "POST" if body else "GET",
+            path,
+            json.dumps(body) if body else None,
+            {"Content-Type": "application/json"},
+        )
         response = connection.getresponse()
         content = response.read()
         return response.status, json.loads(content) if content else None
@@ -80,13 +87,17 @@ def open_coordinator(address: str) -> Client:
 
 
 def assert_nothing_is_left(pids: list[int], tmp_path: Path) -> None:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=GONE_S)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=GONE_S
+    )
     assert not alive
     assert [*(tmp_path / "run").rglob("*.json")] == []
     assert [*(tmp_path / "tmp").glob("dovetail*")] == []
 
 
-def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Start, run: Run, tmp_path: Path) -> None:
+def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     process = start("serve", *PAIR)
     found = ready(process)
     assert set(found["pids"]) == {"coordinator", "http", "target worker", "draft worker"}
@@ -95,21 +106,34 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
     assert answer["usage"]["completion_tokens"] <= 8
 
     shown = run("status")
-    assert (shown.returncode, f"http        {found['url']}" in shown.stdout) == (0, True), shown.stderr
+    assert (shown.returncode, f"http        {found['url']}" in shown.stdout) == (0, True), (
+        shown.stderr
+    )
     second = run("serve", "--http.port", str(urlsplit(found["url"]).port))
     assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
-    assert f"in use by `dovetail serve` (pid {process.pid}): stop it, or choose another port" in second.stderr
+    assert (
+        f"in use by `dovetail serve` (pid {process.pid}): stop it, or choose another port"
+        in second.stderr
+    )
 
     os.kill(found["pids"]["draft worker"], signal.SIGKILL)
     told(process, "the draft worker was killed by SIGKILL; it is started again in 0.5 s")
-    while "SIGKILL" not in str((state := ask(found["url"], "/readyz"))[1]["faults"]):  # the coordinator alone knows less
+    while "SIGKILL" not in str(
+        (state := ask(found["url"], "/readyz"))[1]["faults"]
+    ):  # the coordinator alone knows less
         time.sleep(0.01)
     assert (state[0], state[1]["ready"], state[1]["degraded"]) == (200, True, True)
     (fault,) = state[1]["faults"]
-    assert (fault["part"], fault["why"].startswith("it was killed by SIGKILL")) == ("draft worker", True)
+    assert (fault["part"], fault["why"].startswith("it was killed by SIGKILL")) == (
+        "draft worker",
+        True,
+    )
     assert ask(found["url"], body=QUESTION)[0] == 200
     told(process, "the draft worker is ready again")
-    workers = {worker["name"]: worker["pid"] for worker in json.loads(run("status", "--json").stdout)["workers"]}
+    workers = {
+        worker["name"]: worker["pid"]
+        for worker in json.loads(run("status", "--json").stdout)["workers"]
+    }
     assert workers["target"] == found["pids"]["target worker"]
     assert workers["draft"] not in (found["pids"]["draft worker"], None)
 
@@ -121,7 +145,9 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(start: Sta
 @pytest.mark.slow
 def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None:
     drafts = ("--policy=dynamic", "--tree.insist=true")
-    process = start("serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true", *drafts)
+    process = start(
+        "serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true", *drafts
+    )
     found = ready(process)
     assert set(found["pids"]) == {"coordinator", "http", "unified worker"}
     body = {**QUESTION, "max_tokens": 24, "seed": 3}
@@ -137,15 +163,25 @@ def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None
 
 
 @pytest.mark.slow
-def test_a_server_under_heterospec_goes_by_the_thresholds_of_the_embedded_draft(start: Start) -> None:
+def test_a_server_under_heterospec_goes_by_the_thresholds_of_the_embedded_draft(
+    start: Start,
+) -> None:
     url = ready(start("serve", *PAIR, "--policy=heterospec"))["url"]
-    status, said = ask(url, body={"messages": [{"role": "user", "content": "Tell me a story about an owl."}], "max_tokens": 24})
+    status, said = ask(
+        url,
+        body={
+            "messages": [{"role": "user", "content": "Tell me a story about an owl."}],
+            "max_tokens": 24,
+        },
+    )
     assert status == 200
     assert said["metrics"]["drafted_tokens"] > 0
 
 
 @pytest.mark.slow
-def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_have_heard_why(start: Start, tmp_path: Path) -> None:
+def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_have_heard_why(
+    start: Start, tmp_path: Path
+) -> None:
     models = {name: tmp_path / name for name in ("target", "draft")}
     for name, folder in models.items():
         shutil.copytree(DEMO_FOLDER / name, folder)
@@ -159,19 +195,27 @@ def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_h
         told(process, "the draft worker ended with exit code 2; it is started again in")
     status, state = ask(found["url"], "/readyz")
     assert (status, state["ready"], state["degraded"]) == (200, True, True)
-    assert any(fault["part"] == "draft worker" and str(models["draft"]) in fault["why"] for fault in state["faults"])
+    assert any(
+        fault["part"] == "draft worker" and str(models["draft"]) in fault["why"]
+        for fault in state["faults"]
+    )
     assert ask(found["url"], body=QUESTION)[0] == 200
 
     place = urlsplit(found["url"])
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
     body = {**QUESTION, "max_tokens": 200, "min_tokens": 200, "stream": True}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     stream = connection.getresponse()
     assert stream.readline().startswith(b"data: ")
     shutil.rmtree(models["target"])
     os.kill(found["pids"]["target worker"], signal.SIGKILL)
     *_, last = (line for line in stream if line.strip())
-    assert "the service is ending: the target worker ended 6 times within 5 minutes" in json.loads(last[6:])["error"]["message"]
+    assert (
+        "the service is ending: the target worker ended 6 times within 5 minutes"
+        in json.loads(last[6:])["error"]["message"]
+    )
     connection.close()
     _, said = process.communicate(timeout=BACK_S)
     assert process.returncode == 1
@@ -194,7 +238,9 @@ def test_every_part_comes_back_and_the_url_stays(start: Start, run: Run, tmp_pat
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
-def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to_it(start: Start, run: Run, tmp_path: Path) -> None:
+def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to_it(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     """No model is loaded again."""
     process = start("serve", *PAIR, "--draft", "ngram")
     found = ready(process)
@@ -206,7 +252,10 @@ def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to
     assert ask(found["url"], body=QUESTION)[0] == 200
     after = json.loads(run("status", "--json").stdout)
     assert after["address"] == found["address"]
-    assert {worker["pid"] for worker in after["workers"]} == {found["pids"]["target worker"], found["pids"]["draft worker"]}
+    assert {worker["pid"] for worker in after["workers"]} == {
+        found["pids"]["target worker"],
+        found["pids"]["draft worker"],
+    }
     process.terminate()
     assert process.wait(GONE_S) == 0
     assert_nothing_is_left([*found["pids"].values(), after["pid"]], tmp_path)
@@ -229,7 +278,9 @@ def test_a_part_that_is_alive_and_gone_is_replaced(name: str, start: Start, tmp_
 
 
 @pytest.mark.slow
-def test_a_part_that_is_stopped_for_a_short_time_is_left_alone(start: Start, run: Run, tmp_path: Path) -> None:
+def test_a_part_that_is_stopped_for_a_short_time_is_left_alone(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     process = start("serve", *PAIR, "--draft", "ngram")
     found = ready(process)
     os.kill(found["pids"]["target worker"], signal.SIGSTOP)
@@ -237,7 +288,10 @@ def test_a_part_that_is_stopped_for_a_short_time_is_left_alone(start: Start, run
     os.kill(found["pids"]["target worker"], signal.SIGCONT)
     told(process, "the target worker is ready again")
     assert ask(found["url"], body=QUESTION)[0] == 200
-    workers = {worker["name"]: worker["pid"] for worker in json.loads(run("status", "--json").stdout)["workers"]}
+    workers = {
+        worker["name"]: worker["pid"]
+        for worker in json.loads(run("status", "--json").stdout)["workers"]
+    }
     assert workers["target"] == found["pids"]["target worker"]
     process.terminate()
     assert process.wait(GONE_S) == 0
@@ -250,7 +304,12 @@ def test_a_request_that_runs_is_finished_and_no_other_begins(start: Start, tmp_p
     found = ready(process)
     place = urlsplit(found["url"])
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
-    connection.request("POST", "/v1/chat/completions", json.dumps({**QUESTION, "max_tokens": 24, "min_tokens": 24}), {"Content-Type": "application/json"})
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps({**QUESTION, "max_tokens": 24, "min_tokens": 24}),
+        {"Content-Type": "application/json"},
+    )
     with open_coordinator(found["address"]) as coordinator:
         while coordinator.status().sessions == 0:
             time.sleep(0.01)
@@ -264,12 +323,17 @@ def test_a_request_that_runs_is_finished_and_no_other_begins(start: Start, tmp_p
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_leaves_no_process_and_no_file_that_the_next_command_minds(start: Start, run: Run, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_leaves_no_process_and_no_file_that_the_next_command_minds(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     process = start("serve", *PAIR, "--draft", "none")
     found = ready(process)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in found["pids"].values() if psutil.pid_exists(pid)], timeout=GONE_S)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in found["pids"].values() if psutil.pid_exists(pid)],
+        timeout=GONE_S,
+    )
     assert not alive
     assert run("status").returncode == 2
     assert_nothing_is_left([], tmp_path)
@@ -290,7 +354,9 @@ def test_a_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
+    run: Run, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")
@@ -313,20 +379,24 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(run: Run
         (("--target", str(DEMO_FOLDER / "target")), "--draft"),
     ],
 )
-def test_a_mistake_is_one_line_before_a_model_is_loaded(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_a_mistake_is_one_line_before_a_model_is_loaded(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
     done = run("serve", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert words in done.stderr
     assert_nothing_is_left([], tmp_path)
 
 
-# -- who holds an address ----------------------------------------------------------------------------------------------------------------------
+# -- who holds an address --------------------------------------------------------------------------
 
 
 def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"127.0.0.1 port {port} is in use by .*\(pid {os.getpid()}\): go away"):
+        with pytest.raises(
+            UserError, match=rf"127.0.0.1 port {port} is in use by .*\(pid {os.getpid()}\): go away"
+        ):
             check_port("127.0.0.1", port, remedy="go away")
         with pytest.raises(UserError, match=f"port {port} is in use"):
             check_coordinator(f"tcp://127.0.0.1:{port}", remedy="go away")
@@ -334,7 +404,9 @@ def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
     check_port("127.0.0.1", 0, remedy="go away")
 
 
-def test_an_address_that_a_coordinator_has_is_told_with_its_pid(start: Start, run: Run, temporary: Path) -> None:
+def test_an_address_that_a_coordinator_has_is_told_with_its_pid(
+    start: Start, run: Run, temporary: Path
+) -> None:
     (temporary / "private").mkdir(mode=0o700)
     listen = f"ipc://{temporary / 'private' / 'hub'}"
     coordinator = start("coordinator", "--listen", listen)
@@ -342,14 +414,19 @@ def test_an_address_that_a_coordinator_has_is_told_with_its_pid(start: Start, ru
     coordinator.stdout.readline()
     done = run("serve", "--listen", listen, "--http.port", "0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{listen} is held by a coordinator of yours (pid {coordinator.pid}): stop it with `kill {coordinator.pid}`" in done.stderr
+    assert (
+        f"{listen} is held by a coordinator of yours (pid {coordinator.pid}): stop it with "
+        f"`kill {coordinator.pid}`" in done.stderr
+    )
 
 
-# -- what processes say ------------------------------------------------------------------------------------------------------------------------
+# -- what processes say ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes_back(start: Start, run: Run) -> None:
+def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes_back(
+    start: Start, run: Run
+) -> None:
     process = start("serve", *PAIR, "--coordinator.stuck_s=2")
     address = ready(process)["address"]
     swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={address}", "--json")
@@ -368,23 +445,33 @@ from dovetail.protocol.memory import Room
 service.read_room = lambda: Room(int(Path(sys.argv.pop(1)).read_text()), "available on this machine")
 watch.LONGEST_PAUSE_S = 1.0
 cli.main()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
-def test_a_worker_is_not_started_again_into_memory_that_it_does_not_fit_into(start: Start, tmp_path: Path) -> None:
+def test_a_worker_is_not_started_again_into_memory_that_it_does_not_fit_into(
+    start: Start, tmp_path: Path
+) -> None:
     room = tmp_path / "room"
     room.write_text("100000000")
     script = CRAMPED.replace("sys.argv.pop(1)", repr(str(room)))
     process = start("serve", *PAIR, command=(sys.executable, "-P", "-c", script))
     found = ready(process)
     os.kill(found["pids"]["target worker"], signal.SIGKILL)
-    told(process, "the target worker was not started, which is tried again in", "GB of memory, and there are 0.1 GB available on this machine")
+    told(
+        process,
+        "the target worker was not started, which is tried again in",
+        "GB of memory, and there are 0.1 GB available on this machine",
+    )
     why = ""
-    while "was not started: the target with fp32 weights takes" not in why:  # at first, that it was killed
+    while (
+        "was not started: the target with fp32 weights takes" not in why
+    ):  # at first, that it was killed
         status, state = ask(found["url"], "/readyz")
         assert status == 503
-        (why,) = [fault["why"] for fault in state["faults"] if fault["part"] == "target worker"] or [""]
+        (why,) = [
+            fault["why"] for fault in state["faults"] if fault["part"] == "target worker"
+        ] or [""]
         time.sleep(0.01)
     room.write_text("100000000000")
     told(process, "the target worker is ready again")
@@ -392,22 +479,38 @@ def test_a_worker_is_not_started_again_into_memory_that_it_does_not_fit_into(sta
 
 
 @pytest.mark.slow
-def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_again_stays_alone(start: Start, run: Run, tmp_path: Path) -> None:
+def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_again_stays_alone(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
     models = {name: tmp_path / name for name in ("target", "draft")}
     for name, folder in models.items():
         shutil.copytree(DEMO_FOLDER / name, folder)
-    process = start("serve", *PAIR, f"--target={models['target']}", f"--draft={models['draft']}", "--coordinator.stuck_s=2")
+    process = start(
+        "serve",
+        *PAIR,
+        f"--target={models['target']}",
+        f"--draft={models['draft']}",
+        "--coordinator.stuck_s=2",
+    )
     found = ready(process)
     shutil.move(models["draft"], tmp_path / "elsewhere")
     os.kill(found["pids"]["draft worker"], signal.SIGKILL)
     told(process, "the draft worker ended with exit code 2; it is started again in 16 s")
     shutil.move(tmp_path / "elsewhere", models["draft"])
 
-    swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={found['address']}", "--json")
+    swapped = run(
+        "swap", "--role=draft", "--draft=ngram", f"--connect={found['address']}", "--json"
+    )
     assert swapped.returncode == 0, swapped.stderr
-    told(process, "another worker was put in the place of the draft worker, which is not started again while it serves")
+    told(
+        process,
+        "another worker was put in the place of the draft worker, which is not started again "
+        "while it serves",
+    )
     workers = json.loads(run("status", "--json").stdout)["workers"]
-    assert [worker["pid"] for worker in workers if "draft" in worker["roles"]] == [json.loads(swapped.stdout)["pid"]]
+    assert [worker["pid"] for worker in workers if "draft" in worker["roles"]] == [
+        json.loads(swapped.stdout)["pid"]
+    ]
     assert not ask(found["url"], "/readyz")[1]["degraded"]
 
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
@@ -427,7 +530,12 @@ def test_a_worker_of_another_machine_is_not_taken_for_ours_that_has_its_number()
         "clock_bound_us": None,
     }
     about = {"roles": ("target",), "model": "", "device": "cpu", "fingerprint": "", **nothing}
-    workers = [WorkerState.model_validate({"name": host, "host": host, "pid": pid, "worker_epoch": pid, **about}) for host, pid in (("box", 7), ("here", 8))]
+    workers = [
+        WorkerState.model_validate(
+            {"name": host, "host": host, "pid": pid, "worker_epoch": pid, **about}
+        )
+        for host, pid in (("box", 7), ("here", 8))
+    ]
     assert registered({"target worker": 7, "draft worker": 8}, workers, "here") == {"draft worker"}
 
 
@@ -457,12 +565,22 @@ def test_a_process_that_says_much_fills_no_disk() -> None:
 
 
 def streamed(url: str, begun: Callable[[], object] = lambda: None) -> str:
-    """What a reply that is streamed says, and that it ended as it should; `begun` happens when it has begun."""
-    asked = {**QUESTION, "max_tokens": 160, "ignore_eos": True, "temperature": 1.0, "seed": 5, "stream": True}
+    """What a reply that is streamed says, and that it ended as it should; `begun` happens when it
+    has begun."""
+    asked = {
+        **QUESTION,
+        "max_tokens": 160,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": 5,
+        "stream": True,
+    }
     place, said, chunks = urlsplit(url), "", 0
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
+        )
         for line in connection.getresponse():
             if line.strip() == b"data: [DONE]":
                 return said
@@ -478,9 +596,14 @@ def streamed(url: str, begun: Callable[[], object] = lambda: None) -> str:
 
 
 @pytest.mark.slow
-def test_a_stream_whose_target_is_killed_goes_on_when_that_has_been_started_again(start: Start) -> None:
+def test_a_stream_whose_target_is_killed_goes_on_when_that_has_been_started_again(
+    start: Start,
+) -> None:
     process = start("serve", *PAIR, "--target.inflate", "64MiB")
     found = ready(process)
     whole = streamed(found["url"])
-    assert streamed(found["url"], lambda: os.kill(found["pids"]["target worker"], signal.SIGKILL)) == whole
+    assert (
+        streamed(found["url"], lambda: os.kill(found["pids"]["target worker"], signal.SIGKILL))
+        == whole
+    )
     told(process, "the target worker is ready again")

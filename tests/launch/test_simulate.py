@@ -25,7 +25,15 @@ from dovetail.launch.simulation.machines import machine_names, read_machine, rea
 from dovetail.launch.simulation.measured import measured_costs
 from dovetail.launch.simulation.methods import Method, read_method, vary
 from dovetail.launch.simulation.play import Actor, Play, Stage, open_stage, play_all
-from dovetail.launch.simulation.recording import ABOUT, About, Folder, Library, Position, Recording, read_library
+from dovetail.launch.simulation.recording import (
+    ABOUT,
+    About,
+    Folder,
+    Library,
+    Position,
+    Recording,
+    read_library,
+)
 from dovetail.launch.simulation.survey import Order, Recorder
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
@@ -40,7 +48,9 @@ Children = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]
 CHAIN = TreeSettings(policy="static", insist=True, gamma=3, depth=3, width=1, sharpening=1.0)
 T_V = curve((1, 2, 4), (0.010, 0.011, 0.013))
 T_D = curve((1, 4), (0.001, 0.002))
-COSTS = Costs((ContextCurve(context=0, t_v=T_V),), T_D, proposal_s=0.0005, hop_s=0.0001, coordinator_s=0.0002)
+COSTS = Costs(
+    (ContextCurve(context=0, t_v=T_V),), T_D, proposal_s=0.0005, hop_s=0.0001, coordinator_s=0.0002
+)
 PROMPT, END = (90, 91), 0
 
 
@@ -78,17 +88,38 @@ def grown(said: Children, depth: int) -> Position:
                 gains.append(gain)
                 expanded.append(level < depth)
         paths = below
-    return Position(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(gains, np.float32), np.array(expanded, bool))
+    return Position(
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        np.array(gains, np.float32),
+        np.array(expanded, bool),
+    )
 
 
-def recording(tokens: Sequence[int], said: Callable[[int], Children], *, depth: int = 8, id: str = "one", prompt: tuple[int, ...] = PROMPT) -> Recording:
+def recording(
+    tokens: Sequence[int],
+    said: Callable[[int], Children],
+    *,
+    depth: int = 8,
+    id: str = "one",
+    prompt: tuple[int, ...] = PROMPT,
+) -> Recording:
     """A reply, and what is said at each of its positions."""
-    return Recording(id, prompt, tuple(tokens), tuple(grown(said(place), depth) for place in range(len(tokens) - 1)))
+    return Recording(
+        id,
+        prompt,
+        tuple(tokens),
+        tuple(grown(said(place), depth) for place in range(len(tokens) - 1)),
+    )
 
 
 def seer(tokens: Sequence[int]) -> Callable[[int], Children]:
     """A draft that knows the reply, and says what is wrong behind its end."""
-    return lambda place: lambda path: [(tokens[place + 1 + len(path)] if place + 1 + len(path) < len(tokens) else 7, -0.1)]
+    return lambda place: (
+        lambda path: [
+            (tokens[place + 1 + len(path)] if place + 1 + len(path) < len(tokens) else 7, -0.1)
+        ]
+    )
 
 
 def fool(_place: int) -> Children:
@@ -107,7 +138,7 @@ def played(library: Library, tree: TreeSettings = CHAIN, **options: bool) -> Pla
     return plays[0]
 
 
-# -- a recording -------------------------------------------------------------------------------------------------------------------------------
+# -- a recording -----------------------------------------------------------------------------------
 
 
 def test_a_position_says_what_follows_a_path() -> None:
@@ -122,10 +153,16 @@ def test_a_position_says_what_follows_a_path() -> None:
     assert position.children((3,), 4) is None, "it is not there"
 
 
-def test_on_the_targets_path_a_small_draft_says_below_any_root_what_it_says_below_the_next_one_and_a_head_what_it_guessed_there() -> None:
+def test_on_the_targets_path_a_small_draft_says_below_any_root_what_it_says_below_the_next_one_and_a_head_what_it_guessed_there() -> (  # noqa: E501
+    None
+):
     """Position 0 is two levels deep here: what is deeper comes from the positions on the way."""
     reply = (5, 6, 7, 8)
-    one = recording(reply, lambda place: lambda path: [(reply[min(place + 1 + len(path), 3)], -0.25 * (place + 1))], depth=2)
+    one = recording(
+        reply,
+        lambda place: lambda path: [(reply[min(place + 1 + len(path), 3)], -0.25 * (place + 1))],
+        depth=2,
+    )
     for head, gain in ((False, -0.5), (True, -0.25)):
         found = one.children(0, (6,), 4, head=head)
         assert found is not None
@@ -171,7 +208,7 @@ def test_what_is_wrong_with_a_folder_is_told_in_one_line(tmp_path: Path) -> None
         Folder(tmp_path / "other", about())
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------
 
 
 def test_a_pass_costs_what_lies_between_the_lengths_that_are_known() -> None:
@@ -187,25 +224,63 @@ def test_a_noisy_curve_never_falls() -> None:
 
 
 def test_costs_are_the_means_of_what_was_measured() -> None:
-    base = RoundRecord(round=1, prefix=3, tokens=(1,), parents=(-1,), scores=(-0.1,), verified=1, accepted=(), bonus=2, transport_ns=400, coordinator_ns=40)
+    base = RoundRecord(
+        round=1,
+        prefix=3,
+        tokens=(1,),
+        parents=(-1,),
+        scores=(-0.1,),
+        verified=1,
+        accepted=(),
+        bonus=2,
+        transport_ns=400,
+        coordinator_ns=40,
+    )
     rounds = [
-        base.model_copy(update={"verify_ns": 1000, "draft_ns": 350, "passes": ((1, 100), (4, 200))}),
-        base.model_copy(update={"verify_ns": 3000, "draft_ns": 150, "passes": ((1, 100), (4, 400))}),  # the second one was ahead of the order
-        base.model_copy(update={"verify_ns": 500, "verified": 0, "tokens": (), "parents": (), "scores": (), "transport_ns": 200, "coordinator_ns": 20}),
+        base.model_copy(
+            update={"verify_ns": 1000, "draft_ns": 350, "passes": ((1, 100), (4, 200))}
+        ),
+        base.model_copy(
+            update={"verify_ns": 3000, "draft_ns": 150, "passes": ((1, 100), (4, 400))}
+        ),  # the second one was ahead of the order
+        base.model_copy(
+            update={
+                "verify_ns": 500,
+                "verified": 0,
+                "tokens": (),
+                "parents": (),
+                "scores": (),
+                "transport_ns": 200,
+                "coordinator_ns": 20,
+            }
+        ),
     ]
     costs = measured_costs(rounds)
     assert costs.verify_s(1, 0) == pytest.approx(500e-9)
     assert costs.verify_s(2, 0) == pytest.approx(2000e-9)
     assert [costs.draft_s(1), costs.draft_s(4)] == pytest.approx([100e-9, 300e-9])
-    assert (costs.proposal_s, costs.hop_s, costs.coordinator_s) == pytest.approx((50e-9, 100e-9, 20e-9))
+    assert (costs.proposal_s, costs.hop_s, costs.coordinator_s) == pytest.approx(
+        (50e-9, 100e-9, 20e-9)
+    )
     with pytest.raises(UserError, match="nothing was drafted"):
         measured_costs(rounds[2:])
 
 
 def test_more_numbers_of_rows_than_a_curve_has_room_for_are_taken_together() -> None:
-    base = RoundRecord(round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=2)
+    base = RoundRecord(
+        round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=2
+    )
     costs = measured_costs(
-        [base.model_copy(update={"verified": rows - 1, "verify_ns": 1000 * rows, "passes": ((rows, 10 * rows),)}) for rows in range(1, 1001)]
+        [
+            base.model_copy(
+                update={
+                    "verified": rows - 1,
+                    "verify_ns": 1000 * rows,
+                    "passes": ((rows, 10 * rows),),
+                }
+            )
+            for rows in range(1, 1001)
+        ]
     )
     for rows in (10, 500, 990):
         assert costs.verify_s(rows, 0) == pytest.approx(1e-6 * rows, rel=0.2)
@@ -213,17 +288,22 @@ def test_more_numbers_of_rows_than_a_curve_has_room_for_are_taken_together() -> 
 
 
 def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path) -> None:
-    """7B in fp32: 6,607 million weights of linears; a token of the cache has 2 x 32 x 4,096 numbers."""
+    """7B in fp32: 6,607 million weights of linears; a token of the cache has 2 x 32 x 4,096
+    numbers."""
     file = tmp_path / "m.toml"
     file.write_text(
-        'title = "m"\nweights = "fp32"\n[target]\nbandwidth_gb_s = 100\npeak_gflop_s = { fp32 = 1000 }\nlayer_us = 10\nkv_bytes = 4\n'
-        "[draft]\nbandwidth_gb_s = 200\npeak_gflop_s = 1e5\nblocks = 2\nblock_us = 100\npass_us = 50\n[link]\nhop_us = 3\ncoordinator_us = 4\n"
+        'title = "m"\nweights = "fp32"\n[target]\nbandwidth_gb_s = 100\npeak_gflop_s = { fp32 '
+        "= 1000 }\nlayer_us = 10\nkv_bytes = 4\n"
+        "[draft]\nbandwidth_gb_s = 200\npeak_gflop_s = 1e5\nblocks = 2\nblock_us = "
+        "100\npass_us = 50\n[link]\nhop_us = 3\ncoordinator_us = 4\n"
     )
     costs = read_machine(str(file)).costs(read_size("7B"), "fp32")
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     assert costs.verify_s(1, 0) == pytest.approx(4 * weights / 100e9 + 320e-6)
     assert costs.verify_s(64, 0) == pytest.approx(2 * 64 * weights / 1e12 + 320e-6)
-    assert costs.verify_s(1, 512) - costs.verify_s(1, 0) == pytest.approx(512 * 2 * 32 * 4096 * 4 / 100e9)
+    assert costs.verify_s(1, 512) - costs.verify_s(1, 0) == pytest.approx(
+        512 * 2 * 32 * 4096 * 4 / 100e9
+    )
     head = 2 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096**2 + 4096 * 32000
     assert costs.draft_s(10) == pytest.approx(2 * head / 200e9 + 250e-6)
     assert (costs.hop_s, costs.coordinator_s) == pytest.approx((3e-6, 4e-6))
@@ -241,21 +321,29 @@ def test_a_machine_that_comes_along_is_slower_with_more_rows_and_larger_models(n
 
 
 def test_the_server_of_the_paper_is_as_fast_as_the_paper_says() -> None:
-    """Dovetail, Tables 3 and 4: Llama-2 7B alone 2.14 tokens/s, with 5 blocks 2.25 times that at tau 4.73; Vicuna 13B 2.50 times at tau 5.00. The first was
-    fitted, the last was not."""
+    """Dovetail, Tables 3 and 4: Llama-2 7B alone 2.14 tokens/s, with 5 blocks 2.25 times that at
+    tau 4.73; Vicuna 13B 2.50 times at tau 5.00. The first was fitted, the last was not."""
     machine = read_machine("dovetail-server")
     for size, tau, speedup in (("7B", 4.73, 2.25), ("13B", 5.00, 2.50)):
         costs = machine.costs(read_size(size), "fp32")
         round_s = costs.verify_s(16, 0) + costs.draft_s(1) + 7 * costs.draft_s(10)
         assert tau * costs.verify_s(1, 0) / round_s == pytest.approx(speedup, rel=0.05)
-    assert 1 / machine.costs(read_size("7B"), "fp32").verify_s(1, 0) == pytest.approx(2.14, rel=0.03)
+    assert 1 / machine.costs(read_size("7B"), "fp32").verify_s(1, 0) == pytest.approx(
+        2.14, rel=0.03
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("title = 3", "title: Input should be a valid string"), ("weights", "cannot be read"), (None, "there is no machine .*choose dovetail-laptop")],
+    [
+        ("title = 3", "title: Input should be a valid string"),
+        ("weights", "cannot be read"),
+        (None, "there is no machine .*choose dovetail-laptop"),
+    ],
 )
-def test_what_is_wrong_with_a_machine_is_told_in_one_line(tmp_path: Path, text: str | None, words: str) -> None:
+def test_what_is_wrong_with_a_machine_is_told_in_one_line(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
     file = tmp_path / "m.toml"
     if text is not None:
         file.write_text(text)
@@ -263,12 +351,13 @@ def test_what_is_wrong_with_a_machine_is_told_in_one_line(tmp_path: Path, text: 
         read_machine(str(file))
 
 
-# -- playing -----------------------------------------------------------------------------------------------------------------------------------
+# -- playing ---------------------------------------------------------------------------------------
 
 
 def test_a_round_takes_the_sum_of_its_parts() -> None:
-    """Twenty tokens behind the first: five rounds of a chain of three and a bonus. Passes of one row each; a root that the draft has no row of yet, since it
-    was the bonus, and the last node offered, which has none either, are two rows more."""
+    """Twenty tokens behind the first: five rounds of a chain of three and a bonus. Passes of one
+    row each; a root that the draft has no row of yet, since it was the bonus, and the last node
+    offered, which has none either, are two rows more."""
     play = played(KNOWING, ahead=False)
     assert (play.result.rounds, play.result.tau) == (5, 4.0)
     first = 3 * T_D.at(1)
@@ -291,13 +380,16 @@ def test_a_draft_that_is_always_wrong_costs_its_time_and_brings_nothing() -> Non
 
 
 def test_a_worker_whose_pass_takes_minutes_is_not_taken_for_lost() -> None:
-    slow = replace(COSTS, t_v=(ContextCurve(context=0, t_v=curve((1, 2, 4), (100.0, 110.0, 130.0))),))
+    slow = replace(
+        COSTS, t_v=(ContextCurve(context=0, t_v=curve((1, 2, 4), (100.0, 110.0, 130.0))),)
+    )
     (play,), _ = play_all(KNOWING, slow, CHAIN, ahead=False)
     assert (play.result.rounds, play.result.moves) == (5, 0)
 
 
 def test_drafting_ahead_hides_the_draft_behind_the_target() -> None:
-    """A chain of three takes some 3 ms, the target 13: with ahead, all but the first proposal lie there when they are asked for."""
+    """A chain of three takes some 3 ms, the target 13: with ahead, all but the first proposal lie
+    there when they are asked for."""
     waiting, ahead = (figures([played(KNOWING, ahead=choice).result]) for choice in (False, True))
     assert ahead.tau == waiting.tau
     assert ahead.hit_rate is not None
@@ -310,7 +402,9 @@ def test_goodput_leaves_a_draft_alone_that_is_always_wrong() -> None:
     long = tuple(11 + place % 60 for place in range(300))
     library = Library(about(max_tokens=300), (recording(long, fool),))
     tree = TreeSettings(policy="goodput", gamma=8, depth=3, width=1, sharpening=1.0)
-    speculating, alone = (figures([played(library, tree, speculate=choice).result]) for choice in (True, False))
+    speculating, alone = (
+        figures([played(library, tree, speculate=choice).result]) for choice in (True, False)
+    )
     assert speculating.plain_share > 0.8
     assert speculating.tokens_per_s > 0.95 * alone.tokens_per_s
 
@@ -333,13 +427,19 @@ def test_what_was_not_recorded_has_no_children_and_is_counted() -> None:
     assert coverage.missing_share == pytest.approx(0.5, abs=0.05)
 
 
-# -- methods -----------------------------------------------------------------------------------------------------------------------------------
+# -- methods ---------------------------------------------------------------------------------------
 
 
 def test_a_method_is_a_policy_with_settings_behind_it() -> None:
     base = configure(environment={})
     method = read_method(base, "dynamic,gamma=59,tree.depth=6,width=4,ahead=false", about())
-    assert (method.tree.policy, method.tree.gamma, method.tree.depth, method.tree.width, method.ahead) == ("dynamic", 59, 6, 4, False)
+    assert (
+        method.tree.policy,
+        method.tree.gamma,
+        method.tree.depth,
+        method.tree.width,
+        method.ahead,
+    ) == ("dynamic", 59, 6, 4, False)
     assert method.tree.sharpening == 1.0
     assert vary(read_method(base, "beam,width=4", about()), "depth", 5).tree.gamma == 20
     for text, words in (
@@ -352,7 +452,7 @@ def test_a_method_is_a_policy_with_settings_behind_it() -> None:
             read_method(base, text, about())
 
 
-# -- the command -------------------------------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -370,11 +470,15 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, said.out, said.err
 
 
-def test_run_prints_a_table_writes_json_and_draws(capsys: pytest.CaptureFixture[str], shelf: Path, tmp_path: Path) -> None:
+def test_run_prints_a_table_writes_json_and_draws(
+    capsys: pytest.CaptureFixture[str], shelf: Path, tmp_path: Path
+) -> None:
     plot, out = tmp_path / "p.svg", tmp_path / "o.json"
     machine = ("--machine=dovetail-laptop", "--target-size=13B", "--tree.width=1")
     methods = ("--method=static,gamma=3,depth=3", "--method=static,gamma=1,depth=1,ahead=false")
-    code, printed, complained = told(capsys, "run", f"--rounds={shelf}", *machine, *methods, f"--plot={plot}", f"--out={out}")
+    code, printed, complained = told(
+        capsys, "run", f"--rounds={shelf}", *machine, *methods, f"--plot={plot}", f"--out={out}"
+    )
     assert (code, complained) == (0, "")
     assert "Dovetail's laptop" in printed
     long, short = json.loads(out.read_text())["rows"]
@@ -384,7 +488,9 @@ def test_run_prints_a_table_writes_json_and_draws(capsys: pytest.CaptureFixture[
     assert "polyline" in plot.read_text()
 
 
-def test_a_sweep_over_ratios_sets_ahead_beside_not(capsys: pytest.CaptureFixture[str], shelf: Path) -> None:
+def test_a_sweep_over_ratios_sets_ahead_beside_not(
+    capsys: pytest.CaptureFixture[str], shelf: Path
+) -> None:
     sweep = ("--sweep=ratio", "--values=0.1,1", "--tree.width=1", "--method=static,gamma=3,depth=3")
     code, printed, complained = told(capsys, "run", f"--rounds={shelf}", *sweep, "--json")
     assert (code, complained) == (0, "")
@@ -394,16 +500,29 @@ def test_a_sweep_over_ratios_sets_ahead_beside_not(capsys: pytest.CaptureFixture
     assert equal["gain"] > slight["gain"] > 1.0
 
 
-def test_rounds_that_generate_recorded_are_costs_to_play_with(capsys: pytest.CaptureFixture[str], shelf: Path, tmp_path: Path) -> None:
+def test_rounds_that_generate_recorded_are_costs_to_play_with(
+    capsys: pytest.CaptureFixture[str], shelf: Path, tmp_path: Path
+) -> None:
     """Played with the costs of its own rounds, a reply takes as long again."""
-    play = open_stage(KNOWING, COSTS)[0].play(KNOWING.recordings[0], CHAIN, ahead=False, records=True)
+    play = open_stage(KNOWING, COSTS)[0].play(
+        KNOWING.recordings[0], CHAIN, ahead=False, records=True
+    )
     with open_records(tmp_path / "rounds.jsonl") as file:
         for record in play.rounds:
             file.write("one", 0, record)
     costs = ("--tree.width=1", f"--costs={tmp_path / 'rounds.jsonl'}")
-    code, printed, _ = told(capsys, "run", f"--rounds={shelf}", *costs, "--method=static,gamma=3,depth=3,ahead=false", "--json")
+    code, printed, _ = told(
+        capsys,
+        "run",
+        f"--rounds={shelf}",
+        *costs,
+        "--method=static,gamma=3,depth=3,ahead=false",
+        "--json",
+    )
     assert code == 0
-    assert json.loads(printed)["rows"][0]["tokens_per_s"] == pytest.approx(figures([play.result]).tokens_per_s, rel=0.02)
+    assert json.loads(printed)["rows"][0]["tokens_per_s"] == pytest.approx(
+        figures([play.result]).tokens_per_s, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,8 +537,12 @@ def test_rounds_that_generate_recorded_are_costs_to_play_with(capsys: pytest.Cap
         (("--costs=nowhere.jsonl",), "nowhere.jsonl"),
     ],
 )
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], shelf: Path, arguments: tuple[str, ...], words: str) -> None:
-    code, printed, complained = told(capsys, "run", f"--rounds={shelf}", "--tree.width=4", *arguments)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], shelf: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    code, printed, complained = told(
+        capsys, "run", f"--rounds={shelf}", "--tree.width=4", *arguments
+    )
     assert (code, printed) == (2, "")
     assert words in complained
     assert len(complained.splitlines()) == 1
@@ -434,13 +557,25 @@ def test_the_machines_are_listed(run: RunCommand) -> None:
 def test_the_machines_are_listed_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
     code, printed, _ = told(capsys, "machines", "--target-size=13B", "--json")
     found = json.loads(printed)
-    assert (code, found["target_size"], [one["machine"] for one in found["machines"]]) == (0, "13B", machine_names())
-    costs = {name: (machine := read_machine(name)).costs(read_size("13B"), machine.weights) for name in machine_names()}
-    assert all(one["t_v"]["16"] == costs[one["machine"]].verify_s(16, 512) and one["t_d"] == costs[one["machine"]].draft_s(10) for one in found["machines"])
+    assert (code, found["target_size"], [one["machine"] for one in found["machines"]]) == (
+        0,
+        "13B",
+        machine_names(),
+    )
+    costs = {
+        name: (machine := read_machine(name)).costs(read_size("13B"), machine.weights)
+        for name in machine_names()
+    }
+    assert all(
+        one["t_v"]["16"] == costs[one["machine"]].verify_s(16, 512)
+        and one["t_d"] == costs[one["machine"]].draft_s(10)
+        for one in found["machines"]
+    )
 
 
 def test_a_round_on_the_die_of_the_paper_takes_as_many_passes_as_the_paper_says() -> None:
-    """Jakiro, Table 1, Vicuna 7B on MT-bench at temperature 0: 2.99 times the target alone at tau 4.96, EAGLE-2, with a level more, 2.75 times at 4.94."""
+    """Jakiro, Table 1, Vicuna 7B on MT-bench at temperature 0: 2.99 times the target alone at tau
+    4.96, EAGLE-2, with a level more, 2.75 times at 4.94."""
     machine = read_machine("jakiro-mi250")
     costs = machine.costs(read_size("7B"), machine.weights)
     for passes, tau, speedup in ((5, 4.96, 2.99), (6, 4.94, 2.75)):
@@ -448,7 +583,7 @@ def test_a_round_on_the_die_of_the_paper_takes_as_many_passes_as_the_paper_says(
         assert round_s / costs.verify_s(1, 512) == pytest.approx(tau / speedup, rel=0.05)
 
 
-# -- beside real workers -------------------------------------------------------------------------------------------------------------------------
+# -- beside real workers ---------------------------------------------------------------------------
 
 
 TEXTS = ("dynamic,gamma=15,depth=8,ahead=false", "static,gamma=9,depth=4,width=4,ahead=false")
@@ -458,16 +593,22 @@ TEXTS = ("dynamic,gamma=15,depth=8,ahead=false", "static,gamma=9,depth=4,width=4
 def opened(kind: str) -> tuple[TargetWorker, DraftWorker[Any]]:
     """The embedded pair."""
     target = with_target(TargetSettings())
-    draft = open_draft_worker(with_draft(DraftSettings(kind=kind)), name="draft", threads=1, target=target.model)
+    draft = open_draft_worker(
+        with_draft(DraftSettings(kind=kind)), name="draft", threads=1, target=target.model
+    )
     return open_target_worker(target, name="target", threads=1), draft
 
 
 def recorded(folder: Path, kind: str, temperature: float, tokens: int) -> Library:
     """The first shipped prompts, recorded with the embedded pair."""
-    recorder = Recorder(*opened(kind), Order(Sampling(temperature=temperature), 5, 1.0, 256, 10, 10, tokens))
+    recorder = Recorder(
+        *opened(kind), Order(Sampling(temperature=temperature), 5, 1.0, 256, 10, 10, tokens)
+    )
     prompts = read_prompts(DEMO_FOLDER / "prompts.jsonl")[:2]
     assert recorder.record_all(prompts, Folder(folder, recorder.about), lambda _: None) == 2
-    assert recorder.record_all(prompts, Folder(folder, recorder.about), lambda _: None) == 0, "all of it is there"
+    assert recorder.record_all(prompts, Folder(folder, recorder.about), lambda _: None) == 0, (
+        "all of it is there"
+    )
     return read_library(folder)
 
 
@@ -477,26 +618,39 @@ def rounds_of(records: Sequence[RoundRecord]) -> list[object]:
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("small", 1.0), ("dovetail", 0.0)])
-def test_rounds_are_those_of_the_workers_themselves(tmp_path: Path, kind: str, temperature: float) -> None:
-    """The same trees are offered and the same paths accepted as where the models compute them, on the same stage."""
+def test_rounds_are_those_of_the_workers_themselves(
+    tmp_path: Path, kind: str, temperature: float
+) -> None:
+    """The same trees are offered and the same paths accepted as where the models compute them, on
+    the same stage."""
     library = recorded(tmp_path / "r", kind, temperature, 32)
     real = Stage(library.about, COSTS, *(Actor(worker, Clock()) for worker in opened(kind)))
     for text in TEXTS:
         method = read_method(configure(environment={}), text, library.about)
         simulated, coverage = open_stage(library, COSTS)
         for one in library.recordings:
-            ours, theirs = (stage.play(one, method.tree, ahead=False, records=True) for stage in (simulated, real))
+            ours, theirs = (
+                stage.play(one, method.tree, ahead=False, records=True)
+                for stage in (simulated, real)
+            )
             assert rounds_of(ours.rounds) == rounds_of(theirs.rounds)
             assert ours.result.tau == theirs.result.tau
         assert not coverage.missing
 
 
-def test_a_draft_that_shares_a_core_with_its_target_is_compared_without_what_it_does_ahead() -> None:
+def test_a_draft_that_shares_a_core_with_its_target_is_compared_without_what_it_does_ahead() -> (
+    None
+):
     alone, apart = (CoreLayout(Place((0,)), Place((core,)), Place((core,))) for core in (0, 1))
-    ahead, waiting = (Method(f"goodput{suffix}", TreeSettings(policy="goodput"), wish) for suffix, wish in (("", None), (",ahead=false", False)))
+    ahead, waiting = (
+        Method(f"goodput{suffix}", TreeSettings(policy="goodput"), wish)
+        for suffix, wish in (("", None), (",ahead=false", False))
+    )
     check_apart([ahead, waiting], apart)
     check_apart([waiting], alone)
-    with pytest.raises(UserError, match=r"share core 0 here.*: write --method goodput,ahead=false$"):
+    with pytest.raises(
+        UserError, match=r"share core 0 here.*: write --method goodput,ahead=false$"
+    ):
         check_apart([waiting, ahead], alone)
 
 
@@ -506,6 +660,11 @@ def test_rounds_are_those_of_real_processes(tmp_path: Path) -> None:
     configuration = configure(environment={})
     methods = [read_method(configuration, text, library.about) for text in TEXTS]
     for method, replies in decode_all(configuration, library, methods):
-        plays, _ = play_all(library, measured_costs([record for reply in replies for record in reply.rounds]), method.tree, ahead=False)
+        plays, _ = play_all(
+            library,
+            measured_costs([record for reply in replies for record in reply.rounds]),
+            method.tree,
+            ahead=False,
+        )
         for play, reply in zip(plays, replies, strict=True):
             assert (play.result.rounds, play.result.tau) == (reply.result.rounds, reply.result.tau)

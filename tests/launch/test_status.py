@@ -6,12 +6,33 @@ from dovetail.launch import terminal
 from dovetail.launch.status import _show
 from support.golden import representative
 
-HEADINGS = ("worker", "roles", "model", "device", "busy", "sessions", "trip us", "clock us", "bytes/round", "drafting", "tokens/s", "predicted")
+HEADINGS = (
+    "worker",
+    "roles",
+    "model",
+    "device",
+    "busy",
+    "sessions",
+    "trip us",
+    "clock us",
+    "bytes/round",
+    "drafting",
+    "tokens/s",
+    "predicted",
+)
 
 
-def test_its_headings_are_whole_in_eighty_columns_and_its_figures_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_headings_are_whole_in_eighty_columns_and_its_figures_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = representative()["reported"]
-    slow = report.model_copy(update={"workers": tuple(worker.model_copy(update={"round_trip_us": 70_349.6}) for worker in report.workers)})
+    slow = report.model_copy(
+        update={
+            "workers": tuple(
+                worker.model_copy(update={"round_trip_us": 70_349.6}) for worker in report.workers
+            )
+        }
+    )
     monkeypatch.setattr(terminal, "WIDTH_WITHOUT_TERMINAL", 80)
     _show(slow)
     shown = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Thresholds from prompts to settings: played over real processes, written, read, and refused where they do not hold."""
+"""Thresholds from prompts to settings: played over real processes, written, read, and refused where
+they do not hold."""
 
 import json
 import shutil
@@ -20,23 +21,38 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.training.stratify import Bin, Round, Strata
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-PROMPTS = [json.loads(line) for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+PROMPTS = [
+    json.loads(line)
+    for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+]
 SHIPPED = ("small", "dovetail", "eagle")
 
 
 def write(path: Path, thresholds: object = (1.0, 2.5), **otherwise: object) -> Path:
     """A file for the embedded draft and its tree."""
-    holds_for = {**draft_facts(DraftSettings()), "depth": 8, "width": 4, "sharpening": "auto", **otherwise}
+    holds_for = {
+        **draft_facts(DraftSettings()),
+        "depth": 8,
+        "width": 4,
+        "sharpening": "auto",
+        **otherwise,
+    }
     write_thresholds(path, thresholds, {"holds_for": holds_for}, [{"rounds": 3, "mean_rank": 1.5}])  # type: ignore[arg-type]
     return path
 
 
 def configured(**flags: str) -> tuple[float, ...] | str:
-    found = configure(flags={"tree.policy": "heterospec", **{name.replace("__", "."): text for name, text in flags.items()}}, environment={})
+    found = configure(
+        flags={
+            "tree.policy": "heterospec",
+            **{name.replace("__", "."): text for name, text in flags.items()},
+        },
+        environment={},
+    )
     return found.settings.tree.thresholds
 
 
-# -- where thresholds come from ----------------------------------------------------------------------------------------------------------------
+# -- where thresholds come from --------------------------------------------------------------------
 
 
 def test_a_file_becomes_numbers_and_its_name_goes_nowhere(tmp_path: Path) -> None:
@@ -65,12 +81,22 @@ def test_an_embedded_draft_has_thresholds_that_hold_for_it_and_for_no_other(kind
 def test_a_configuration_with_another_draft_takes_the_thresholds_of_that_draft() -> None:
     small = configure(flags={"tree.policy": "heterospec"}, environment={})
     head = small.over("test", {"draft.kind": "dovetail"})
-    assert head.settings.tree.thresholds == read_thresholds(DEMO_FOLDER / "thresholds-dovetail.toml").thresholds != small.settings.tree.thresholds
+    assert (
+        head.settings.tree.thresholds
+        == read_thresholds(DEMO_FOLDER / "thresholds-dovetail.toml").thresholds
+        != small.settings.tree.thresholds
+    )
 
 
-def test_a_draft_without_thresholds_is_refused_with_the_command_that_makes_them(tmp_path: Path) -> None:
+def test_a_draft_without_thresholds_is_refused_with_the_command_that_makes_them(
+    tmp_path: Path,
+) -> None:
     shutil.copytree(DEMO_FOLDER / "draft", tmp_path / "a draft")
-    with pytest.raises(SettingsError, match=r"needs thresholds .*: run `dovetail stratify --draft '\S*/a draft' --tree.gamma 15 --tree.depth 8 .*--out"):
+    with pytest.raises(
+        SettingsError,
+        match=r"needs thresholds .*: run `dovetail stratify --draft '\S*/a draft' --tree.gamma "
+        r"15 --tree.depth 8 .*--out",
+    ):
         configured(draft__model=str(tmp_path / "a draft"))
     with pytest.raises(SettingsError, match=r"tree\.policy 'heterospec' needs thresholds"):
         configure(flags={"tree.policy": "heterospec"}, environment={}, demo=False)
@@ -86,8 +112,13 @@ def test_the_same_draft_elsewhere_is_the_same_draft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "text"), [("depth", "6"), ("width", "5"), ("sharpening", "0.5")])
-def test_another_tree_than_that_of_the_thresholds_is_refused(tmp_path: Path, key: str, text: str) -> None:
-    with pytest.raises(SettingsError, match=rf"made for tree.{key} = (8|4|auto), and it is {text}: run `dovetail stratify"):
+def test_another_tree_than_that_of_the_thresholds_is_refused(
+    tmp_path: Path, key: str, text: str
+) -> None:
+    with pytest.raises(
+        SettingsError,
+        match=rf"made for tree.{key} = (8|4|auto), and it is {text}: run `dovetail stratify",
+    ):
         configured(tree__thresholds=str(write(tmp_path / "t.toml")), **{f"tree__{key}": text})
 
 
@@ -108,13 +139,17 @@ def test_a_draft_that_somebody_else_started_is_not_held_against_the_file(tmp_pat
         ("thresholds = []\n[holds_for]", "no file of thresholds"),
         ("thresholds = [nan]\n[holds_for]", "no file of thresholds"),
         ("thresholds = [true]\n[holds_for]", "no file of thresholds"),
-        pytest.param(f"thresholds = [1{'0' * 400}]\n[holds_for]", "no file of thresholds", id="no float"),
+        pytest.param(
+            f"thresholds = [1{'0' * 400}]\n[holds_for]", "no file of thresholds", id="no float"
+        ),
         ("thresholds = [1, 2, 3, 4, 5, 6, 7, 8]\n[holds_for]", "no file of thresholds"),
         ("thresholds = [1.0]", "no file of thresholds"),
         ("[tree]\ngamma = 4", "no file of thresholds"),
     ],
 )
-def test_a_missing_or_damaged_file_is_one_clear_line(tmp_path: Path, content: str | None, complaint: str) -> None:
+def test_a_missing_or_damaged_file_is_one_clear_line(
+    tmp_path: Path, content: str | None, complaint: str
+) -> None:
     path = tmp_path / "t.toml"
     if content is not None:
         path.write_text(content)
@@ -124,28 +159,62 @@ def test_a_missing_or_damaged_file_is_one_clear_line(tmp_path: Path, content: st
     assert "\n" not in str(raised.value)
 
 
-# -- what is learned from ----------------------------------------------------------------------------------------------------------------------
+# -- what is learned from --------------------------------------------------------------------------
 
 
-def record(prefix: int, accepted: tuple[int, ...] = (0, 1), entropy: float | None = 1.5) -> RoundRecord:
-    return RoundRecord(round=1, prefix=prefix, tokens=(1, 2, 3), parents=(-1, 0, 1), scores=(0, 0, 0), verified=3, accepted=accepted, bonus=4, entropy=entropy)
+def record(
+    prefix: int, accepted: tuple[int, ...] = (0, 1), entropy: float | None = 1.5
+) -> RoundRecord:
+    return RoundRecord(
+        round=1,
+        prefix=prefix,
+        tokens=(1, 2, 3),
+        parents=(-1, 0, 1),
+        scores=(0, 0, 0),
+        verified=3,
+        accepted=accepted,
+        bonus=4,
+        entropy=entropy,
+    )
 
 
 def result(tokens: list[int]) -> Result:
     numbers = {name: 0 for name, info in Result.model_fields.items() if info.is_required()}
     texts = {"text": "", "fingerprint": "", "finish_reason": "stop", "accepted_per_position": ()}
-    return Result.model_validate({**numbers, **texts, "prompt_tokens": 10, "token_ids": tuple(tokens)})
+    return Result.model_validate(
+        {**numbers, **texts, "prompt_tokens": 10, "token_ids": tuple(tokens)}
+    )
 
 
 def test_a_round_is_learned_from_if_it_had_a_tree_with_room_for_its_levels() -> None:
     tree = TreeSettings(policy="dynamic", gamma=9, depth=4)
-    records = [record(11), record(13, ()), record(14, entropy=None), record(25, (0, 1, 3, 5)), record(26)]
-    assert rounds_of(records, result(list(range(20))), tree, 20) == [Round(1.5, 2, False), Round(1.5, 9, False), Round(1.5, 6, True)]
+    records = [
+        record(11),
+        record(13, ()),
+        record(14, entropy=None),
+        record(25, (0, 1, 3, 5)),
+        record(26),
+    ]
+    assert rounds_of(records, result(list(range(20))), tree, 20) == [
+        Round(1.5, 2, False),
+        Round(1.5, 9, False),
+        Round(1.5, 6, True),
+    ]
 
 
 def test_nothing_is_learned_from_a_reply_that_repeats_itself() -> None:
     tokens = [*range(30), *range(30)]
-    assert len(rounds_of([record(12), record(40), record(41)], result(tokens), TreeSettings(policy="dynamic", gamma=9, depth=4), 100)) == 2
+    assert (
+        len(
+            rounds_of(
+                [record(12), record(40), record(41)],
+                result(tokens),
+                TreeSettings(policy="dynamic", gamma=9, depth=4),
+                100,
+            )
+        )
+        == 2
+    )
 
 
 def test_the_plot_has_the_rounds_and_the_bins() -> None:
@@ -155,19 +224,45 @@ def test_the_plot_has_the_rounds_and_the_bins() -> None:
     assert "Accepted to the bottom" in picture
 
 
-# -- over real processes -----------------------------------------------------------------------------------------------------------------------
+# -- over real processes ---------------------------------------------------------------------------
 
 
 def stratified(run: Run, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run("stratify", "--out", str(folder / "t.toml"), "--sampling.max_tokens", "96", "--draft.device", "cpu", *arguments)
+    return run(
+        "stratify",
+        "--out",
+        str(folder / "t.toml"),
+        "--sampling.max_tokens",
+        "96",
+        "--draft.device",
+        "cpu",
+        *arguments,
+    )
 
 
 @pytest.mark.slow
-def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_the_first(run: Run, tmp_path: Path) -> None:
-    """With a small tree, for many rounds, and a sharpening that is given: what is fitted online begins anew with every process."""
+def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_the_first(
+    run: Run, tmp_path: Path
+) -> None:
+    """With a small tree, for many rounds, and a sharpening that is given: what is fitted online
+    begins anew with every process."""
     prompts, rounds = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
-    small = ("--tree.gamma", "4", "--tree.depth", "3", "--tree.sharpening", "1.0", "--prompts", str(prompts), "--rounds", str(rounds), "--json")
-    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS[:5]), encoding="utf-8")
+    small = (
+        "--tree.gamma",
+        "4",
+        "--tree.depth",
+        "3",
+        "--tree.sharpening",
+        "1.0",
+        "--prompts",
+        str(prompts),
+        "--rounds",
+        str(rounds),
+        "--json",
+    )
+    prompts.write_text(
+        "".join(json.dumps(prompt) + "\n" for prompt in PROMPTS[:5]), encoding="utf-8"
+    )
     first = stratified(run, tmp_path, *small, "--plot", str(tmp_path / "t.svg"))
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
@@ -176,7 +271,9 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
     means = [found["fitted_rank"] for found in told["bins"]]
     assert means == sorted(means)
     assert tomllib.loads((tmp_path / "t.toml").read_text())["holds_for"] == told["holds_for"]
-    assert configured(tree__thresholds=str(tmp_path / "t.toml"), tree__depth="3", tree__sharpening="1.0") == tuple(told["thresholds"])
+    assert configured(
+        tree__thresholds=str(tmp_path / "t.toml"), tree__depth="3", tree__sharpening="1.0"
+    ) == tuple(told["thresholds"])
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
     content = rounds.read_bytes()
     rounds.write_bytes(content[:-20])  # interrupted
@@ -198,32 +295,70 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
         (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is no file of rounds"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_decoded(run: Run, tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_decoded(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
     done = stratified(run, tmp_path, "--prompts", str(DEMO_FOLDER / "prompts.jsonl"), *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert complaint in done.stderr
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(stack: Stack, temperature: float) -> None:
+def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(
+    stack: Stack, temperature: float
+) -> None:
     sampling = Sampling(temperature=temperature)
     bounds: list[tuple[float, ...]] = [(1.0, 3.0, 6.0), (50.0,), (50.0, 60.0, 70.0), ()]
     switches: list[tuple[str, ...]] = [("extend", "prune", "compute"), ("extend",), ("prune",), ()]
     with stack.connect() as client:
         for prompt in PROMPTS[:2]:
-            alone = client.complete(client.submit(turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, speculate=False)).result
+            alone = client.complete(
+                client.submit(
+                    turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, speculate=False
+                )
+            ).result
             for thresholds, adapt in zip(bounds, switches, strict=True):
                 tree = TreeSettings.model_validate(
-                    {"policy": "heterospec", "insist": True, "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds, "adapt": adapt}
+                    {
+                        "policy": "heterospec",
+                        "insist": True,
+                        "gamma": 15,
+                        "depth": 8,
+                        "width": 4,
+                        "thresholds": thresholds,
+                        "adapt": adapt,
+                    }
                 )
-                found = client.complete(client.submit(turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, tree=tree)).result
+                found = client.complete(
+                    client.submit(
+                        turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, tree=tree
+                    )
+                ).result
                 assert found.token_ids == alone.token_ids
                 assert found.rounds < alone.rounds
 
 
-def test_in_a_low_bin_more_levels_are_accepted_than_the_depth_and_in_one_bin_alone_they_are_not(stack: Stack) -> None:
+def test_in_a_low_bin_more_levels_are_accepted_than_the_depth_and_in_one_bin_alone_they_are_not(
+    stack: Stack,
+) -> None:
     with stack.connect() as client:
         for thresholds, longer in (((50.0,), True), ((), False)):
-            tree = TreeSettings.model_validate({"policy": "heterospec", "insist": True, "gamma": 15, "depth": 8, "width": 4, "thresholds": thresholds})
-            results = [client.complete(client.submit(turns=prompt["turns"], max_tokens=64, seed=3, tree=tree)).result for prompt in PROMPTS[:3]]
-            assert any(len(result.accepted_per_position) > tree.depth for result in results) is longer
+            tree = TreeSettings.model_validate(
+                {
+                    "policy": "heterospec",
+                    "insist": True,
+                    "gamma": 15,
+                    "depth": 8,
+                    "width": 4,
+                    "thresholds": thresholds,
+                }
+            )
+            results = [
+                client.complete(
+                    client.submit(turns=prompt["turns"], max_tokens=64, seed=3, tree=tree)
+                ).result
+                for prompt in PROMPTS[:3]
+            ]
+            assert (
+                any(len(result.accepted_per_position) > tree.depth for result in results) is longer
+            )

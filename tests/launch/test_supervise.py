@@ -50,7 +50,7 @@ with supervise.Supervisor() as supervisor:
     while True:
         supervisor.mind()
         signal.sigtimedwait([signal.SIGUSR1], 0.05)
-""",
+""",  # noqa: E501
 )
 CORES = (min(os.sched_getaffinity(0)),)
 GONE_S = 60.0
@@ -98,14 +98,21 @@ def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
         supervisor.children[0].process.kill()
         supervisor.children[0].process.wait()
         assert [*temporary.iterdir()] != []
-        with pytest.raises(DovetailError, match="the coordinator was killed by SIGKILL and said nothing"):
+        with pytest.raises(
+            DovetailError, match="the coordinator was killed by SIGKILL and said nothing"
+        ):
             supervisor.check()
     assert [*temporary.iterdir()] == []
 
 
-def test_a_child_has_as_long_to_end_as_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_child_has_as_long_to_end_as_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(supervise, "GRACE_S", 0.1)
-    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(0))); print('on', flush=True); signal.pause()"
+    slow = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), "
+        "sys.exit(0))); print('on', flush=True); signal.pause()"
+    )
     (tmp_path / "slow.py").write_text(slow, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     with Supervisor() as supervisor:
@@ -125,22 +132,37 @@ def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
-def test_no_child_outlives_a_supervisor_that_a_signal_ends(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_no_child_outlives_a_supervisor_that_a_signal_ends(
+    start: Start, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     """SIGKILL too: the kernel tells the children, and they clean up after themselves."""
     parent = start(command=PARENT)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     parent.send_signal(number)
-    assert parent.wait(GONE_S) in (code, 1) if number == signal.SIGINT else parent.wait(GONE_S) == code
+    assert (
+        parent.wait(GONE_S) in (code, 1) if number == signal.SIGINT else parent.wait(GONE_S) == code
+    )
     assert_gone(pids)
     assert [*(tmp_path / "tmp").iterdir()] == []
 
 
 @pytest.mark.parametrize(("stopped", "bereft"), [(False, False), (True, False), (False, True)])
-def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(start: Start, stopped: bool, bereft: bool) -> None:
-    """One that hears no signal, one that has not got to hear any; nor if whoever sees to it was stopped with all the others, or killed before them."""
+def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
+    start: Start, stopped: bool, bereft: bool
+) -> None:
+    """One that hears no signal, one that has not got to hear any; nor if whoever sees to it was
+    stopped with all the others, or killed before them."""
     parent = start(command=ORPHANS)
     assert parent.stdout is not None
     address, *pids = parent.stdout.readline().split()
@@ -149,7 +171,9 @@ def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(start: S
     if bereft:
         (minder,) = (child for child in children if str(child.pid) not in pids)
         minder.kill()
-        while minder.is_running() or len(children := psutil.Process(parent.pid).children()) <= len(pids):
+        while minder.is_running() or len(children := psutil.Process(parent.pid).children()) <= len(
+            pids
+        ):
             assert parent.poll() is None
     for child in children if stopped else ():
         child.suspend()
@@ -165,7 +189,9 @@ def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(start: S
 def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
-    configuration = configure(flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={})
+    configuration = configure(
+        flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={}
+    )
     with Supervisor() as supervisor:
         stack = start_stack(supervisor, configuration)
         with pytest.raises(UserError) as caught:
@@ -179,7 +205,11 @@ def test_a_worker_that_crashes_is_reported_with_its_last_words() -> None:
     with Supervisor() as supervisor:
         child = supervisor.start("odd worker", [], module="dovetail.launch.no_such_module")
         child.process.wait()
-        with pytest.raises(DovetailError, match=r"the odd worker ended with exit code 1:\n.*No module named dovetail.launch.no_such_module"):
+        with pytest.raises(
+            DovetailError,
+            match=r"the odd worker ended with exit code 1:\n.*No module named "
+            r"dovetail.launch.no_such_module",
+        ):
             supervisor.check()
 
 

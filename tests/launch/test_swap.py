@@ -1,4 +1,5 @@
-"""`dovetail swap` and `dovetail drain` on real processes, while eight streams run: no request fails, and every text is the undisturbed one."""
+"""`dovetail swap` and `dovetail drain` on real processes, while eight streams run: no request
+fails, and every text is the undisturbed one."""
 
 import json
 import os
@@ -30,11 +31,17 @@ GONE_S = 60.0
 
 
 def dovetail(*arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 class Streams:
-    """Eight requests, greedy and sampled, that are asked for again as they end, until something else is over."""
+    """Eight requests, greedy and sampled, that are asked for again as they end, until something
+    else is over."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -45,16 +52,30 @@ class Streams:
 
     def _ask(self, number: int, tree: TreeSettings | None) -> int:
         sampling = Sampling(temperature=float(number % 2), min_tokens=TOKENS)
-        return submit(self._client, PROMPTS[number % len(PROMPTS)], sampling=sampling, tokens=TOKENS, seed=number, tree=tree)
+        return submit(
+            self._client,
+            PROMPTS[number % len(PROMPTS)],
+            sampling=sampling,
+            tokens=TOKENS,
+            seed=number,
+            tree=tree,
+        )
 
-    def run_beside(self, arguments: Sequence[str] | Callable[[], Sequence[str]], look: Callable[[], None] = lambda: None) -> "subprocess.CompletedProcess[str]":
-        """Run a command once every stream has begun, and the streams until it has ended; `look` is called again and again."""
+    def run_beside(
+        self,
+        arguments: Sequence[str] | Callable[[], Sequence[str]],
+        look: Callable[[], None] = lambda: None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command once every stream has begun, and the streams until it has ended; `look` is
+        called again and again."""
         flying = {self._ask(number, TREE): number for number in range(STREAMS)}
         begun: set[int] = set()
         process: subprocess.Popen[str] | None = None
         while flying:
             reply = self._client.receive(SILENCE_S)
-            assert isinstance(reply, Emitted | Finished), reply.text if isinstance(reply, Failed) else reply
+            assert isinstance(reply, Emitted | Finished), (
+                reply.text if isinstance(reply, Failed) else reply
+            )
             if process is None and len(begun := begun | {reply.request}) >= STREAMS:
                 process = dovetail(*(arguments() if callable(arguments) else arguments))
             look()
@@ -86,7 +107,10 @@ def swap(stack: Stack, role: str, *flags: str) -> list[str]:
 def check_swapped(done: "subprocess.CompletedProcess[str]", case: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
-    print(f"{case}: {result['moved']} moved, {result['stayed']} stayed, longest pause {1e3 * result['longest_pause_s']:.0f} ms")
+    print(
+        f"{case}: {result['moved']} moved, {result['stayed']} stayed, longest pause "
+        f"{1e3 * result['longest_pause_s']:.0f} ms"
+    )
     assert result["moved"] + result["stayed"] > 0
     return result
 
@@ -114,10 +138,14 @@ DRAFTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "flags"), DRAFTS, ids=["small-to-head", "head-to-small", "small-to-small"])
+@pytest.mark.parametrize(
+    ("kind", "flags"), DRAFTS, ids=["small-to-head", "head-to-small", "small-to-small"]
+)
 def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> None:
     with under_streams({"draft.kind": kind}) as (stack, client, streams):
-        result = check_swapped(streams.run_beside(swap(stack, "draft", *flags)), f"draft {kind} -> {flags[0]}")
+        result = check_swapped(
+            streams.run_beside(swap(stack, "draft", *flags)), f"draft {kind} -> {flags[0]}"
+        )
         assert (result["worker"], result["replaced"], result["stayed"]) == ("draft-2", "draft", 0)
         assert stack.workers[1].process.wait(GONE_S) is not None
         assert names(client) == ["draft-2", "target"]
@@ -129,14 +157,21 @@ def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> 
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 def test_a_target_is_swapped_under_eight_streams(weights: str) -> None:
     with under_streams({"draft.kind": "small"}) as (stack, client, streams):
-        result = check_swapped(streams.run_beside(swap(stack, "target", f"--weights={weights}")), f"target fp32 -> {weights}")
+        result = check_swapped(
+            streams.run_beside(swap(stack, "target", f"--weights={weights}")),
+            f"target fp32 -> {weights}",
+        )
         if weights == "fp32":
             assert {kind for kind in streams.kinds if kind[0]} == {(1, ())}
         else:
             assert result["moved"] == 0
             assert {moves for moves, _ in streams.kinds} == {0}
         (target,) = (worker for worker in client.status().workers if "target" in worker.roles)
-        assert (target.name, target.fingerprint.split("/")[1], target.inflation) == ("target-2", weights, INFLATE["target.inflate"])
+        assert (target.name, target.fingerprint.split("/")[1], target.inflation) == (
+            "target-2",
+            weights,
+            INFLATE["target.inflate"],
+        )
         client.stop()
         wait_until_gone(result["pid"])
 
@@ -155,7 +190,10 @@ def test_a_worker_is_drained_under_eight_streams(role: str) -> None:
         with stack.connect() as onlooker:
 
             def busiest() -> list[str]:
-                worker = max((worker for worker in onlooker.status().workers if role in worker.roles), key=lambda worker: worker.sessions)
+                worker = max(
+                    (worker for worker in onlooker.status().workers if role in worker.roles),
+                    key=lambda worker: worker.sessions,
+                )
                 return ["drain", worker.name, f"--connect={stack.address}", "--json"]
 
             result = check_swapped(streams.run_beside(busiest), f"drain of the {role}")
@@ -164,7 +202,10 @@ def test_a_worker_is_drained_under_eight_streams(role: str) -> None:
 
 @pytest.mark.slow
 def test_a_newcomer_that_cannot_be_loaded_or_dies_leaves_everything_as_it_was() -> None:
-    with under_streams({"draft.kind": "small"}) as (stack, client, streams), stack.connect() as onlooker:
+    with (
+        under_streams({"draft.kind": "small"}) as (stack, client, streams),
+        stack.connect() as onlooker,
+    ):
         missing = streams.run_beside(swap(stack, "draft", "--draft=/nowhere"))
         assert missing.returncode == 2
         assert "/nowhere is not there" in missing.stderr
@@ -176,7 +217,11 @@ def test_a_newcomer_that_cannot_be_loaded_or_dies_leaves_everything_as_it_was() 
 
         killed = streams.run_beside(swap(stack, "target", "--target.inflate=64MiB"), kill_newcomer)
         assert killed.returncode == 1
-        assert "target-2 was not put in place" in killed.stderr or "was killed by SIGKILL" in killed.stderr or "not on standby here any more" in killed.stderr
+        assert (
+            "target-2 was not put in place" in killed.stderr
+            or "was killed by SIGKILL" in killed.stderr
+            or "not on standby here any more" in killed.stderr
+        )
         assert names(client) == ["draft", "target"]
 
 
@@ -194,16 +239,33 @@ sys.exit(cli.run(sys.argv[1:]))
 def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_trial() -> None:
     with under_streams({"draft.kind": "small"}) as (stack, client, _), stack.connect() as admin:
         old = next(worker for worker in client.status().workers if "target" in worker.roles)
-        flags = [*worker_arguments(stack.configuration, "target", stack.address, layout_of(stack.configuration.settings)), "--name=crooked", "--standby"]
-        crooked = subprocess.Popen([sys.executable, "-P", "-c", CROOKED, *flags], stderr=subprocess.DEVNULL)
+        flags = [
+            *worker_arguments(
+                stack.configuration,
+                "target",
+                stack.address,
+                layout_of(stack.configuration.settings),
+            ),
+            "--name=crooked",
+            "--standby",
+        ]
+        crooked = subprocess.Popen(
+            [sys.executable, "-P", "-c", CROOKED, *flags], stderr=subprocess.DEVNULL
+        )
         try:
             newcomer = None
             while newcomer is None:
                 assert crooked.poll() is None
-                newcomer = next((worker for worker in admin.status().workers if worker.standby), None)
+                newcomer = next(
+                    (worker for worker in admin.status().workers if worker.standby), None
+                )
                 time.sleep(0.05)
             assert newcomer.fingerprint == old.fingerprint
-            with pytest.raises(RequestError, match="crooked was not put in place: it has the fingerprint of a target that is here, and decides otherwise from"):
+            with pytest.raises(
+                RequestError,
+                match="crooked was not put in place: it has the fingerprint of a target that "
+                "is here, and decides otherwise from",
+            ):
                 admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
             assert crooked.wait(GONE_S) == 0
         finally:
@@ -215,8 +277,15 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["nobody", "lost"])
 def test_a_worker_that_comes_back_while_its_successor_loads_leaves_for_it(first: str) -> None:
-    with growing({"draft.kind": "ngram", **({} if first == "lost" else {"draft.kind": "none"})}) as (stack, client, _):
-        flags = [*worker_arguments(stack.configuration, "draft", stack.address, layout_of(stack.configuration.settings)), "--draft.kind=ngram"]
+    with growing(
+        {"draft.kind": "ngram", **({} if first == "lost" else {"draft.kind": "none"})}
+    ) as (stack, client, _):
+        flags = [
+            *worker_arguments(
+                stack.configuration, "draft", stack.address, layout_of(stack.configuration.settings)
+            ),
+            "--draft.kind=ngram",
+        ]
         former = [sys.executable, "-P", "-m", "dovetail.launch.cli", *flags, "--name=draft"]
         swapping = dovetail(*swap(stack, "draft", "--draft=small"))
         while not (children := psutil.Process(swapping.pid).children()):
@@ -258,18 +327,36 @@ def test_an_interrupted_swap_takes_its_worker_along() -> None:
 
 @pytest.mark.slow
 def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_them() -> None:
-    """The old target ends what it has, since the new one decides otherwise: that takes longer than whoever asked has patience."""
+    """The old target ends what it has, since the new one decides otherwise: that takes longer than
+    whoever asked has patience."""
     interrupted: list[int] = []
-    with under_streams({"draft.kind": "small"}) as (stack, client, streams), stack.connect() as admin:
+    with (
+        under_streams({"draft.kind": "small"}) as (stack, client, streams),
+        stack.connect() as admin,
+    ):
 
         def interrupt() -> None:
-            placed = [worker for worker in admin.status().workers if worker.name == "target-2" and not worker.standby]
+            placed = [
+                worker
+                for worker in admin.status().workers
+                if worker.name == "target-2" and not worker.standby
+            ]
             if placed and not interrupted:
-                (process,) = [child for child in psutil.Process().children() if "swap" in child.cmdline()]
+                (process,) = [
+                    child for child in psutil.Process().children() if "swap" in child.cmdline()
+                ]
                 process.send_signal(signal.SIGINT)
                 interrupted.append(placed[0].pid)
 
-        done = streams.run_beside(swap(stack, "target", "--target.weights=int8", f"--target.inflate={INFLATE['target.inflate']}"), interrupt)
+        done = streams.run_beside(
+            swap(
+                stack,
+                "target",
+                "--target.weights=int8",
+                f"--target.inflate={INFLATE['target.inflate']}",
+            ),
+            interrupt,
+        )
         assert (done.returncode, len(interrupted)) == (130, 1), done.stderr
         assert "target-2 is in place and stays" in done.stderr
         try:
@@ -282,10 +369,27 @@ def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_th
 
 
 def state(name: str, pid: int) -> WorkerState:
-    nothing = {"threads": 1, "worker_epoch": pid, "sessions": 0, "busy_share": 0.0, "rss_mb": 0.0, "stale": 0}
+    nothing = {
+        "threads": 1,
+        "worker_epoch": pid,
+        "sessions": 0,
+        "busy_share": 0.0,
+        "rss_mb": 0.0,
+        "stale": 0,
+    }
     unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
     return WorkerState.model_validate(
-        {"name": name, "roles": ("draft",), "model": "", "device": "cpu", "fingerprint": "", "host": "here", "pid": pid, **nothing, **unknown}
+        {
+            "name": name,
+            "roles": ("draft",),
+            "model": "",
+            "device": "cpu",
+            "fingerprint": "",
+            "host": "here",
+            "pid": pid,
+            **nothing,
+            **unknown,
+        }
     )
 
 
@@ -293,17 +397,29 @@ def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
     workers = [state("draft", 11), state("draft", 12), state("draft-2", 13)]
     assert named(workers, "draft-2").pid == 13
     assert named(workers, "12").pid == 12
-    with pytest.raises(UserError, match=r"2 workers are called 'draft', draft \(pid 11 on here\), draft \(pid 12 on here\): name the one"):
+    with pytest.raises(
+        UserError,
+        match=r"2 workers are called 'draft', draft \(pid 11 on here\), draft \(pid 12 on "
+        r"here\): name the one",
+    ):
         named(workers, "draft")
-    with pytest.raises(UserError, match=r"there is no worker 'target': choose one of draft \(pid 11"):
+    with pytest.raises(
+        UserError, match=r"there is no worker 'target': choose one of draft \(pid 11"
+    ):
         named(workers, "target")
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--role=draft", "--draft=ngram", "--weights=int8"], "--target.weights is a setting of a target, and --role draft starts none"),
-        (["--role=target", "--draft.device=cpu"], "--draft.device is a setting of a draft, and --role target starts none"),
+        (
+            ["--role=draft", "--draft=ngram", "--weights=int8"],
+            "--target.weights is a setting of a target, and --role draft starts none",
+        ),
+        (
+            ["--role=target", "--draft.device=cpu"],
+            "--draft.device is a setting of a draft, and --role target starts none",
+        ),
     ],
 )
 def test_a_setting_of_the_other_role_is_refused(flags: list[str], words: str) -> None:

@@ -24,7 +24,16 @@ def method(text: str) -> Method:
 
 def told(name: str, prompts: str, speedup: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """A row and its pass, as `bench` has them."""
-    known = {"method": name, "prompts": prompts, "temperature": 0.0, "tau": 2.0, "tokens_per_s": 9.0, "speedup": speedup, "hit_rate": None, "calls": 4}
+    known = {
+        "method": name,
+        "prompts": prompts,
+        "temperature": 0.0,
+        "tau": 2.0,
+        "tokens_per_s": 9.0,
+        "speedup": speedup,
+        "hit_rate": None,
+        "calls": 4,
+    }
     ends = None if speedup is None else 0.1
     row = {
         **known,
@@ -37,35 +46,74 @@ def told(name: str, prompts: str, speedup: float | None) -> tuple[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_a_sweep_of_gamma_measures_each_value_on_the_same_processes_and_draws_the_figure(run: RunCommand, tmp_path: Path) -> None:
+def test_a_sweep_of_gamma_measures_each_value_on_the_same_processes_and_draws_the_figure(
+    run: RunCommand, tmp_path: Path
+) -> None:
     prompts, plot = tmp_path / "few.jsonl", tmp_path / "figure.svg"
-    prompts.write_text("".join(json.dumps({"id": id, "turns": [text]}) + "\n" for id, text in (("a", "Hello."), ("b", "What is two plus two?"))))
-    options = ("--prompts", str(prompts), "--method", "small", "--max-tokens", "12", "--draft.device", "cpu", "--plot", str(plot), "--json")
+    prompts.write_text(
+        "".join(
+            json.dumps({"id": id, "turns": [text]}) + "\n"
+            for id, text in (("a", "Hello."), ("b", "What is two plus two?"))
+        )
+    )
+    options = (
+        "--prompts",
+        str(prompts),
+        "--method",
+        "small",
+        "--max-tokens",
+        "12",
+        "--draft.device",
+        "cpu",
+        "--plot",
+        str(plot),
+        "--json",
+    )
     done = run("bench", "--sweep", "gamma", "--values", "4,1", *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert [(row["method"], row["gamma"]) for row in report["rows"]] == [("none", 0), ("small,tree.gamma=1", 1), ("small,tree.gamma=4", 4)]
+    assert [(row["method"], row["gamma"]) for row in report["rows"]] == [
+        ("none", 0),
+        ("small,tree.gamma=1", 1),
+        ("small,tree.gamma=4", 4),
+    ]
     small, large = report["sweep"]["points"]
     assert (report["sweep"]["setting"], small["value"], large["value"]) == ("tree.gamma", 1, 4)
     assert large["verified_tokens"] / large["calls"] > small["verified_tokens"] / small["calls"]
     assert large["tau"] >= small["tau"] > 0
     assert report["rows"][1]["peak_rss_mb"] == report["rows"][2]["peak_rss_mb"]
     texts = [text.text for text in ElementTree.parse(plot).getroot().iter(f"{SVG}text")]
-    assert {"Acceptance length, tau", "Speed-up over the target alone", "Pass of the target, T_V"} <= {*texts}
+    assert {
+        "Acceptance length, tau",
+        "Speed-up over the target alone",
+        "Pass of the target, T_V",
+    } <= {*texts}
 
 
 def test_every_value_is_a_method_of_its_own_name_that_shares_the_processes_of_the_first() -> None:
-    points = points_of(read_sweep("gamma", "8, 2"), [method("none"), method("small"), method("assisted")])
-    assert [point.name for point in points] == ["none", "small,tree.gamma=2", "small,tree.gamma=8", "assisted"]
+    points = points_of(
+        read_sweep("gamma", "8, 2"), [method("none"), method("small"), method("assisted")]
+    )
+    assert [point.name for point in points] == [
+        "none",
+        "small,tree.gamma=2",
+        "small,tree.gamma=8",
+        "assisted",
+    ]
     assert [point.shares for point in points] == ["", "small", "small", ""]
     assert [point.configuration.settings.tree.gamma for point in points[1:3]] == [2, 8]
 
 
 def test_a_beam_that_gets_more_levels_gets_their_nodes() -> None:
     beam, dynamic = method("small,tree.policy=beam,tree.width=6"), method("small")
-    shapes = [point.configuration.settings.tree for point in read_sweep("depth", "4,48").points(beam)]
+    shapes = [
+        point.configuration.settings.tree for point in read_sweep("depth", "4,48").points(beam)
+    ]
     assert [(tree.depth, tree.gamma) for tree in shapes] == [(4, 24), (48, 288)]
-    assert {point.configuration.settings.tree.gamma for point in read_sweep("depth", None).points(dynamic)} == {dynamic.configuration.settings.tree.gamma}
+    assert {
+        point.configuration.settings.tree.gamma
+        for point in read_sweep("depth", None).points(dynamic)
+    } == {dynamic.configuration.settings.tree.gamma}
 
 
 @pytest.mark.parametrize("name", list(VALUES))
@@ -94,9 +142,16 @@ def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() 
     assert [point.configuration.settings.tree.depth for point in sweep.points(fixed)] == [4, 8]
     for name, value in (("tree.gamma", 15), ("tree.depth", 8), ("tree.width", 4)):
         base = base.over("--config", {name: value})
-    with pytest.raises(UserError, match=r"thresholds of heterospec \(small,tree\.policy=heterospec\) hold for one depth, here 8: sweep gamma"):
+    with pytest.raises(
+        UserError,
+        match=r"thresholds of heterospec \(small,tree\.policy=heterospec\) hold for one depth, "
+        r"here 8: sweep gamma",
+    ):
         sweep.points(read_method(base, "small,tree.policy=heterospec"))
-    assert len(read_sweep("gamma", "2,4").points(read_method(base, "small,tree.policy=heterospec"))) == 2
+    assert (
+        len(read_sweep("gamma", "2,4").points(read_method(base, "small,tree.policy=heterospec")))
+        == 2
+    )
     with pytest.raises(UserError, match=r"sets tree\.depth, which --sweep depth varies"):
         sweep.points(method(shaped))
 
@@ -106,11 +161,16 @@ def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() 
     [
         (("--values", "1"), "--values belongs to a sweep"),
         (("--plot", "a.svg", "--transport"), "--plot is of methods"),
-        (("--plot", "a.svg", "--method", "none"), "--plot draws speed-ups over none, and no other method is measured"),
+        (
+            ("--plot", "a.svg", "--method", "none"),
+            "--plot draws speed-ups over none, and no other method is measured",
+        ),
         (("--csv", "a.csv", "--transport"), "--csv is of methods"),
     ],
 )
-def test_options_without_what_they_belong_to_are_refused(run: RunCommand, options: tuple[str, ...], words: str) -> None:
+def test_options_without_what_they_belong_to_are_refused(
+    run: RunCommand, options: tuple[str, ...], words: str
+) -> None:
     done = run("bench", *options)
     assert done.returncode == 2
     assert words in done.stderr
@@ -118,10 +178,16 @@ def test_options_without_what_they_belong_to_are_refused(run: RunCommand, option
 
 def test_a_figure_has_a_curve_for_each_method_and_set_and_leaves_out_what_was_not_found() -> None:
     sweep, methods = read_sweep("gamma", "1,4"), [method("none"), method("small")]
-    found = [told(f"small,tree.gamma={value}", name, speedup) for name, speedup in (("easy", 2.0), ("hard", None)) for value in (1, 4)]
+    found = [
+        told(f"small,tree.gamma={value}", name, speedup)
+        for name, speedup in (("easy", 2.0), ("hard", None))
+        for value in (1, 4)
+    ]
     result = {"rows": [row for row, _ in found], "passes": [passes for _, passes in found]}
     points = swept(sweep, methods, result)
-    assert [(point["method"], point["value"], point["prompts"]) for point in points] == [("small", v, p) for p in ("easy", "hard") for v in (1, 4)]
+    assert [(point["method"], point["value"], point["prompts"]) for point in points] == [
+        ("small", v, p) for p in ("easy", "hard") for v in (1, 4)
+    ]
     root = ElementTree.fromstring(draw_sweep(sweep, methods, points))
     assert len(root.findall(f"{SVG}polyline")) == 4 + 3, "two curves a chart, but one of speed-up"
     assert len(root.findall(f"{SVG}polygon")) == 1
@@ -131,9 +197,17 @@ def test_a_figure_has_a_curve_for_each_method_and_set_and_leaves_out_what_was_no
 
 def test_a_figure_says_what_was_measured() -> None:
     sweep, (row, passes) = read_sweep("gamma", "4"), told("small,tree.gamma=4", "set", 2.0)
-    inflated = configure(environment={}).over("--inflate", {"target.inflate": "512MiB", "tree.policy": "goodput"})
-    methods = [read_method(inflated, text) for text in ("none", "small", "small,tree.policy=budget")]
-    root = ElementTree.fromstring(draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]})))
+    inflated = configure(environment={}).over(
+        "--inflate", {"target.inflate": "512MiB", "tree.policy": "goodput"}
+    )
+    methods = [
+        read_method(inflated, text) for text in ("none", "small", "small,tree.policy=budget")
+    ]
+    root = ElementTree.fromstring(
+        draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]}))
+    )
     weights = inflated.settings.target.weights
-    origin = f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget · T 0"
+    origin = (
+        f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget · T 0"
+    )
     assert {"What gamma brings", origin} <= {text.text for text in root.iter(f"{SVG}text")}

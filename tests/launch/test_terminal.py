@@ -19,13 +19,17 @@ def test_one_of_something_is_not_several(number: int, words: str) -> None:
     assert counted(number, "reply", "replies") == words
 
 
-def test_columns_are_explained_a_line_each_as_long_as_a_terminal_is_wide(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_are_explained_a_line_each_as_long_as_a_terminal_is_wide(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert explained({"a": "one", "long": "two"}) == "\b\nColumns:\n  a     one\n  long  two"
     assert cli.run(["bench", "--help"]) == 0
     parts = re.split(r" *Columns(?: of --csv)?:\n", capsys.readouterr().out)[1:]
     for part, columns in zip(parts, ({**COLUMNS, **SWEPT}, CSV_COLUMNS), strict=True):
         shown = part.strip("\n").splitlines()
-        assert [" ".join(line.split()) for line in shown] == [f"{name} {meaning}" for name, meaning in columns.items()]
+        assert [" ".join(line.split()) for line in shown] == [
+            f"{name} {meaning}" for name, meaning in columns.items()
+        ]
         assert max(map(len, shown)) <= 80
 
 
@@ -60,7 +64,9 @@ def test_where_nothing_is_to_be_done_there_is_no_bar(monkeypatch: pytest.MonkeyP
     assert everything(reader) == ""
 
 
-def test_a_bar_without_a_forecast_says_how_long_it_takes_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_without_a_forecast_says_how_long_it_takes_by_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as screen:
         monkeypatch.setattr(sys, "stderr", screen)
@@ -76,7 +82,9 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(None, "-:--"), (0.4, "0:00"), (67.0, "1:07"), (3723.0, "1:02:03")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-:--"), (0.4, "0:00"), (67.0, "1:07"), (3723.0, "1:02:03")]
+)
 def test_a_duration_is_told_as_a_clock_shows_it(seconds: float | None, text: str) -> None:
     assert clock_text(seconds) == text
 
@@ -91,9 +99,13 @@ def test_a_duration_is_told_as_a_clock_shows_it(seconds: float | None, text: str
         ([30, 30], 20, [[0, 1]]),
     ],
 )
-def test_columns_that_do_not_fit_follow_below_beside_the_first_again(widths: list[int], most: int, expected: list[list[int]]) -> None:
+def test_columns_that_do_not_fit_follow_below_beside_the_first_again(
+    widths: list[int], most: int, expected: list[list[int]]
+) -> None:
     assert beside_each_other(widths, most) == expected
-    assert sorted({column for columns in expected for column in columns}) == list(range(len(widths)))
+    assert sorted({column for columns in expected for column in columns}) == list(
+        range(len(widths))
+    )
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -101,15 +113,46 @@ def test_a_table_of_a_bench_has_a_line_a_row_what_matters_most_first_and_no_colu
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
     monkeypatch.setattr(terminal, "WIDTH_WITHOUT_TERMINAL", width)
-    row: dict[str, object] = {"prompts": "prompts", "temperature": 0.0, "tokens_per_s": 124.04, "tau": 5.0771}
-    row |= {"speedup": 2.18, "speedup_low": 1.85, "speedup_high": 2.55, "verified_tokens": 157, "calls": 10, "draft_share": 0.06, "verify_share": 0.76}
-    row |= {"hit_rate": 0.88, "plain_share": 0.01, "peak_rss_mb": 1396.0, "predicted_tokens_per_s": 123.2, "draft_failures": 0}
+    row: dict[str, object] = {
+        "prompts": "prompts",
+        "temperature": 0.0,
+        "tokens_per_s": 124.04,
+        "tau": 5.0771,
+    }
+    row |= {
+        "speedup": 2.18,
+        "speedup_low": 1.85,
+        "speedup_high": 2.55,
+        "verified_tokens": 157,
+        "calls": 10,
+        "draft_share": 0.06,
+        "verify_share": 0.76,
+    }
+    row |= {
+        "hit_rate": 0.88,
+        "plain_share": 0.01,
+        "peak_rss_mb": 1396.0,
+        "predicted_tokens_per_s": 123.2,
+        "draft_failures": 0,
+    }
     rows = [{**row, "method": "none"}, {**row, "method": "small"}]
-    show({"rows": rows, "passes": [{"ratio": 1.93}] * 2, "differences": [], "prompts": [], "medians": [], "peers": [], "against": []})
+    show(
+        {
+            "rows": rows,
+            "passes": [{"ratio": 1.93}] * 2,
+            "differences": [],
+            "prompts": [],
+            "medians": [],
+            "peers": [],
+            "against": [],
+        }
+    )
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= width
     tables = [line.split() for line in shown if line.strip().startswith("method")]
-    assert [name for table in tables for name in table if name not in ("method", "prompts", "T")] == [*COLUMNS][3:]
+    assert [
+        name for table in tables for name in table if name not in ("method", "prompts", "T")
+    ] == [*COLUMNS][3:]
     assert all(table[:3] == ["method", "prompts", "T"] for table in tables)
     assert "differ" in tables[0]
     lines = [line for line in shown if line.strip().startswith("small")]

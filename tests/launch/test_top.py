@@ -1,4 +1,5 @@
-"""`dovetail top`: once, as JSON, live in a terminal; over ipc, over tcp with keys, and over HTTP."""
+"""`dovetail top`: once, as JSON, live in a terminal; over ipc, over tcp with keys, and over
+HTTP."""
 
 import fcntl
 import io
@@ -60,11 +61,26 @@ def picture(house: Backend) -> dict[str, Any]:
     return lately.view(spell=lambda token: f"w{token}")
 
 
-def test_once_shows_workers_figures_and_sessions_within_80_columns(house: Backend, run: Run) -> None:
+def test_once_shows_workers_figures_and_sessions_within_80_columns(
+    house: Backend, run: Run
+) -> None:
     decode(house)
     shown = run("top", "--connect", house.address, "--once")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert all(word in shown.stdout for word in ("coordinator pid", "speculation", "tokens/s", "tau", "target", "draft", "fingerprint", "binding", "epoch"))
+    assert all(
+        word in shown.stdout
+        for word in (
+            "coordinator pid",
+            "speculation",
+            "tokens/s",
+            "tau",
+            "target",
+            "draft",
+            "fingerprint",
+            "binding",
+            "epoch",
+        )
+    )
     assert max(map(cell_len, shown.stdout.splitlines())) <= 80
     assert "\x1b" not in shown.stdout, "no terminal, no colours"
 
@@ -76,17 +92,25 @@ def test_the_same_is_json_over_ipc_and_over_http(house: Backend, run: Run) -> No
         far = json.loads(run("top", "--connect", server.url, "--json").stdout)
     assert set(far) - set(near) == {"server", "every_s", "shown", "model"}
     assert near["coordinator"]["epoch"] == far["coordinator"]["epoch"]
-    assert [worker["name"] for worker in near["workers"]] == [worker["name"] for worker in far["workers"]] == ["target", "draft"]
+    assert (
+        [worker["name"] for worker in near["workers"]]
+        == [worker["name"] for worker in far["workers"]]
+        == ["target", "draft"]
+    )
     assert near["tree"]["texts"] is not None
 
 
-def test_over_http_the_key_of_the_environment_is_sent(house: Backend, run: Run, environment: dict[str, str], tmp_path: Path) -> None:
+def test_over_http_the_key_of_the_environment_is_sent(
+    house: Backend, run: Run, environment: dict[str, str], tmp_path: Path
+) -> None:
     file = tmp_path / "keys"
     file.write_text(KEY, encoding="utf-8")
     file.chmod(0o600)
     with api(house.address, f"--http.api_key_file={file}") as server:
         refused = run("top", "--connect", server.url, "--once")
-        allowed = run("top", "--connect", server.url, "--json", env={**environment, "DOVETAIL_API_KEY": KEY})
+        allowed = run(
+            "top", "--connect", server.url, "--json", env={**environment, "DOVETAIL_API_KEY": KEY}
+        )
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert "DOVETAIL_API_KEY" in refused.stderr
     assert json.loads(allowed.stdout)["shown"] == "anonymous"
@@ -100,14 +124,24 @@ def test_a_server_without_a_dashboard_is_named_with_the_remedy(house: Backend, r
 
 
 def test_nobody_there_is_one_line(run: Run) -> None:
-    for address in ((), ("--connect", "ipc:///tmp/dovetail-nobody/hub"), ("--connect", "http://127.0.0.1:9")):
+    for address in (
+        (),
+        ("--connect", "ipc:///tmp/dovetail-nobody/hub"),
+        ("--connect", "http://127.0.0.1:9"),
+    ):
         shown = run("top", "--once", *address)
-        assert (shown.returncode in (1, 2), shown.stdout, shown.stderr.count("\n")) == (True, "", 1), shown.stderr
+        assert (shown.returncode in (1, 2), shown.stdout, shown.stderr.count("\n")) == (
+            True,
+            "",
+            1,
+        ), shown.stderr
 
 
 @pytest.mark.parametrize("height", [8, 24, 60])
 @pytest.mark.parametrize("place", range(len(PAGES)))
-def test_every_page_fits_into_its_terminal(picture: dict[str, Any], place: int, height: int) -> None:
+def test_every_page_fits_into_its_terminal(
+    picture: dict[str, Any], place: int, height: int
+) -> None:
     console = Console(width=80, height=height, force_terminal=True, record=True, file=io.StringIO())
     console.print(page(picture, Standing(page=place), console), end="")
     lines = console.export_text().rstrip("\n").splitlines()
@@ -117,14 +151,30 @@ def test_every_page_fits_into_its_terminal(picture: dict[str, Any], place: int, 
 
 
 def test_the_tree_has_every_node_with_its_mark(picture: dict[str, Any]) -> None:
-    tree = {**picture["tree"], "parents": [-1, -1, 0, 0], "fates": "arar", "texts": ["one", "two", "three", "four"], "likely": [0.5] * 4, "bonus": "five"}
+    tree = {
+        **picture["tree"],
+        "parents": [-1, -1, 0, 0],
+        "fates": "arar",
+        "texts": ["one", "two", "three", "four"],
+        "likely": [0.5] * 4,
+        "bonus": "five",
+    }
     tree |= {"bonus_parent": 2, "root": "zero", "offered": 4, "verified": 4, "accepted": 2}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(everything({**picture, "tree": tree}))
     shown = console.export_text()
-    expected = ["● zero", "├─ ✓ 1 one  50 %", "│  ├─ ✓ 3 three  50 %", "│  │  └─ ★ five", "│  └─ ✗ 4 four  50 %", "└─ ✗ 2 two  50 %"]
+    expected = [
+        "● zero",
+        "├─ ✓ 1 one  50 %",
+        "│  ├─ ✓ 3 three  50 %",
+        "│  │  └─ ★ five",
+        "│  └─ ✗ 4 four  50 %",
+        "└─ ✗ 2 two  50 %",
+    ]
     lines = shown.splitlines()
-    assert [line.rstrip() for line in lines[lines.index(expected[0]) :][: len(expected)]] == expected
+    assert [
+        line.rstrip() for line in lines[lines.index(expected[0]) :][: len(expected)]
+    ] == expected
     assert len({mark for mark, _, _ in MARKS.values()}) == len(MARKS)
 
 
@@ -144,7 +194,9 @@ class Screen:
         """Wait until it has shown this pattern since it was last asked for something."""
         deadline = time.monotonic() + PATIENCE_S
         while not re.search(words, ESCAPE.sub("", self.said)):
-            assert time.monotonic() < deadline, f"{words!r} was not shown: {ESCAPE.sub('', self.said)[-2000:]}"
+            assert time.monotonic() < deadline, (
+                f"{words!r} was not shown: {ESCAPE.sub('', self.said)[-2000:]}"
+            )
             if select.select([self.terminal], [], [], 0.1)[0]:
                 try:
                     self.said += os.read(self.terminal, 1 << 16).decode()
@@ -178,7 +230,9 @@ def screen(environment: dict[str, str], *arguments: str) -> Iterator[Screen]:
         os.close(ours)
 
 
-def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(house: Backend, environment: dict[str, str]) -> None:
+def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(
+    house: Backend, environment: dict[str, str]
+) -> None:
     decode(house)
     with screen(environment, "--connect", house.address) as shown:
         before = termios.tcgetattr(shown.terminal)
@@ -199,7 +253,9 @@ def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(house: Backend
         assert termios.tcgetattr(shown.terminal) == before
 
 
-def test_a_signal_leaves_the_terminal_as_it_was(house: Backend, environment: dict[str, str]) -> None:
+def test_a_signal_leaves_the_terminal_as_it_was(
+    house: Backend, environment: dict[str, str]
+) -> None:
     for end, code in (("\x03", 0), ("", 143)):
         with screen(environment, "--connect", house.address) as shown:
             before = termios.tcgetattr(shown.terminal)
@@ -212,7 +268,9 @@ def test_a_signal_leaves_the_terminal_as_it_was(house: Backend, environment: dic
             assert termios.tcgetattr(shown.terminal) == before
 
 
-def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(environment: dict[str, str]) -> None:
+def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(
+    environment: dict[str, str],
+) -> None:
     with backend() as first:
         address = first.address
         with screen(environment, "--connect", address) as shown:
@@ -231,7 +289,9 @@ def test_what_peers_say_commands_no_terminal(run: Run) -> None:
     assert "?[2Jboo" in shown.stdout
 
 
-def test_over_tcp_it_asks_with_a_key(start: Callable[..., "subprocess.Popen[str]"], run: Run, tmp_path: Path) -> None:
+def test_over_tcp_it_asks_with_a_key(
+    start: Callable[..., "subprocess.Popen[str]"], run: Run, tmp_path: Path
+) -> None:
     keys = str(tmp_path / "keys")
     assert run("keygen", "--out", keys).returncode == 0
     process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", keys)
@@ -239,6 +299,9 @@ def test_over_tcp_it_asks_with_a_key(start: Callable[..., "subprocess.Popen[str]
     address = process.stdout.readline().strip()
     shown = run("top", "--connect", address, "--keys", keys, "--json")
     assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["speculation"] == {"state": "none", "why": "no target worker is registered"}
+    assert json.loads(shown.stdout)["speculation"] == {
+        "state": "none",
+        "why": "no target worker is registered",
+    }
     refused = run("top", "--connect", address, "--once")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

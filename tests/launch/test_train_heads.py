@@ -1,4 +1,5 @@
-"""`dovetail train eagle|eagle3|dovetail|jakiro` for the embedded target: the folder that it writes is what the draft loads, to the same logits."""
+"""`dovetail train eagle|eagle3|dovetail|jakiro` for the embedded target: the folder that it writes
+is what the draft loads, to the same logits."""
 
 import json
 import subprocess
@@ -24,7 +25,14 @@ from dovetail.workers.models.checkpoint import open_weights
 from dovetail.workers.models.heads import classify, open_head
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.training.folder import read_target, shape_for
-from dovetail.workers.training.heads import DovetailHead, Eagle3Head, HeadShape, Seen, mask_of, new_head
+from dovetail.workers.training.heads import (
+    DovetailHead,
+    Eagle3Head,
+    HeadShape,
+    Seen,
+    mask_of,
+    new_head,
+)
 from dovetail.workers.training.start import begin_from_target
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
@@ -35,10 +43,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "jakiro": {"experts": 3},
 }
 PUBLIC = {
-    "eagle": {"fc.weight", "fc.bias", "layers.0.mlp.gate_proj.weight", "layers.0.post_attention_layernorm.weight"},
-    "eagle3": {"fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
-    "dovetail": {"input_layernorm.weight", "W_1", "W_2", "W_z", "layers.0.self_attn.q_proj.weight", "layers.2.input_layernorm.weight"},
-    "jakiro": {"fc.weight", "layers.0.mlp_moe.gate.weight", "layers.0.mlp_moe.experts.2.down_proj.weight"},
+    "eagle": {
+        "fc.weight",
+        "fc.bias",
+        "layers.0.mlp.gate_proj.weight",
+        "layers.0.post_attention_layernorm.weight",
+    },
+    "eagle3": {
+        "fc.weight",
+        "midlayer.hidden_norm.weight",
+        "midlayer.self_attn.q_proj.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+    },
+    "dovetail": {
+        "input_layernorm.weight",
+        "W_1",
+        "W_2",
+        "W_z",
+        "layers.0.self_attn.q_proj.weight",
+        "layers.2.input_layernorm.weight",
+    },
+    "jakiro": {
+        "fc.weight",
+        "layers.0.mlp_moe.gate.weight",
+        "layers.0.mlp_moe.experts.2.down_proj.weight",
+    },
 }
 
 
@@ -65,7 +97,19 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> Wish:
-    return Wish(**{"kind": kind, "out": out, "data": (tokens,), "steps": 3, "batch": 2, "length": 48, "number": "fp32", **KINDS[kind], **otherwise})
+    return Wish(
+        **{
+            "kind": kind,
+            "out": out,
+            "data": (tokens,),
+            "steps": 3,
+            "batch": 2,
+            "length": 48,
+            "number": "fp32",
+            **KINDS[kind],
+            **otherwise,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,22 +121,49 @@ def written(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_draft_loads_the_folder_and_computes_the_same_logits(kind: str, written: dict[str, Path]) -> None:
+def test_the_draft_loads_the_folder_and_computes_the_same_logits(
+    kind: str, written: dict[str, Path]
+) -> None:
     folder, count = written[kind], 7
     config = json.loads((folder / "config.json").read_text())
-    head, target = open_head(str(folder), target=str(TARGET), weights="fp32", device="cpu"), read_target(str(TARGET))
+    head, target = (
+        open_head(str(folder), target=str(TARGET), weights="fp32", device="cpu"),
+        read_target(str(TARGET)),
+    )
     trained = json.loads((folder / "training.json").read_text())
     oracle = new_head(HeadShape(**trained["shape"]), seed=1)
-    oracle.load_state_dict({name: value.float() if value.is_floating_point() else value for name, value in load_file(folder / "model.safetensors").items()})
+    oracle.load_state_dict(
+        {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in load_file(folder / "model.safetensors").items()
+        }
+    )
     assert classify(folder) == kind
-    assert head.trained_for == config["dovetail"]["trained_for"] == target.digest == open_weights(TARGET).digest
+    assert (
+        head.trained_for
+        == config["dovetail"]["trained_for"]
+        == target.digest
+        == open_weights(TARGET).digest
+    )
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(4096, (count,), generator=random)
     features = torch.randn(count, 768 if kind == "eagle3" else 256, generator=random)
-    found = head.forward(ids, features, torch.arange(count), [Segment(head.new_cache(count), 0, count)], true=True, contrast=kind == "jakiro")
+    found = head.forward(
+        ids,
+        features,
+        torch.arange(count),
+        [Segment(head.new_cache(count), 0, count)],
+        true=True,
+        contrast=kind == "jakiro",
+    )
     with torch.no_grad():
         seen = Seen(mask_of(torch.zeros(1, count)))
-        said = oracle(target.frozen.embedding.float()[ids][None], oracle.begin(features[None]), torch.arange(count)[None], seen)
+        said = oracle(
+            target.frozen.embedding.float()[ids][None],
+            oracle.begin(features[None]),
+            torch.arange(count)[None],
+            seen,
+        )
     close(found.states, said.state[0])
     logits = oracle.logits(said.state[0], target.frozen.head.float()).detach()
     if isinstance(oracle, Eagle3Head):
@@ -112,9 +183,18 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_folder_is_in_the_public_format_with_card_and_pictures(kind: str, written: dict[str, Path]) -> None:
+def test_the_folder_is_in_the_public_format_with_card_and_pictures(
+    kind: str, written: dict[str, Path]
+) -> None:
     folder = written[kind]
-    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "acceptance.svg", "config.json", "loss.svg", "model.safetensors", "training.json"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "README.md",
+        "acceptance.svg",
+        "config.json",
+        "loss.svg",
+        "model.safetensors",
+        "training.json",
+    ]
     with safe_open(folder / "model.safetensors", framework="pt") as content:
         names = set(content.keys())
         assert names >= PUBLIC[kind]
@@ -138,11 +218,21 @@ def test_what_is_in_the_way_of_a_head_stays(tokens: Path, tmp_path: Path) -> Non
     assert (tmp_path / "head" / "letter.txt").is_file()
 
 
-def test_an_unfinished_run_is_resumed_by_the_same_command_only(tokens: Path, tmp_path: Path) -> None:
-    out, often = tmp_path / "head", wish("eagle", tokens, tmp_path / "head", rate=1e30)  # whose weights cannot be written in the end
+def test_an_unfinished_run_is_resumed_by_the_same_command_only(
+    tokens: Path, tmp_path: Path
+) -> None:
+    out, often = (
+        tmp_path / "head",
+        wish("eagle", tokens, tmp_path / "head", rate=1e30),
+    )  # whose weights cannot be written in the end
     with pytest.raises(UserError, match="do not fit into fp16"):
         train_head(often)
-    for name, other in {"begin": {"begin": "random"}, "rate": {"rate": 1e-3}, "kind": {"kind": "jakiro", "experts": 3}, "recipe.noise": {"noise": 0.1}}.items():
+    for name, other in {
+        "begin": {"begin": "random"},
+        "rate": {"rate": 1e-3},
+        "kind": {"kind": "jakiro", "experts": 3},
+        "recipe.noise": {"noise": 0.1},
+    }.items():
         with pytest.raises(UserError, match=f"unfinished run of other {name} "):
             train_head(replace(often, **other))
     with pytest.raises(UserError, match="do not fit into fp16"):
@@ -151,9 +241,16 @@ def test_an_unfinished_run_is_resumed_by_the_same_command_only(tokens: Path, tmp
 
 
 def test_the_papers_losses_are_a_preset(tokens: Path, tmp_path: Path) -> None:
-    trained = train_head(wish("jakiro", tokens, tmp_path / "head", preset="paper", contrast=False, experts=2))
+    trained = train_head(
+        wish("jakiro", tokens, tmp_path / "head", preset="paper", contrast=False, experts=2)
+    )
     assert trained is not None
-    assert (trained.plan.recipe.feature, trained.plan.recipe.cross_entropy, trained.plan.pace.rate, trained.plan.alone) == (1.0, 0.1, 9e-5, 0.0)
+    assert (
+        trained.plan.recipe.feature,
+        trained.plan.recipe.cross_entropy,
+        trained.plan.pace.rate,
+        trained.plan.alone,
+    ) == (1.0, 0.1, 9e-5, 0.0)
     assert trained.checks[-1].contrast is None
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
@@ -163,25 +260,54 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
     target = read_target(str(TARGET))
     head = new_head(shape_for("dovetail", target, context=512, blocks=2), seed=0)
     assert isinstance(head, DovetailHead)
-    assert begin_from_target(head, target, stream=2.0) == 17  # nine tensors of a layer, and the first has no norm before its attention
+    assert (
+        begin_from_target(head, target, stream=2.0) == 17
+    )  # nine tensors of a layer, and the first has no norm before its attention
     g = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
     close(head.fuse(torch.zeros(3, 256), g), g)
-    close(head.get_parameter("layers.1.mlp.up_proj.weight"), target.read("layers.7.mlp.up_proj.weight").float())
-    written = target.read("layers.6.mlp.down_proj.weight").float() * target.read("model.norm.weight").float()[:, None] / 2
+    close(
+        head.get_parameter("layers.1.mlp.up_proj.weight"),
+        target.read("layers.7.mlp.up_proj.weight").float(),
+    )
+    written = (
+        target.read("layers.6.mlp.down_proj.weight").float()
+        * target.read("model.norm.weight").float()[:, None]
+        / 2
+    )
     close(head.get_parameter("layers.0.mlp.down_proj.weight"), written)
     eagle = new_head(shape_for("eagle", target, context=512), seed=0)
     assert begin_from_target(eagle, target) == 8
-    tokens, features = (eagle.get_parameter("fc.weight")[:, half] for half in (slice(0, 256), slice(256, 512)))
+    tokens, features = (
+        eagle.get_parameter("fc.weight")[:, half] for half in (slice(0, 256), slice(256, 512))
+    )
     weighed = target.frozen.embedding.float().square().mean().sqrt() * tokens.square().mean().sqrt()
-    assert float(weighed / target.read("model.norm.weight").float().square().mean().sqrt() / features.square().mean().sqrt()) == pytest.approx(1, rel=0.02)
+    assert float(
+        weighed
+        / target.read("model.norm.weight").float().square().mean().sqrt()
+        / features.square().mean().sqrt()
+    ) == pytest.approx(1, rel=0.02)
 
 
 @pytest.mark.slow
 def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
     line = "from dovetail.launch.train import command; command()"
     (tmp_path / "train.py").write_text(line)
-    options = f"eagle --data {tokens} --out {tmp_path / 'head'} --steps 2 --batch 2 --length 48 --threads 1".split()
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "train.py"), *options], check=True)
+    options = (
+        f"eagle --data {tokens} --out {tmp_path / 'head'} --steps 2 --batch 2 --length "
+        "48 --threads 1"
+    ).split()
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            str(tmp_path / "train.py"),
+            *options,
+        ],
+        check=True,
+    )
     trained = json.loads((tmp_path / "head" / "training.json").read_text())
     assert trained["outcome"]["tokens"] == 2 * 2 * 2 * 48
 
@@ -195,7 +321,13 @@ def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
         ({"processes": 2}, r"pip install 'dovetail\[train\]'"),
     ],
 )
-def test_mistakes_are_one_line(otherwise: dict[str, Any], complaint: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_one_line(
+    otherwise: dict[str, Any],
+    complaint: str,
+    tokens: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UserError, match=complaint) as found:
         train_head(wish("eagle3", tokens, tmp_path / "head", **otherwise))
@@ -204,20 +336,54 @@ def test_mistakes_are_one_line(otherwise: dict[str, Any], complaint: str, tokens
 
 
 def test_each_kind_has_a_command_with_its_own_options() -> None:
-    for kind, option in {"eagle": "--ttt-steps", "eagle3": "--draft-vocabulary", "dovetail": "--blocks", "jakiro": "--no-contrast"}.items():
+    for kind, option in {
+        "eagle": "--ttt-steps",
+        "eagle3": "--draft-vocabulary",
+        "dovetail": "--blocks",
+        "jakiro": "--no-contrast",
+    }.items():
         shown = CliRunner().invoke(command, [kind, "--help"])
         assert shown.exit_code == 0
         assert option in shown.output
 
 
-def test_the_result_is_one_json_object_where_that_is_asked_for(tokens: Path, tmp_path: Path) -> None:
+def test_the_result_is_one_json_object_where_that_is_asked_for(
+    tokens: Path, tmp_path: Path
+) -> None:
     head, model = tmp_path / "head", tmp_path / "model"
     training = ("--steps", "1", "--batch", "2", "--length", "48", "--number", "fp32")
-    done = CliRunner().invoke(command, ["eagle", "--data", str(tokens), "--out", str(head), *training, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        command,
+        ["eagle", "--data", str(tokens), "--out", str(head), *training, "--json"],
+        catch_exceptions=False,
+    )
     told, log = json.loads(done.stdout), json.loads((head / "training.json").read_text())
-    assert {name: told[name] for name in ("out", "kind", "steps", "parameters")} == {"out": str(head), "kind": "eagle", "steps": 1, "parameters": 868864}
-    assert (told["tau"], told["accepted_at"]) == (log["checks"][-1]["length"], log["checks"][-1]["at"])
+    assert {name: told[name] for name in ("out", "kind", "steps", "parameters")} == {
+        "out": str(head),
+        "kind": "eagle",
+        "steps": 1,
+        "parameters": 868864,
+    }
+    assert (told["tau"], told["accepted_at"]) == (
+        log["checks"][-1]["length"],
+        log["checks"][-1]["at"],
+    )
     new = ("--hidden", "16", "--mlp", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1")
-    options = ["small", "--text", str(tokens), "--tokenizer", str(TARGET), "--minutes", "0.001", *new, "--out", str(model), "--json"]
+    options = [
+        "small",
+        "--text",
+        str(tokens),
+        "--tokenizer",
+        str(TARGET),
+        "--minutes",
+        "0.001",
+        *new,
+        "--out",
+        str(model),
+        "--json",
+    ]
     told = json.loads(CliRunner().invoke(command, options, catch_exceptions=False).stdout)
-    assert (told["out"], told["parameters"]) == (str(model), 4096 * 16 + 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16 + 3 * 16)
+    assert (told["out"], told["parameters"]) == (
+        str(model),
+        4096 * 16 + 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16 + 3 * 16,
+    )

@@ -56,12 +56,23 @@ def serving() -> Watch:
     return watch
 
 
-def look(watch: Watch, first_s: float, last_s: float, known: Collection[str] | None = WORKERS, filled: Collection[str] = ()) -> list[tuple[float, Action]]:
-    """What is done, and when, as the watch looks once a second; the root answers each time that it knows these, None: it does not answer."""
+def look(
+    watch: Watch,
+    first_s: float,
+    last_s: float,
+    known: Collection[str] | None = WORKERS,
+    filled: Collection[str] = (),
+) -> list[tuple[float, Action]]:
+    """What is done, and when, as the watch looks once a second; the root answers each time that it
+    knows these, None: it does not answer."""
     actions = []
     for second in range(math.ceil(first_s), math.floor(last_s) + 1):
         answers = [] if known is None else watch.answered(known, second, filled)
-        actions += [(float(second), action) for action in [*answers, *watch.due(second)] if not isinstance(action, Tell)]
+        actions += [
+            (float(second), action)
+            for action in [*answers, *watch.due(second)]
+            if not isinstance(action, Tell)
+        ]
     return actions
 
 
@@ -103,7 +114,9 @@ def test_the_first_loss_before_all_was_ready_ends_the_service(name: str) -> None
 
 def test_a_lost_worker_is_started_again_after_half_a_second_and_nothing_else_is_touched() -> None:
     watch = serving()
-    assert watch.ended("draft", KILLED, 10.0) == [Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")]
+    assert watch.ended("draft", KILLED, 10.0) == [
+        Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")
+    ]
     assert watch.due(10.49) == []
     assert watch.due(10.5) == [Start("draft")]
     assert watch.due(10.6) == []
@@ -125,8 +138,12 @@ def test_the_pause_doubles_from_loss_to_loss_and_begins_anew_after_a_minute_of_h
     assert wait_s(watch, "draft", now_s) == 0.5
 
 
-@pytest.mark.parametrize(("name", "longest_s"), [("target", LONGEST_PAUSE_S), ("draft", LONGEST_SPARED_PAUSE_S)])
-def test_the_pause_is_never_longer_than_half_a_minute_or_five_of_what_is_not_needed(name: str, longest_s: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "longest_s"), [("target", LONGEST_PAUSE_S), ("draft", LONGEST_SPARED_PAUSE_S)]
+)
+def test_the_pause_is_never_longer_than_half_a_minute_or_five_of_what_is_not_needed(
+    name: str, longest_s: float
+) -> None:
     watch = serving()
     now_s = 0.0
     for _ in range(12):  # a minute and more between them, but none of it in health
@@ -147,10 +164,17 @@ def test_the_sixth_loss_of_a_needed_part_within_five_minutes_ends_the_service() 
 
 
 @pytest.mark.parametrize("mistake", [False, True])
-def test_a_draft_that_ends_whenever_it_starts_is_tried_ever_more_rarely_and_for_ever(mistake: bool) -> None:
+def test_a_draft_that_ends_whenever_it_starts_is_tried_ever_more_rarely_and_for_ever(
+    mistake: bool,
+) -> None:
     watch, now_s, pauses = serving(), 0.0, []
     for _ in range(200):
-        assert without_words(watch.ended("draft", Ending(2, "ended with exit code 2", mistake=mistake), now_s)) == []
+        assert (
+            without_words(
+                watch.ended("draft", Ending(2, "ended with exit code 2", mistake=mistake), now_s)
+            )
+            == []
+        )
         pauses.append(wait_s(watch, "draft", now_s))
         now_s += pauses[-1]
     assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
@@ -172,9 +196,13 @@ def test_what_is_lost_is_told_with_its_reason_its_beginning_and_its_next_try() -
     watch = serving()
     assert watch.outages == ()
     watch.ended("draft", Ending(1, "ended with exit code 1", last_line="no such device"), 10.0)
-    assert watch.outages == (Outage("draft", "it ended with exit code 1: no such device", 10.0, 10.5),)
+    assert watch.outages == (
+        Outage("draft", "it ended with exit code 1: no such device", 10.0, 10.5),
+    )
     watch.due(10.5)
-    assert watch.outages == (Outage("draft", "it ended with exit code 1: no such device" + RESTARTED, 10.0, None),)
+    assert watch.outages == (
+        Outage("draft", "it ended with exit code 1: no such device" + RESTARTED, 10.0, None),
+    )
     watch.ended("draft", KILLED, 11.0)
     assert watch.outages == (Outage("draft", "it was killed by SIGKILL", 10.0, 12.0),)
     watch.due(12.0)
@@ -233,7 +261,9 @@ def test_a_draft_that_the_user_got_wrong_ends_a_service_that_starts() -> None:
         watch.due(0.0)
         watch.ready(part, 0.0)
     watch.due(0.0)
-    assert watch.ended("draft", Ending(2, "ended with exit code 2", mistake=True), 1.0) == [GiveUp("draft")]
+    assert watch.ended("draft", Ending(2, "ended with exit code 2", mistake=True), 1.0) == [
+        GiveUp("draft")
+    ]
 
 
 def test_losses_of_different_parts_are_not_added_up() -> None:
@@ -246,7 +276,9 @@ def test_losses_of_different_parts_are_not_added_up() -> None:
 
 def test_a_root_that_is_lost_starts_again_alone_and_the_workers_come_back_to_it() -> None:
     watch = serving()
-    assert watch.ended("hub", KILLED, 10.0) == [Tell("the hub was killed by SIGKILL; it is started again in 0.5 s")]
+    assert watch.ended("hub", KILLED, 10.0) == [
+        Tell("the hub was killed by SIGKILL; it is started again in 0.5 s")
+    ]
     assert watch.missing == ("hub", "target", "draft")
     assert watch.due(10.4) == []
     assert watch.due(10.5) == [Start("hub")]
@@ -274,7 +306,9 @@ def test_a_worker_that_the_root_knows_no_more_comes_back_or_is_replaced() -> Non
     assert look(watch, 7.0, 12.0, ["target"]) == []
     assert watch.answered(WORKERS, 13.0) == [Tell("the draft is ready again")]
     assert look(watch, 14.0, 30.0, ["target"]) == [(23.0, Replace("draft"))]
-    assert watch.ended("draft", KILLED, 30.0) == [Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")]
+    assert watch.ended("draft", KILLED, 30.0) == [
+        Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")
+    ]
     assert look(watch, 31.0, 90.0, ["target"]) == [(31.0, Start("draft"))]
 
 
@@ -314,7 +348,9 @@ def test_before_all_was_ready_nothing_is_replaced() -> None:
 
 def test_a_worker_that_was_let_go_stays_away() -> None:
     watch = serving()
-    assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [Tell("the draft was let go")]
+    assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [
+        Tell("the draft was let go")
+    ]
     assert look(watch, 11.0, 60.0, ["target"]) == []
     assert watch.missing == ()
 
@@ -324,41 +360,61 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0)
     assert look(watch, 1.0, 20.0, ["target"], ["target", "draft"]) == []
     assert look(watch, 21.0, 29.0, ["target"]) == []
-    assert watch.answered(["target"], 20.0 + STUCK_S) == [Tell("nobody is in the place of the draft any more; it is started again")]
+    assert watch.answered(["target"], 20.0 + STUCK_S) == [
+        Tell("nobody is in the place of the draft any more; it is started again")
+    ]
     assert watch.due(20.0 + STUCK_S) == [Start("draft")]
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["waiting", "on its way back"])
 @pytest.mark.parametrize("name", WORKERS)
-def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_beside_it(name: str, back: bool) -> None:
+def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_beside_it(
+    name: str, back: bool
+) -> None:
     watch, others = serving(), [worker for worker in WORKERS if worker != name]
     watch.ended(name, KILLED, 10.0)
     if back:
         assert watch.due(11.0) == [Start(name)]
     known = WORKERS if back else others  # it may have registered just now
     (told, *actions) = watch.answered(known, 11.5, [name], [name])
-    assert told == Tell(f"another worker was put in the place of the {name}, which is not started again while it serves")
+    assert told == Tell(
+        f"another worker was put in the place of the {name}, which is not started again while "
+        "it serves"
+    )
     assert actions == ([Stop(name)] if back else [])
     assert watch.outages == ()
     for second in range(12, 900):
         assert [*watch.answered(others, second, [name], [name]), *watch.due(second)] == []
-    assert watch.answered(others, 900.0 + STUCK_S) == [Tell(f"nobody is in the place of the {name} any more; it is started again")]
+    assert watch.answered(others, 900.0 + STUCK_S) == [
+        Tell(f"nobody is in the place of the {name} any more; it is started again")
+    ]
     assert watch.due(900.0 + STUCK_S) == [Start(name)]
 
 
-def test_a_lost_worker_beside_another_one_that_was_put_there_before_or_came_by_itself_is_started_again() -> None:
+def test_a_lost_worker_beside_another_one_that_was_put_there_before_or_came_by_itself_is_started_again() -> (  # noqa: E501
+    None
+):
     watch = serving()
     for placed in ([], ["draft"]):
         watch.answered(WORKERS, 10.0, ["draft"], placed)
         watch.ended("draft", KILLED, 10.5)
-        assert [action for second in (11.0, 12.0) for action in [*watch.answered(["target"], second, ["draft"], placed), *watch.due(second)]] == [
-            Start("draft")
+        assert [
+            action
+            for second in (11.0, 12.0)
+            for action in [
+                *watch.answered(["target"], second, ["draft"], placed),
+                *watch.due(second),
+            ]
+        ] == [Start("draft")]
+        assert watch.answered(WORKERS, 12.5, ["draft"], placed) == [
+            Tell("the draft is ready again")
         ]
-        assert watch.answered(WORKERS, 12.5, ["draft"], placed) == [Tell("the draft is ready again")]
 
 
-def test_whoever_is_in_the_place_of_a_worker_has_as_long_as_a_worker_to_come_back_to_the_next_root() -> None:
+def test_whoever_is_in_the_place_of_a_worker_has_as_long_as_a_worker_to_come_back_to_the_next_root() -> (  # noqa: E501
+    None
+):
     watch = serving()
     watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0)
     assert look(watch, 1.0, 11.0, ["target"], ["draft"]) == []
@@ -373,31 +429,55 @@ def test_whoever_is_in_the_place_of_a_worker_has_as_long_as_a_worker_to_come_bac
 def test_what_has_served_was_no_mistake_and_is_tried_again() -> None:
     """A port may be free again in a moment, and memory too."""
     watch = serving()
-    assert without_words(watch.ended("web", Ending(2, "ended with exit code 2", mistake=True), 10.0)) == []
+    assert (
+        without_words(watch.ended("web", Ending(2, "ended with exit code 2", mistake=True), 10.0))
+        == []
+    )
     assert wait_s(watch, "web", 10.0) == FIRST_PAUSE_S
 
 
-def test_a_worker_that_cannot_be_started_at_present_is_tried_ever_more_rarely_ends_nothing_and_is_told() -> None:
+def test_a_worker_that_cannot_be_started_at_present_is_tried_ever_more_rarely_ends_nothing_and_is_told() -> (  # noqa: E501
+    None
+):
     watch, at_s = serving(), 10.0
     watch.ended("target", KILLED, at_s)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
         at_s += wait_s(watch, "target", at_s)
-        assert watch.refused("target", "too big", at_s) == [Tell(f"the target was not started, which is tried again in {pause_s:g} s: too big")]
-        assert watch.outages[-1] == Outage("target", "it was not started: too big", 10.0, at_s + pause_s)
+        assert watch.refused("target", "too big", at_s) == [
+            Tell(f"the target was not started, which is tried again in {pause_s:g} s: too big")
+        ]
+        assert watch.outages[-1] == Outage(
+            "target", "it was not started: too big", 10.0, at_s + pause_s
+        )
     at_s += wait_s(watch, "target", at_s)
     assert watch.answered(WORKERS, at_s) == [Tell("the target is ready again")]
 
 
-def test_a_root_that_was_told_to_stop_ends_the_service_and_other_parts_that_leave_are_started_again() -> None:
+def test_a_root_that_was_told_to_stop_ends_the_service_and_other_parts_that_leave_are_started_again() -> (  # noqa: E501
+    None
+):
     left = Ending(0, "ended with exit code 0")
     assert Leave() in serving().ended("hub", left, 10.0)
     assert without_words(serving().ended("target", left, 10.0)) == []
 
 
-@given(st.lists(st.tuples(st.sampled_from([part.name for part in PARTS]), st.floats(0.01, 100.0), st.booleans()), max_size=40))
-def test_whatever_ends_when_each_part_is_started_once_until_it_ends_and_none_before_its_pause(events: list[tuple[str, float, bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([part.name for part in PARTS]), st.floats(0.01, 100.0), st.booleans()
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_ends_when_each_part_is_started_once_until_it_ends_and_none_before_its_pause(
+    events: list[tuple[str, float, bool]],
+) -> None:
     watch = serving()
-    running, now_s, last_end = {part.name for part in PARTS}, 0.0, dict.fromkeys((part.name for part in PARTS), -math.inf)
+    running, now_s, last_end = (
+        {part.name for part in PARTS},
+        0.0,
+        dict.fromkeys((part.name for part in PARTS), -math.inf),
+    )
     for name, wait_s, becomes_ready in events:
         now_s += wait_s
         for action in without_words(watch.due(now_s)):
@@ -422,5 +502,6 @@ def test_whatever_ends_when_each_part_is_started_once_until_it_ends_and_none_bef
 
 
 def test_the_numbers_fit_each_other() -> None:
-    """All the pauses of a part that ends at once fit into the time within which its ends are counted."""
+    """All the pauses of a part that ends at once fit into the time within which its ends are
+    counted."""
     assert sum(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**n) for n in range(MOST_RESTARTS)) < WITHIN_S

@@ -1,4 +1,5 @@
-"""A server over HTTP that answers, refuses, breaks off or is none of ours: what the person in front of it is told."""
+"""A server over HTTP that answers, refuses, breaks off or is none of ours: what the person in front
+of it is told."""
 
 import io
 import json
@@ -21,12 +22,15 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.http.replies import metrics_of
 from support.golden import representative
 
-MANNER = Manner(Sampling(temperature=0.5), 16, TreeSettings(), seed=3, stop=("END",), speculate=False)
+MANNER = Manner(
+    Sampling(temperature=0.5), 16, TreeSettings(), seed=3, stop=("END",), speculate=False
+)
 DONE = b"data: [DONE]\n\n"
 
 
 class Script(HTTPServer):
-    """Serves the model "tiny", and answers the questions with these statuses and bytes, the last of them for ever; keeps what it was asked."""
+    """Serves the model "tiny", and answers the questions with these statuses and bytes, the last of
+    them for ever; keeps what it was asked."""
 
     def __init__(self, *replies: tuple[int, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -76,20 +80,38 @@ def event(content: Any) -> bytes:
 
 
 def chunk(text: str, tokens: Sequence[tuple[int, str, bool]] = (), **more: Any) -> bytes:
-    told = {"tokens": [token for token, _, _ in tokens], "texts": [spelt for _, spelt, _ in tokens], "drafted": [flag for _, _, flag in tokens]}
-    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, "dovetail": told}], **more})
+    told = {
+        "tokens": [token for token, _, _ in tokens],
+        "texts": [spelt for _, spelt, _ in tokens],
+        "drafted": [flag for _, _, flag in tokens],
+    }
+    return event(
+        {
+            "choices": [
+                {"index": 0, "delta": {"content": text}, "finish_reason": None, "dovetail": told}
+            ],
+            **more,
+        }
+    )
 
 
 def ask(server: Script, key: str = "") -> tuple[Answer, list[tuple[str, bool]]]:
     shown: list[tuple[str, bool]] = []
-    answer = WebAnswerer(server.url, key).answer(("Hello.", "Hi", "And?"), MANNER, lambda *piece: shown.append(piece))
+    answer = WebAnswerer(server.url, key).answer(
+        ("Hello.", "Hi", "And?"), MANNER, lambda *piece: shown.append(piece)
+    )
     return answer, shown
 
 
 def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None:
-    result: Result = representative()["finished"].result.model_copy(update={"text": "one two", "token_ids": (5, 6)})
+    result: Result = representative()["finished"].result.model_copy(
+        update={"text": "one two", "token_ids": (5, 6)}
+    )
     said = (
-        chunk("one ", [(5, "one ", True)]) + chunk("two", [(6, "two", False)]) + event({"choices": [], "metrics": metrics_of(result, 15, failure=True)}) + DONE
+        chunk("one ", [(5, "one ", True)])
+        + chunk("two", [(6, "two", False)])
+        + event({"choices": [], "metrics": metrics_of(result, 15, failure=True)})
+        + DONE
     )
     with scripted(200, said) as server:
         answer, shown = ask(server, "secret")
@@ -98,7 +120,12 @@ def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None
     ((path, authorization, body),) = server.asked
     assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
-    assert (body["temperature"], body["seed"], body["stop"], body["dovetail"]["speculate"]) == (0.5, 3, ["END"], False)
+    assert (body["temperature"], body["seed"], body["stop"], body["dovetail"]["speculate"]) == (
+        0.5,
+        3,
+        ["END"],
+        False,
+    )
 
 
 def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
@@ -110,14 +137,35 @@ def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "mistake", "words"),
     [
-        (400, b'{"error": {"message": "the prompt is \\u001b[2Jlong"}}', True, r"the prompt is \?\[2Jlong"),
-        (401, b'{"error": {"message": "no"}}', True, r"refuses a request without an API key: name its file with --http.api_key_file, or set DOVETAIL_API_KEY"),
+        (
+            400,
+            b'{"error": {"message": "the prompt is \\u001b[2Jlong"}}',
+            True,
+            r"the prompt is \?\[2Jlong",
+        ),
+        (
+            401,
+            b'{"error": {"message": "no"}}',
+            True,
+            r"refuses a request without an API key: name its file with --http.api_key_file, or "
+            r"set DOVETAIL_API_KEY",
+        ),
         (500, b'{"error": {"message": "no room"}}', False, "the server failed: no room"),
-        (503, b'{"error": {"message": "no target"}}', False, "the server cannot answer now: no target"),
+        (
+            503,
+            b'{"error": {"message": "no target"}}',
+            False,
+            "the server cannot answer now: no target",
+        ),
         (429, b'{"error": {"message": "full"}}', False, "the server cannot answer now: full"),
         (500, b"<html>", False, "what is no JSON object: '<html>'"),
         (200, chunk("Hi"), False, "broke off in the middle of a reply"),
-        (200, chunk("Hi") + event({"error": {"message": "lost"}}), False, "the server failed: lost"),
+        (
+            200,
+            chunk("Hi") + event({"error": {"message": "lost"}}),
+            False,
+            "the server failed: lost",
+        ),
         (200, b"data: [1]\n\n", False, "what is no JSON object"),
     ],
 )
@@ -133,28 +181,57 @@ def test_what_is_no_url_is_told(url: str) -> None:
         WebAnswerer(url, "")
 
 
-def test_the_key_comes_from_the_file_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_the_file_or_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DOVETAIL_API_KEY", "from the environment")
     assert api_key(configure(environment={})) == "from the environment"
     (tmp_path / "keys").write_text("\nfirst\nsecond\n")
-    assert api_key(configure(flags={"http.api_key_file": str(tmp_path / "keys")}, environment={})) == "first"
+    assert (
+        api_key(configure(flags={"http.api_key_file": str(tmp_path / "keys")}, environment={}))
+        == "first"
+    )
     with pytest.raises(UserError, match="cannot be read"):
         api_key(configure(flags={"http.api_key_file": str(tmp_path / "none")}, environment={}))
 
 
 def test_settings_of_the_server_are_refused_and_wishes_are_not() -> None:
-    check_flags(configure(flags={"draft.kind": "none", "sampling.temperature": "0.5", "http.api_key_file": "x"}, environment={}, demo=False))
-    for name, text in {"tree.gamma": "3", "target.weights": "half", "draft.kind": "ngram", "sampling.acceptance": "coupled"}.items():
+    check_flags(
+        configure(
+            flags={"draft.kind": "none", "sampling.temperature": "0.5", "http.api_key_file": "x"},
+            environment={},
+            demo=False,
+        )
+    )
+    for name, text in {
+        "tree.gamma": "3",
+        "target.weights": "half",
+        "draft.kind": "ngram",
+        "sampling.acceptance": "coupled",
+    }.items():
         with pytest.raises(UserError, match=f"--{name} is the server's to decide"):
             check_flags(configure(flags={name: text}, environment={}, demo=False))
 
 
-def test_a_question_is_asked_again_when_a_worker_has_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_is_asked_again_when_a_worker_has_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\nAnd?\n/retry\nThen?\n"))
-    hi, away = (200, chunk("Hi") + DONE), (503, b'{"error": {"message": "no target worker is there"}}')
+    hi, away = (
+        (200, chunk("Hi") + DONE),
+        (503, b'{"error": {"message": "no target worker is there"}}'),
+    )
     with scripted(*hi, away, hi) as server:
         Chat(WebAnswerer(server.url, ""), MANNER, as_json=False).talk()
-    assert "the server cannot answer now: no target worker is there\nthe question is kept: /retry asks it again\n" in capsys.readouterr().err
+    assert (
+        "the server cannot answer now: no target worker is there\nthe question is kept: /retry "
+        "asks it again\n" in capsys.readouterr().err
+    )
     asked = [[message["content"] for message in body["messages"]] for _, _, body in server.asked]
-    assert asked == [["Hello."], ["Hello.", "Hi", "And?"], ["Hello.", "Hi", "And?"], ["Hello.", "Hi", "And?", "Hi", "Then?"]]
+    assert asked == [
+        ["Hello."],
+        ["Hello.", "Hi", "And?"],
+        ["Hello.", "Hi", "And?"],
+        ["Hello.", "Hi", "And?", "Hi", "Then?"],
+    ]

@@ -2,7 +2,13 @@
 
 import pytest
 
-from dovetail.launch.wheels import build_for, driver_for, has_code_for, install_command, parse_capability
+from dovetail.launch.wheels import (
+    build_for,
+    driver_for,
+    has_code_for,
+    install_command,
+    parse_capability,
+)
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -28,7 +34,9 @@ CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
         (("gfx90a",), (9, 0), False),
     ],
 )
-def test_machine_code_runs_on_its_own_major_version_and_ptx_on_later_ones(architectures: tuple[str, ...], capability: tuple[int, int], runs: bool) -> None:
+def test_machine_code_runs_on_its_own_major_version_and_ptx_on_later_ones(
+    architectures: tuple[str, ...], capability: tuple[int, int], runs: bool
+) -> None:
     assert has_code_for(architectures, capability) is runs
 
 
@@ -49,18 +57,27 @@ def test_machine_code_runs_on_its_own_major_version_and_ptx_on_later_ones(archit
         ((8, 0), "2.13.0", 470, ""),
     ],
 )
-def test_the_build_follows_from_the_card_and_its_driver(capability: tuple[int, int], release: str, driver: int | None, build: str) -> None:
+def test_the_build_follows_from_the_card_and_its_driver(
+    capability: tuple[int, int], release: str, driver: int | None, build: str
+) -> None:
     assert build_for(capability, release=release, driver=driver) == build
 
 
 def test_the_same_release_is_named_where_it_is_published_as_that_build() -> None:
     assert (
-        install_command("cu126", release="2.13.0+cu130") == "pip install --force-reinstall 'torch==2.13.0' --index-url https://download.pytorch.org/whl/cu126"
+        install_command("cu126", release="2.13.0+cu130")
+        == "pip install --force-reinstall 'torch==2.13.0' --index-url "
+        "https://download.pytorch.org/whl/cu126"
     )
     assert "'torch>=2.8,<2.12'" in install_command("cu128", release="2.13.0")
     assert "'torch>=2.9,<2.14'" in install_command("cu130", release="2.8.0")
 
 
 def test_versions_are_read() -> None:
-    assert (driver_for("13.0"), driver_for("12.6"), driver_for(""), driver_for("11.8")) == (580, 525, None, None)
+    assert (driver_for("13.0"), driver_for("12.6"), driver_for(""), driver_for("11.8")) == (
+        580,
+        525,
+        None,
+        None,
+    )
     assert (parse_capability(" 8.6 "), parse_capability("[N/A]")) == ((8, 6), None)

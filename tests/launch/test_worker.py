@@ -1,4 +1,5 @@
-"""A worker that is started by hand: where it is bound, how many threads it takes, and what becomes of it when its coordinator goes or it is stuck."""
+"""A worker that is started by hand: where it is bound, how many threads it takes, and what becomes
+of it when its coordinator goes or it is stuck."""
 
 import contextlib
 import os
@@ -50,7 +51,7 @@ def test_a_target_takes_no_more_threads_than_the_cores_that_it_is_bound_to() -> 
         thread_count("target", TargetSettings(threads=2), Place((core,)))
 
 
-# -- a coordinator that goes, and one that comes ---------------------------------------------------------------------------------------------------
+# -- a coordinator that goes, and one that comes ---------------------------------------------------
 
 
 @pytest.fixture
@@ -87,7 +88,9 @@ def gone(address: str) -> None:
             time.sleep(0.01)
 
 
-def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_ends_with_it(start: Start, address: str) -> None:
+def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_ends_with_it(
+    start: Start, address: str
+) -> None:
     coordinator = coordinate(start, address)
     worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
     before = registered(address)
@@ -105,9 +108,21 @@ def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_end
     assert said.endswith("draft worker draft ends: its coordinator let it go\n")
 
 
-def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(start: Start, address: str) -> None:
+def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(
+    start: Start, address: str
+) -> None:
     coordinator = coordinate(start, address)
-    arguments = ("worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--parent", str(os.getpid()))
+    arguments = (
+        "worker",
+        "--role",
+        "draft",
+        "--draft",
+        "ngram",
+        "--connect",
+        address,
+        "--parent",
+        str(os.getpid()),
+    )
     told = start(*arguments)
     registered(address)
     told.terminate()
@@ -119,7 +134,9 @@ def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(
     assert let_go.wait(BACK_S) == LET_GO
 
 
-def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(start: Start, address: str) -> None:
+def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(
+    start: Start, address: str
+) -> None:
     coordinate(start, address)
     worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
     before = registered(address)
@@ -135,15 +152,27 @@ def test_a_worker_behind_a_slow_line_comes_back_when_its_connection_breaks() -> 
         member = fleet.add("draft", "draft", "--draft.kind=ngram", proxied=True)
         assert member.proxy is not None
         member.proxy.delay(0.2)
-        (before,) = fleet.wait_until(client, lambda state: bool(state.workers), "nobody has registered").workers
+        (before,) = fleet.wait_until(
+            client, lambda state: bool(state.workers), "nobody has registered"
+        ).workers
         member.proxy.cut()
-        state = fleet.wait_until(client, lambda state: any(worker.worker_epoch != before.worker_epoch for worker in state.workers), "it has not come back")
+        state = fleet.wait_until(
+            client,
+            lambda state: any(
+                worker.worker_epoch != before.worker_epoch for worker in state.workers
+            ),
+            "it has not come back",
+        )
         assert {worker.pid for worker in state.workers} == {member.pid}
 
 
-def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(start: Start, address: str) -> None:
+def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(
+    start: Start, address: str
+) -> None:
     coordinator = coordinate(start, address)
-    worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--reconnect-s", "0")
+    worker = start(
+        "worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--reconnect-s", "0"
+    )
     registered(address)
     coordinator.kill()
     assert worker.wait(BACK_S) == 0
@@ -174,19 +203,51 @@ def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) 
             event: Event = EVENT.decode(received[1])
             return received[0], event
 
-        arguments = ("worker", "--role", "draft", "--draft", "ngram", "--connect", address, "--coordinator.stuck_s", "0.5")
+        arguments = (
+            "worker",
+            "--role",
+            "draft",
+            "--draft",
+            "ngram",
+            "--connect",
+            address,
+            "--coordinator.stuck_s",
+            "0.5",
+        )
         worker = start(*arguments, command=(sys.executable, "-P", "-c", STUCK))
         peer, hello = next_event()
         assert isinstance(hello, Hello)
-        opening = Open(epoch=1, session=1, key=bytes(16), prompt=(5, 6, 7), capacity=20, vocabulary_size=9, sampling=Sampling(), tree=TreeSettings())
-        draft = Draft(epoch=1, session=1, round=1, prefix=4, accepted=(), bonus=5, max_nodes=4, max_depth=2, max_width=2)
+        opening = Open(
+            epoch=1,
+            session=1,
+            key=bytes(16),
+            prompt=(5, 6, 7),
+            capacity=20,
+            vocabulary_size=9,
+            sampling=Sampling(),
+            tree=TreeSettings(),
+        )
+        draft = Draft(
+            epoch=1,
+            session=1,
+            round=1,
+            prefix=4,
+            accepted=(),
+            bonus=5,
+            max_nodes=4,
+            max_depth=2,
+            max_width=2,
+        )
         for message in (Welcome(epoch=1), opening, draft):
             hub.send(peer, encode(message))
         assert isinstance(next_event()[1], Opened)
         assert worker.wait(BACK_S) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
-    assert "draft worker draft has made no progress for 0.5 s (coordinator.stuck_s) and ends; it was here:" in said
+    assert (
+        "draft worker draft has made no progress for 0.5 s (coordinator.stuck_s) and ends; it "
+        "was here:" in said
+    )
     assert "in propose_for_ever" in said
 
 

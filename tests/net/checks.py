@@ -1,7 +1,9 @@
-"""What is checked on machines that are namespaces: a story for each, told to the end with the texts that it would have had on one machine.
+"""What is checked on machines that are namespaces: a story for each, told to the end with the texts
+that it would have had on one machine.
 
-The coordinator and the clients are on this machine; the target, the draft and a second target on one each. Which process runs where, and what happens to the
-cables, is here; that a text is what it was is the oracle.
+The coordinator and the clients are on this machine; the target, the draft and a second target on
+one each. Which process runs where, and what happens to the cables, is here; that a text is what it
+was is the oracle.
 """
 
 import sys
@@ -43,18 +45,26 @@ class House:
     def ask(self, *, speculate: bool = True) -> list[int]:
         """A greedy request and a sampled one."""
         tree = TREE if speculate else None
-        samplings = [Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in TEMPERATURES]
-        return [submit(self.client, PROMPTS[0], sampling=sampling, tokens=TOKENS, seed=7, tree=tree) for sampling in samplings]
+        samplings = [
+            Sampling(temperature=temperature, min_tokens=TOKENS) for temperature in TEMPERATURES
+        ]
+        return [
+            submit(self.client, PROMPTS[0], sampling=sampling, tokens=TOKENS, seed=7, tree=tree)
+            for sampling in samplings
+        ]
 
     def tell(self, harm: Callable[[], object]) -> list[Finished]:
-        """Two replies with something happening once both have begun; they are what they would have been, to the last token."""
+        """Two replies with something happening once both have begun; they are what they would have
+        been, to the last token."""
         ends, begun, done = dict.fromkeys(self.ask()), set[int](), False
         finished: dict[int, Finished] = {}
         deadline = time.monotonic() + PATIENCE_S
         while len(finished) < len(ends):
             reply = self.client.receive(1.0)
             self.fleet.tend()
-            assert time.monotonic() < deadline, f"nothing was heard of a request for {PATIENCE_S:g} s\n{self.fleet.tale()}"
+            assert time.monotonic() < deadline, (
+                f"nothing was heard of a request for {PATIENCE_S:g} s\n{self.fleet.tale()}"
+            )
             assert not isinstance(reply, Failed), reply.text
             if isinstance(reply, Finished):
                 finished[reply.request] = reply
@@ -68,7 +78,9 @@ class House:
         return told
 
     def check(self, told: Sequence[Finished]) -> None:
-        assert [reply.result.token_ids for reply in told] == self.expected, "another text than on one machine"
+        assert [reply.result.token_ids for reply in told] == self.expected, (
+            "another text than on one machine"
+        )
 
     def again(self) -> list[Finished]:
         """The same replies with nothing happening."""
@@ -88,18 +100,29 @@ class House:
 def housed() -> Iterator[House]:
     with network(3) as (target, draft, spare), Fleet(host=ANYWHERE) as fleet:
         listened = fleet.address
-        for name, role, machine in (("target", "target", target), ("draft", "draft", draft), ("spare", "target", spare)):
+        for name, role, machine in (
+            ("target", "target", target),
+            ("draft", "draft", draft),
+            ("spare", "target", spare),
+        ):
             fleet.address = listened.replace(ANYWHERE, machine.here)
-            fleet.add(name, role, "--draft.device=cpu" if role == "draft" else INFLATE, prefix=machine.prefix)  # type: ignore[arg-type]
+            fleet.add(
+                name,
+                role,
+                "--draft.device=cpu" if role == "draft" else INFLATE,
+                prefix=machine.prefix,
+            )  # type: ignore[arg-type]
         fleet.address = listened.replace(ANYWHERE, "127.0.0.1")
         with fleet.client() as client:
             fleet.wait_until_ready(client)
             house = House(fleet, client, target, draft, spare, [])
-            house.expected = [reply.result.token_ids for reply in complete_all(client, house.ask(speculate=False))]
+            house.expected = [
+                reply.result.token_ids for reply in complete_all(client, house.ask(speculate=False))
+            ]
             yield house
 
 
-# -- the stories -------------------------------------------------------------------------------------------------------------------------------
+# -- the stories -----------------------------------------------------------------------------------
 
 
 def three_machines(house: House) -> str:
@@ -118,11 +141,14 @@ def slow_cable(house: House) -> str:
 
 
 def lost_from_draft(house: House) -> str:
-    """What the draft says is lost, and what it is told is not: the target goes on alone, and the draft comes back."""
+    """What the draft says is lost, and what it is told is not: the target goes on alone, and the
+    draft comes back."""
     house.tell(lambda: house.draft.lose(back=True))
     house.mend()
     told = house.again()
-    assert all(reply.result.drafted_tokens for reply in told), "the draft is back, and nobody asks it"
+    assert all(reply.result.drafted_tokens for reply in told), (
+        "the draft is back, and nobody asks it"
+    )
     return "went on alone; drafts again"
 
 
@@ -130,14 +156,22 @@ def lost_to_draft(house: House) -> str:
     """The other direction."""
     house.tell(lambda: house.draft.lose(to=True))
     house.mend()
-    assert all(reply.result.drafted_tokens for reply in house.again()), "the draft is back, and nobody asks it"
+    assert all(reply.result.drafted_tokens for reply in house.again()), (
+        "the draft is back, and nobody asks it"
+    )
     return "went on alone; drafts again"
 
 
 def lost_from_targets(house: House) -> str:
     """What one target says is lost: what it had goes on on the other."""
     told = house.tell(lambda: house.target.lose(back=True))
-    told += house.tell(lambda: (house.target.lose(), house.fleet.wait_until_ready(house.client), house.spare.lose(back=True)))
+    told += house.tell(
+        lambda: (
+            house.target.lose(),
+            house.fleet.wait_until_ready(house.client),
+            house.spare.lose(back=True),
+        )
+    )
     moved = sum(reply.result.moves for reply in told)
     assert moved, "both targets were lost in turn, and no session moved"
     return f"moved {moved} times"
@@ -146,14 +180,21 @@ def lost_from_targets(house: House) -> str:
 def lost_to_targets(house: House) -> str:
     """The other direction."""
     told = house.tell(lambda: house.target.lose(to=True))
-    told += house.tell(lambda: (house.target.lose(), house.fleet.wait_until_ready(house.client), house.spare.lose(to=True)))
+    told += house.tell(
+        lambda: (
+            house.target.lose(),
+            house.fleet.wait_until_ready(house.client),
+            house.spare.lose(to=True),
+        )
+    )
     moved = sum(reply.result.moves for reply in told)
     assert moved, "both targets were lost in turn, and no session moved"
     return f"moved {moved} times"
 
 
 def no_target_for_a_while(house: House) -> str:
-    """Both targets are cut off in both directions for some seconds: the streams pause, and go on."""
+    """Both targets are cut off in both directions for some seconds: the streams pause, and go
+    on."""
 
     def cut() -> None:
         for machine in (house.target, house.spare):
@@ -164,7 +205,10 @@ def no_target_for_a_while(house: House) -> str:
 
     began = time.monotonic()
     told = house.tell(cut)
-    return f"moved {sum(reply.result.moves for reply in told)} times, done after {time.monotonic() - began:.1f} s"
+    return (
+        f"moved {sum(reply.result.moves for reply in told)} times, done after "
+        f"{time.monotonic() - began:.1f} s"
+    )
 
 
 def flapping(house: House) -> str:
@@ -179,7 +223,9 @@ def flapping(house: House) -> str:
             time.sleep(FLAP_S)
 
     told = house.tell(flap)
-    assert {worker.pid: worker.worker_epoch for worker in house.client.status().workers} == before, "a worker was lost that was there"
+    assert {
+        worker.pid: worker.worker_epoch for worker in house.client.status().workers
+    } == before, "a worker was lost that was there"
     return f"moved {sum(reply.result.moves for reply in told)} times"
 
 
@@ -212,5 +258,8 @@ def main(names: Sequence[str]) -> int:
                 said = f"FAILED: {error}"
             house.mend()
             print(f"{name:24} {time.monotonic() - began:6.1f} s  {said}", flush=True)
-    print("all checks passed" if not failed else f"{failed} of {len(names or known)} failed", flush=True)
+    print(
+        "all checks passed" if not failed else f"{failed} of {len(names or known)} failed",
+        flush=True,
+    )
     return 1 if failed else 0

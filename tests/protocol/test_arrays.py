@@ -19,7 +19,11 @@ def test_an_array_has_the_bytes_of_its_dtype_and_shape(dtype: str, shape: list[i
     assert Array.model_validate({"dtype": dtype, "shape": tuple(shape), "data": data}).data == data
 
 
-@given(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=4), st.integers(0, 5000))
+@given(
+    st.sampled_from(sorted(ITEM_BYTES)),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.integers(0, 5000),
+)
 def test_any_other_number_of_bytes_is_refused(dtype: str, shape: list[int], length: int) -> None:
     if length != prod(shape) * ITEM_BYTES[dtype]:
         with pytest.raises(ValidationError, match="bytes, not"):
@@ -50,12 +54,28 @@ def test_numpy_reads_the_bytes_in_place() -> None:
     assert np.array_equal(np.frombuffer(array.data, "<f4").reshape(array.shape), values)
 
 
-@given(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 6), st.integers(0, 3), st.sets(st.integers(1, 5)), st.randoms())
-def test_rows_that_were_cut_out_can_be_put_together_again(dtype: str, rows: int, width: int, cuts: set[int], random: Random) -> None:
-    array = Array.model_validate({"dtype": dtype, "shape": (rows, width), "data": random.randbytes(rows * width * ITEM_BYTES[dtype])})
+@given(
+    st.sampled_from(sorted(ITEM_BYTES)),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.sets(st.integers(1, 5)),
+    st.randoms(),
+)
+def test_rows_that_were_cut_out_can_be_put_together_again(
+    dtype: str, rows: int, width: int, cuts: set[int], random: Random
+) -> None:
+    array = Array.model_validate(
+        {
+            "dtype": dtype,
+            "shape": (rows, width),
+            "data": random.randbytes(rows * width * ITEM_BYTES[dtype]),
+        }
+    )
     places = [0, *sorted(cut for cut in cuts if cut < rows), rows]
     parts = [array.rows(start, stop) for start, stop in pairwise(places)]
-    assert [part.shape for part in parts] == [(stop - start, width) for start, stop in pairwise(places)]
+    assert [part.shape for part in parts] == [
+        (stop - start, width) for start, stop in pairwise(places)
+    ]
     assert stack(parts) == array
 
 

@@ -1,4 +1,5 @@
-"""Links over a network that delays, falls silent, breaks off, corrupts: what a link promises holds, and both ends learn in time that it is no more."""
+"""Links over a network that delays, falls silent, breaks off, corrupts: what a link promises holds,
+and both ends learn in time that it is no more."""
 
 import contextlib
 import os
@@ -63,26 +64,36 @@ def echo(wire: Wire, link: Link, frames: list[bytes]) -> float:
 
 
 def until_closed(link: Link) -> float:
-    """Seconds until the link says that its coordinator has gone; whatever arrives before is whole."""
+    """Seconds until the link says that its coordinator has gone; whatever arrives before is
+    whole."""
     began = time.monotonic()
     with pytest.raises(LinkClosed):
         deque(iter(lambda: link.receive(PATIENCE_S), None), maxlen=0)
     return time.monotonic() - began
 
 
-def test_what_is_delayed_and_cut_into_pieces_arrives_whole(tcp_wire: Wire, proxy: Proxy, link: Link) -> None:
-    proxy.set(up=Weather(delay_s=0.02, jitter_s=0.01, slice_bytes=700), down=Weather(delay_s=0.02, slice_bytes=900))
+def test_what_is_delayed_and_cut_into_pieces_arrives_whole(
+    tcp_wire: Wire, proxy: Proxy, link: Link
+) -> None:
+    proxy.set(
+        up=Weather(delay_s=0.02, jitter_s=0.01, slice_bytes=700),
+        down=Weather(delay_s=0.02, slice_bytes=900),
+    )
     assert echo(tcp_wire, link, [b"", os.urandom(100_000), b"x"]) >= 0.04
     proxy.heal()
     echo(tcp_wire, link, [b"again"])
 
 
-def test_a_limited_line_takes_as_long_as_it_has_to(tcp_wire: Wire, proxy: Proxy, link: Link) -> None:
+def test_a_limited_line_takes_as_long_as_it_has_to(
+    tcp_wire: Wire, proxy: Proxy, link: Link
+) -> None:
     proxy.limit(1e6)
     assert echo(tcp_wire, link, [os.urandom(100_000)]) >= 0.2
 
 
-def test_many_messages_keep_their_order_on_a_line_that_comes_and_goes(tcp_wire: Wire, proxy: Proxy, link: Link) -> None:
+def test_many_messages_keep_their_order_on_a_line_that_comes_and_goes(
+    tcp_wire: Wire, proxy: Proxy, link: Link
+) -> None:
     heard = []
     for number in range(60):
         if number % 20 == 10:
@@ -115,7 +126,9 @@ def test_bytes_that_were_changed_on_the_way_end_the_connection_and_reach_nobody(
 
 
 @pytest.mark.slow
-def test_a_coordinator_outlives_bytes_that_were_changed_on_the_way(deployment: Path, stack: contextlib.ExitStack) -> None:
+def test_a_coordinator_outlives_bytes_that_were_changed_on_the_way(
+    deployment: Path, stack: contextlib.ExitStack
+) -> None:
     child = spawn(stack, HUB, str(deployment))
     assert child.stdout is not None
     proxy = stack.enter_context(proxied(child.stdout.readline().decode().strip()))
@@ -133,13 +146,15 @@ def test_a_coordinator_outlives_bytes_that_were_changed_on_the_way(deployment: P
         assert link.receive(PATIENCE_S) == [b"here"]
 
 
-def test_a_connection_that_is_broken_off_is_missed_without_waiting_for_a_heartbeat_and_the_next_one_works(
+def test_a_connection_that_is_broken_off_is_missed_without_waiting_for_a_heartbeat_and_the_next_one_works(  # noqa: E501
     deployment: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_HEARTBEAT_MS", {})
     wire = open_wire("tcp", deployment, stack)
     proxy = stack.enter_context(proxied(wire.hub.address))
-    link = stack.enter_context(contextlib.closing(open_link(proxy.address, keys=deployment, role="target")))
+    link = stack.enter_context(
+        contextlib.closing(open_link(proxy.address, keys=deployment, role="target"))
+    )
     wire.greet(link)
     assert proxy.cut() == 1
     until_closed(link)
@@ -159,7 +174,9 @@ def test_a_proxy_that_refuses_lets_nobody_in(tcp_wire: Wire, proxy: Proxy) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down", "both"])
-def test_silence_in_either_direction_is_noticed_at_both_ends(tcp_wire: Wire, proxy: Proxy, link: Link, direction: str) -> None:
+def test_silence_in_either_direction_is_noticed_at_both_ends(
+    tcp_wire: Wire, proxy: Proxy, link: Link, direction: str
+) -> None:
     tcp_wire.greet(link)
     began = time.monotonic()
     proxy.silence(up=direction != "down", down=direction != "up")
@@ -169,14 +186,18 @@ def test_silence_in_either_direction_is_noticed_at_both_ends(tcp_wire: Wire, pro
 
 
 @pytest.mark.slow
-def test_an_end_that_is_not_told_finds_out_by_itself(tcp_wire: Wire, proxy: Proxy, link: Link) -> None:
+def test_an_end_that_is_not_told_finds_out_by_itself(
+    tcp_wire: Wire, proxy: Proxy, link: Link
+) -> None:
     tcp_wire.greet(link)
     assert proxy.half_open() == 1
     assert tcp_wire.departed() == 1
     assert until_closed(link) < GONE_S
 
 
-def test_a_proxy_carries_unix_sockets_too(ipc_wire: Wire, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_a_proxy_carries_unix_sockets_too(
+    ipc_wire: Wire, tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
     tmp_path.chmod(0o700)
     with proxied(f"{ipc_wire.hub.address}.w", listen=f"ipc://{tmp_path / 'c'}.w") as proxy:
         link = open_link(f"ipc://{tmp_path / 'c'}", role="target")

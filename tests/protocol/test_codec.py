@@ -1,4 +1,5 @@
-"""The codec: what is valid comes back the same, and of what is not only `DecodeError` is ever seen, in bounded time and memory."""
+"""The codec: what is valid comes back the same, and of what is not only `DecodeError` is ever seen,
+in bounded time and memory."""
 
 import tracemalloc
 from typing import Any, get_args
@@ -21,19 +22,36 @@ DIALECTS: list[tuple[Dialect[Any], tuple[type[Message], ...]]] = [
     (REQUEST, get_args(messages.Request)),
     (REPLY, get_args(messages.Reply)),
 ]
-MEMBERS = [pytest.param(dialect, member, id=f"{i}-{member.__name__}") for i, (dialect, members) in enumerate(DIALECTS) for member in members]
+MEMBERS = [
+    pytest.param(dialect, member, id=f"{i}-{member.__name__}")
+    for i, (dialect, members) in enumerate(DIALECTS)
+    for member in members
+]
 REPRESENTATIVE = golden.representative()
 CLOSED = {"type": "closed", "epoch": 1, "session": 2}
 FINISHED = REPRESENTATIVE["finished"].model_dump()
 
-scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
 structures = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.binary(max_size=4), inner, max_size=4), max_leaves=12
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.binary(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=12,
 )
 
 
 def refused_or_decoded(dialect: Dialect[Any], frames: list[bytes]) -> Message | None:
-    """The message, or None for a DecodeError of one printable line; every other exception passes."""
+    """The message, or None for a DecodeError of one printable line; every other exception
+    passes."""
     complaint = "none"
     try:
         message: Message | None = dialect.decode(frames)
@@ -44,13 +62,15 @@ def refused_or_decoded(dialect: Dialect[Any], frames: list[bytes]) -> Message | 
     return message
 
 
-# -- valid messages ----------------------------------------------------------------------------------------------------------------------------
+# -- valid messages --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dialect", "member"), MEMBERS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_message_survives_the_wire(dialect: Dialect[Any], member: type[Message], data: st.DataObject) -> None:
+def test_every_message_survives_the_wire(
+    dialect: Dialect[Any], member: type[Message], data: st.DataObject
+) -> None:
     message = data.draw(messages_of(member))
     frames = encode(message)
     assert dialect.decode(frames) == message
@@ -78,35 +98,55 @@ def test_a_message_of_the_largest_tuples_fits() -> None:
     finished = REPRESENTATIVE["finished"]
     many = 400_000
     result = finished.result.model_copy(update={"token_ids": (70_000,) * many})
-    own = finished.spans[0].model_copy(update={"shared": ()})  # what is kept of a request says of every pass that it was the request's
-    largest = finished.model_copy(update={"result": result, "margins": (0.5,) * many, "spans": (own,) * (1 << 16)})
+    own = finished.spans[0].model_copy(
+        update={"shared": ()}
+    )  # what is kept of a request says of every pass that it was the request's
+    largest = finished.model_copy(
+        update={"result": result, "margins": (0.5,) * many, "spans": (own,) * (1 << 16)}
+    )
     assert REPLY.decode(encode(largest)) == largest
 
 
 def test_a_message_beyond_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match=r"'emitted' of .* beyond the limit"):
-        encode(Emitted(epoch=1, request=1, tokens=(1 << 30,) * messages.MAX_TOKENS, drafted=(False,) * messages.MAX_TOKENS, text="世" * messages.MAX_TEXT))
+        encode(
+            Emitted(
+                epoch=1,
+                request=1,
+                tokens=(1 << 30,) * messages.MAX_TOKENS,
+                drafted=(False,) * messages.MAX_TOKENS,
+                text="世" * messages.MAX_TEXT,
+            )
+        )
 
 
-# -- hostile bytes -----------------------------------------------------------------------------------------------------------------------------
+# -- hostile bytes ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(DIALECTS), st.lists(st.binary(max_size=64), max_size=6))
-def test_random_bytes_are_refused(dialect: tuple[Dialect[Any], object], frames: list[bytes]) -> None:
+def test_random_bytes_are_refused(
+    dialect: tuple[Dialect[Any], object], frames: list[bytes]
+) -> None:
     assert refused_or_decoded(dialect[0], frames) is None
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(DIALECTS), structures, st.lists(st.binary(max_size=8), max_size=2))
-def test_random_structures_are_refused(dialect: tuple[Dialect[Any], object], structure: Any, raw: list[bytes]) -> None:
+def test_random_structures_are_refused(
+    dialect: tuple[Dialect[Any], object], structure: Any, raw: list[bytes]
+) -> None:
     assert refused_or_decoded(dialect[0], [msgpack.packb(structure), *raw]) is None
 
 
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(DIALECTS), st.data())
-def test_mutated_messages_are_refused_or_are_other_valid_messages(dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject) -> None:
-    message = data.draw(st.sampled_from([m for m in REPRESENTATIVE.values() if type(m) in dialect[1]]))
+def test_mutated_messages_are_refused_or_are_other_valid_messages(
+    dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject
+) -> None:
+    message = data.draw(
+        st.sampled_from([m for m in REPRESENTATIVE.values() if type(m) in dialect[1]])
+    )
     frames = [bytearray(frame) for frame in encode(message)]
     for _ in range(data.draw(st.integers(1, 4))):
         frame = frames[data.draw(st.integers(0, len(frames) - 1))]
@@ -125,8 +165,12 @@ def test_mutated_messages_are_refused_or_are_other_valid_messages(dialect: tuple
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(DIALECTS), st.data())
-def test_a_field_of_another_type_is_refused_or_valid(dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject) -> None:
-    message = data.draw(st.sampled_from([m for m in REPRESENTATIVE.values() if type(m) in dialect[1]]))
+def test_a_field_of_another_type_is_refused_or_valid(
+    dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject
+) -> None:
+    message = data.draw(
+        st.sampled_from([m for m in REPRESENTATIVE.values() if type(m) in dialect[1]])
+    )
     body = msgpack.unpackb(encode(message)[0])
     body[data.draw(st.sampled_from(sorted(body)) | st.text(max_size=4))] = data.draw(structures)
     decoded = refused_or_decoded(dialect[0], [msgpack.packb(body), *encode(message)[1:]])
@@ -201,7 +245,9 @@ def test_a_message_of_another_dialect_is_refused() -> None:
 
 
 def test_of_a_key_that_comes_twice_the_last_counts_and_is_checked() -> None:
-    assert EVENT.decode([b"\x84\xa4type\xa6closed\xa5epoch\x01\xa7session\x01\xa7session\x02"]) == Closed(epoch=1, session=2)
+    assert EVENT.decode(
+        [b"\x84\xa4type\xa6closed\xa5epoch\x01\xa7session\x01\xa7session\x02"]
+    ) == Closed(epoch=1, session=2)
     with pytest.raises(DecodeError):
         EVENT.decode([b"\x84\xa4type\xa6closed\xa5epoch\x01\xa7session\x01\xa7session\xa1x"])
 
@@ -219,7 +265,9 @@ def test_bytes_that_are_no_utf8_are_refused() -> None:
 
 def under(key: str, payload: bytes) -> bytes:
     """A `finished` whose field `key` is this MessagePack."""
-    return b"\x82" + msgpack.packb("type") + msgpack.packb("finished") + msgpack.packb(key) + payload
+    return (
+        b"\x82" + msgpack.packb("type") + msgpack.packb("finished") + msgpack.packb(key) + payload
+    )
 
 
 def array(item: bytes, count: int) -> bytes:
@@ -235,14 +283,28 @@ def array(item: bytes, count: int) -> bytes:
         pytest.param(b"\xc6\xff\xff\xff\xff", 1, id="five bytes that claim 4 GiB"),
         pytest.param(b"\x91" * 200_000, 2, id="arrays nested 200000 deep"),
         pytest.param(b"\x81\xa1a" * 200_000, 2, id="maps nested 200000 deep"),
-        pytest.param(b"\xdd\x00\x10\x00\x00" * 900 + bytes(1 << 20), 16, id="900 nested arrays that claim a million items each"),
-        pytest.param(under("margins", array(b"\xc0", (1 << 24) - 100)), 64, id="16 million nothings"),
+        pytest.param(
+            b"\xdd\x00\x10\x00\x00" * 900 + bytes(1 << 20),
+            16,
+            id="900 nested arrays that claim a million items each",
+        ),
+        pytest.param(
+            under("margins", array(b"\xc0", (1 << 24) - 100)), 64, id="16 million nothings"
+        ),
         pytest.param(under("margins", array(b"\xa2ab", 1 << 19)), 80, id="half a million strings"),
-        pytest.param(under("margins", array(array(b"\xc0", 8), 1 << 20)), 160, id="a million arrays"),
+        pytest.param(
+            under("margins", array(array(b"\xc0", 8), 1 << 20)), 160, id="a million arrays"
+        ),
         pytest.param(under("margins", array(b"\x81\xa1a\xc0", 1 << 20)), 128, id="a million maps"),
-        pytest.param(under("text", msgpack.packb("a" * ((1 << 24) - 100))), 64, id="16 MiB of text"),
+        pytest.param(
+            under("text", msgpack.packb("a" * ((1 << 24) - 100))), 64, id="16 MiB of text"
+        ),
         pytest.param(msgpack.packb({"type": "a" * ((1 << 24) - 100)}), 96, id="a tag of 16 MiB"),
-        pytest.param(b"\xde\x01\x01" + b"".join(msgpack.packb(f"{i}") + b"\xc0" for i in range(257)), 1, id="257 fields"),
+        pytest.param(
+            b"\xde\x01\x01" + b"".join(msgpack.packb(f"{i}") + b"\xc0" for i in range(257)),
+            1,
+            id="257 fields",
+        ),
         pytest.param(bytes((1 << 24) + 1), 1, id="a body beyond 16 MiB"),
     ],
 )

@@ -28,14 +28,23 @@ def refusal(path: Path, text: str = "x" * 8192) -> str:
 
 def test_a_full_disk_is_told_with_the_name_of_the_file_and_a_remedy() -> None:
     found = refusal(Path("/dev/full"))
-    assert found == "cannot write the plot to /dev/full: No space left on device; free some space there, or choose another place"
+    assert (
+        found == "cannot write the plot to /dev/full: No space left on device; free some space "
+        "there, or choose another place"
+    )
 
 
 def test_so_is_every_other_refusal(tmp_path: Path, short_files: None) -> None:
-    assert refusal(tmp_path / "a").endswith("File too large; raise the limit of a file's size (ulimit -f), or choose another place")
+    assert refusal(tmp_path / "a").endswith(
+        "File too large; raise the limit of a file's size (ulimit -f), or choose another place"
+    )
     assert refusal(tmp_path).endswith("Is a directory; that is a folder: name a file")
-    assert refusal(tmp_path / "no" / "such").endswith("No such file or directory; make its folder first")
-    assert refusal(tmp_path / "a" / "b").endswith("Not a directory; a part of that path is a file: name a folder before the last /")
+    assert refusal(tmp_path / "no" / "such").endswith(
+        "No such file or directory; make its folder first"
+    )
+    assert refusal(tmp_path / "a" / "b").endswith(
+        "Not a directory; a part of that path is a file: name a folder before the last /"
+    )
     assert refusal(tmp_path / ("n" * 300)).endswith("File name too long; choose a shorter name")
 
 
@@ -44,11 +53,16 @@ def test_a_place_of_somebody_else_is_told() -> None:
     assert "let your user write there" in refusal(Path("/etc/dovetail"))
 
 
-def test_what_is_appended_is_refused_at_once_and_leaves_nothing_for_the_end(tmp_path: Path, short_files: None) -> None:
+def test_what_is_appended_is_refused_at_once_and_leaves_nothing_for_the_end(
+    tmp_path: Path, short_files: None
+) -> None:
     path = tmp_path / "lines"
     with path.open("a+b") as file:
         append(file, path, "the answers", b"x" * 4000)
-        with pytest.raises(OutputError, match=f"^cannot write the answers to {path}: File too large; raise the limit"):
+        with pytest.raises(
+            OutputError,
+            match=f"^cannot write the answers to {path}: File too large; raise the limit",
+        ):
             append(file, path, "the answers", b"y" * 200)
     assert path.read_bytes() == b"x" * 4000 + b"y" * 96
 
@@ -56,10 +70,16 @@ def test_what_is_appended_is_refused_at_once_and_leaves_nothing_for_the_end(tmp_
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a\nb\u00e9".encode("latin-1"), r"here is not UTF-8 text: byte 3 \(line 2\) is 0xe9; save it as UTF-8.*iconv"),
+        (
+            "a\nb\u00e9".encode("latin-1"),
+            r"here is not UTF-8 text: byte 3 \(line 2\) is 0xe9; save it as UTF-8.*iconv",
+        ),
         (b"\xef\xbb\xbfab\n\xff", r"byte 6 \(line 2\) is 0xff"),
         ("hello\n".encode("utf-16"), r"here is UTF-16 text.*save it as UTF-8.*iconv"),
-        ("hello\n".encode("utf-16-le"), r"byte 1 \(line 1\) is zero, as in UTF-16 or a binary file; save it"),
+        (
+            "hello\n".encode("utf-16-le"),
+            r"byte 1 \(line 1\) is zero, as in UTF-16 or a binary file; save it",
+        ),
         ("hello\n".encode("utf-32"), r"here is UTF-32 text.*iconv -f UTF-32"),
         (b"\x7fELF\x02\x00", r"byte 5 \(line 1\) is zero.*binary"),
     ],

@@ -33,11 +33,13 @@ def only(folder: Path, target: Path, *names: str) -> Path:
     return target
 
 
-# -- files -------------------------------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_new_deployment_has_a_pair_for_the_coordinator_and_each_role(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir()} == {f"{name}.{half}" for name in ("coordinator", *ROLES) for half in ("key", "pub")}
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.{half}" for name in ("coordinator", *ROLES) for half in ("key", "pub")
+    }
     own = [keys.load_own_key(folder, name) for name in ("coordinator", *ROLES)]
     assert len({key.secret for key in own} | {key.public for key in own}) == 2 * len(own)
 
@@ -53,7 +55,9 @@ def test_nobody_else_can_read_what_was_written(tmp_path: Path, umask: int) -> No
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "deep" / "keys").stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "deep" / "keys").iterdir()} == {0o600}
+    assert {
+        stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "deep" / "keys").iterdir()
+    } == {0o600}
 
 
 def test_keys_are_never_written_over(folder: Path) -> None:
@@ -86,7 +90,9 @@ def test_roles_that_others_can_change_are_refused(folder: Path) -> None:
 
 
 def test_a_missing_folder_or_file_is_named_with_the_remedy(folder: Path) -> None:
-    with pytest.raises(KeysError, match=r"no folder of keys .*nowhere: make one with `dovetail keygen`"):
+    with pytest.raises(
+        KeysError, match=r"no folder of keys .*nowhere: make one with `dovetail keygen`"
+    ):
         keys.load_own_key(folder / "nowhere", "draft")
     (folder / "draft.key").unlink()
     with pytest.raises(KeysError, match=r"draft\.key \(No such file or directory\)"):
@@ -131,7 +137,9 @@ def test_a_file_under_another_name_is_refused(folder: Path) -> None:
         keys.load_own_key(folder, "target")
 
 
-@pytest.mark.parametrize("name", ["", "Draft", "../draft", "a/b", "a b", ".hidden", "x" * 65, "coördinator"])
+@pytest.mark.parametrize(
+    "name", ["", "Draft", "../draft", "a/b", "a b", ".hidden", "x" * 65, "coördinator"]
+)
 def test_a_name_that_is_no_file_name_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(KeysError, match="cannot name a key"):
         keys.generate_peer(folder, name, ["draft"])
@@ -169,7 +177,9 @@ def test_the_coordinator_is_rotated_but_not_revoked(folder: Path) -> None:
 def test_revoking_removes_both_halves(folder: Path) -> None:
     keys.revoke(folder, "draft")
     assert not list(folder.glob("draft.*"))
-    with pytest.raises(KeysError, match="has no key named 'draft'; it has client, coordinator, operator, target"):
+    with pytest.raises(
+        KeysError, match="has no key named 'draft'; it has client, coordinator, operator, target"
+    ):
         keys.revoke(folder, "draft")
 
 
@@ -193,7 +203,9 @@ def test_the_allowed_peers_follow_the_folder(folder: Path) -> None:
     assert peers.find(keys.coordinator_public(folder)) is None
 
 
-def test_a_role_is_taken_with_the_key_of_its_name_or_the_only_one_that_may(folder: Path, tmp_path: Path) -> None:
+def test_a_role_is_taken_with_the_key_of_its_name_or_the_only_one_that_may(
+    folder: Path, tmp_path: Path
+) -> None:
     assert keys.own_key_for(folder, "target").name == "target"
     keys.generate_peer(folder, "box", ["draft", "target"])
     assert keys.own_key_for(folder, "target").name == "target"
@@ -207,16 +219,20 @@ def test_a_role_is_taken_with_the_key_of_its_name_or_the_only_one_that_may(folde
         keys.own_key_for(one, "draft")
 
 
-def test_a_machine_with_an_operators_key_is_a_clients_too_and_no_other_key_is_an_operators(folder: Path, tmp_path: Path) -> None:
+def test_a_machine_with_an_operators_key_is_a_clients_too_and_no_other_key_is_an_operators(
+    folder: Path, tmp_path: Path
+) -> None:
     desk = only(folder, tmp_path / "desk", "operator.key", "coordinator.pub")
     assert {keys.own_key_for(desk, role).name for role in ("client", "operator")} == {"operator"}
     with pytest.raises(KeysError, match=r"no draft\.key"):
         keys.own_key_for(desk, "draft")
     with pytest.raises(KeysError, match=r"no operator\.key.*--role operator"):
-        keys.own_key_for(only(folder, tmp_path / "other", "client.key", "coordinator.pub"), "operator")
+        keys.own_key_for(
+            only(folder, tmp_path / "other", "client.key", "coordinator.pub"), "operator"
+        )
 
 
-# -- a live hub --------------------------------------------------------------------------------------------------------------------------------
+# -- a live hub ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -227,20 +243,32 @@ def test_the_hub_knows_a_peer_by_its_key(tcp_wire: Wire, role: str) -> None:
     assert (user.name, user.roles) == (role, (role,))
 
 
-def test_the_roles_are_those_that_the_coordinator_gives_whatever_the_peer_says(tcp_wire: Wire, tmp_path: Path) -> None:
+def test_the_roles_are_those_that_the_coordinator_gives_whatever_the_peer_says(
+    tcp_wire: Wire, tmp_path: Path
+) -> None:
     assert tcp_wire.keys is not None
     elsewhere = only(tcp_wire.keys, tmp_path / "elsewhere", "draft.key", "coordinator.pub")
     content = json.loads((elsewhere / "draft.key").read_text())
-    (elsewhere / "draft.key").write_text(json.dumps({**content, "roles": ["draft", "target", "client"]}))
+    (elsewhere / "draft.key").write_text(
+        json.dumps({**content, "roles": ["draft", "target", "client"]})
+    )
     with contextlib.closing(open_link(tcp_wire.hub.address, keys=elsewhere, role="target")) as link:
         user = tcp_wire.hub.user(tcp_wire.greet(link))
     assert user is not None
     assert user.roles == ("draft",)
 
 
-def test_a_machine_needs_its_own_key_and_the_coordinators_public_one_only(tcp_wire: Wire, tmp_path: Path) -> None:
+def test_a_machine_needs_its_own_key_and_the_coordinators_public_one_only(
+    tcp_wire: Wire, tmp_path: Path
+) -> None:
     assert tcp_wire.keys is not None
-    with contextlib.closing(open_link(tcp_wire.hub.address, keys=only(tcp_wire.keys, tmp_path / "w", "draft.key", "coordinator.pub"), role="draft")) as link:
+    with contextlib.closing(
+        open_link(
+            tcp_wire.hub.address,
+            keys=only(tcp_wire.keys, tmp_path / "w", "draft.key", "coordinator.pub"),
+            role="draft",
+        )
+    ) as link:
         tcp_wire.greet(link)
     coordinator = only(tcp_wire.keys, tmp_path / "c", "coordinator.key", "draft.pub")
     with (
@@ -254,7 +282,9 @@ def test_an_unknown_key_is_refused_and_counted(tcp_wire: Wire, tmp_path: Path) -
     assert tcp_wire.keys is not None
     keys.generate_keys(tmp_path / "stranger")
     shutil.copy2(tcp_wire.keys / "coordinator.pub", tmp_path / "stranger" / "coordinator.pub")
-    with pytest.raises(LinkClosed, match=f"the coordinator at {tcp_wire.hub.address} refuses the key 'draft'"):
+    with pytest.raises(
+        LinkClosed, match=f"the coordinator at {tcp_wire.hub.address} refuses the key 'draft'"
+    ):
         open_link(tcp_wire.hub.address, keys=tmp_path / "stranger", role="draft")
     until(lambda: tcp_wire.hub.refused() == 1, lambda: readable(tcp_wire.hub.monitor_fileno()))
     tcp_wire.greet(tcp_wire.dial())
@@ -262,14 +292,20 @@ def test_an_unknown_key_is_refused_and_counted(tcp_wire: Wire, tmp_path: Path) -
 
 def test_a_coordinator_of_another_key_is_not_believed(tcp_wire: Wire, tmp_path: Path) -> None:
     keys.generate_keys(tmp_path / "other")
-    with pytest.raises(LinkClosed, match=rf"what answers at {tcp_wire.hub.address} breaks the connection off: .*coordinator\.pub"):
+    with pytest.raises(
+        LinkClosed,
+        match=rf"what answers at {tcp_wire.hub.address} breaks the connection off: "
+        r".*coordinator\.pub",
+    ):
         open_link(tcp_wire.hub.address, keys=tmp_path / "other", role="draft", timeout_s=0.3)
 
 
 def test_a_peer_without_keys_is_refused(tcp_wire: Wire) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        with stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        with stranger.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        ) as monitor:
             stranger.connect(tcp_wire.hub.address)
             stranger.send(b"hello")
             assert monitor.poll(10_000)
@@ -294,7 +330,10 @@ def test_a_revoked_peer_is_cut_off_at_once_and_others_are_not(tcp_wire: Wire) ->
     waiting.send([b"may I?"])
     other.send([b"still here"])
     assert tcp_wire.arrived() == (stays, [b"still here"])
-    until(lambda: tcp_wire.hub.receive() is None and tcp_wire.hub.refused() == refused + 2, lambda: readable(tcp_wire.hub.fileno()))
+    until(
+        lambda: tcp_wire.hub.receive() is None and tcp_wire.hub.refused() == refused + 2,
+        lambda: readable(tcp_wire.hub.fileno()),
+    )
     with pytest.raises(KeysError):
         tcp_wire.dial("draft")
 
@@ -308,7 +347,9 @@ def test_a_revoked_key_cannot_connect_again(tcp_wire: Wire, tmp_path: Path) -> N
         open_link(tcp_wire.hub.address, keys=kept, role="draft")
 
 
-def test_a_rotated_key_replaces_the_old_one_without_a_restart(tcp_wire: Wire, tmp_path: Path) -> None:
+def test_a_rotated_key_replaces_the_old_one_without_a_restart(
+    tcp_wire: Wire, tmp_path: Path
+) -> None:
     assert tcp_wire.keys is not None
     kept = only(tcp_wire.keys, tmp_path / "kept", "draft.key", "coordinator.pub")
     keys.rotate(tcp_wire.keys, "draft")

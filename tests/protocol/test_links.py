@@ -1,4 +1,5 @@
-"""Links of all kinds: what they promise is tested over memory, ipc and tcp alike; what only sockets do, over sockets."""
+"""Links of all kinds: what they promise is tested over memory, ipc and tcp alike; what only sockets
+do, over sockets."""
 
 import asyncio
 import contextlib
@@ -18,7 +19,13 @@ import zmq
 
 from dovetail.protocol import links
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
-from dovetail.protocol.links import MAX_IPC_PATH_BYTES, QUEUE_MESSAGES, WORKERS_SUFFIX, open_hub, open_link
+from dovetail.protocol.links import (
+    MAX_IPC_PATH_BYTES,
+    QUEUE_MESSAGES,
+    WORKERS_SUFFIX,
+    open_hub,
+    open_link,
+)
 from support.wires import PATIENCE_S, Wire, open_wire, readable, spawn, until
 
 LINK = """
@@ -48,7 +55,7 @@ sys.stdin.read()
 """
 
 
-# -- what all kinds promise --------------------------------------------------------------------------------------------------------------------
+# -- what all kinds promise ------------------------------------------------------------------------
 
 
 def test_frames_go_there_and_back_unchanged(wire: Wire) -> None:
@@ -78,7 +85,9 @@ def test_messages_keep_the_order_of_each_of_many_senders(wire: Wire) -> None:
         for number in range(40):
             wire.hub.send(peer, [names[peer], b"%d" % number])
     for i, link in senders.items():
-        assert [link.receive(PATIENCE_S) for _ in range(40)] == [[b"%d" % i, b"%d" % number] for number in range(40)]
+        assert [link.receive(PATIENCE_S) for _ in range(40)] == [
+            [b"%d" % i, b"%d" % number] for number in range(40)
+        ]
 
 
 def test_receive_gives_nothing_when_nothing_came(wire: Wire) -> None:
@@ -128,7 +137,9 @@ def test_a_link_learns_that_the_coordinator_has_gone(wire: Wire) -> None:
         link.send([b"x"])
 
 
-def test_a_link_can_be_asked_whether_the_coordinator_is_there_while_messages_wait(wire: Wire) -> None:
+def test_a_link_can_be_asked_whether_the_coordinator_is_there_while_messages_wait(
+    wire: Wire,
+) -> None:
     link = wire.dial()
     wire.hub.send(wire.greet(link), [b"waits"])
     link.check()
@@ -219,13 +230,23 @@ def test_a_sender_waits_while_the_coordinator_takes_nothing(wire: Wire) -> None:
     link = wire.dial()
     wire.greet(link)
     many = 4 * QUEUE_MESSAGES
-    sending = threading.Thread(target=lambda: [link.send([b"%d" % number, bytes(4096)]) for number in range(many)])
+    sending = threading.Thread(
+        target=lambda: [link.send([b"%d" % number, bytes(4096)]) for number in range(many)]
+    )
     sending.start()
     assert [int(wire.arrived()[1][0]) for _ in range(many)] == list(range(many))
     sending.join()
 
 
-@pytest.mark.parametrize("frames", [[], [b""] * 5, [bytes(links.MAX_FRAME_BYTES + 1)], [bytes(links.MAX_FRAME_BYTES), bytes(links.MAX_BODY_BYTES + 1)]])
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""] * 5,
+        [bytes(links.MAX_FRAME_BYTES + 1)],
+        [bytes(links.MAX_FRAME_BYTES), bytes(links.MAX_BODY_BYTES + 1)],
+    ],
+)
 def test_what_no_receiver_would_take_is_not_sent(wire: Wire, frames: list[bytes]) -> None:
     link = wire.dial()
     peer = wire.greet(link)
@@ -236,7 +257,8 @@ def test_what_no_receiver_would_take_is_not_sent(wire: Wire, frames: list[bytes]
 
 
 def test_an_event_loop_can_watch_a_hub(wire: Wire) -> None:
-    """asyncio with `add_reader` on both descriptors, a peer in a thread: every message and the departure are seen."""
+    """asyncio with `add_reader` on both descriptors, a peer in a thread: every message and the
+    departure are seen."""
     link = wire.dial()
     number = 50
 
@@ -285,17 +307,28 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
     gc.collect()  # what tests before this one have left to the collector is not to go in between
     descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
     with contextlib.ExitStack() as stack:
-        hub = links.memory_links() if wire.hub.address == "memory" else open_hub("ipc" if wire.keys is None else wire.hub.address, keys=wire.keys)
+        hub = (
+            links.memory_links()
+            if wire.hub.address == "memory"
+            else open_hub("ipc" if wire.keys is None else wire.hub.address, keys=wire.keys)
+        )
         stack.callback(hub.close)
         again = Wire(
-            hub, wire.keys, lambda role: hub.connect() if isinstance(hub, links.MemoryHub) else open_link(hub.address, keys=wire.keys, role=role), stack
+            hub,
+            wire.keys,
+            lambda role: (
+                hub.connect()
+                if isinstance(hub, links.MemoryHub)
+                else open_link(hub.address, keys=wire.keys, role=role)
+            ),
+            stack,
         )
         again.greet(again.dial())
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
     assert len(os.listdir("/proc/self/task")) == threads  # noqa: PTH208
 
 
-# -- processes that die ------------------------------------------------------------------------------------------------------------------------
+# -- processes that die ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
@@ -314,7 +347,9 @@ def test_a_killed_process_is_noticed_without_waiting_for_a_heartbeat(
 
 
 @pytest.mark.parametrize("busy", ["", "busy"], ids=["idle", "busy"])
-def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(socket_wire: Wire, stack: contextlib.ExitStack, busy: str) -> None:
+def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(
+    socket_wire: Wire, stack: contextlib.ExitStack, busy: str
+) -> None:
     """Also one that was in the middle of saying much."""
     wire = socket_wire
     child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""), "target", busy)
@@ -325,7 +360,9 @@ def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(socket_wire: Wire
         wire.hub.send(peer, [b"x"])
 
 
-def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stopped_one(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
+def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stopped_one(
+    ipc_wire: Wire, stack: contextlib.ExitStack
+) -> None:
     child = spawn(stack, LINK, ipc_wire.hub.address, "", "target", "computes")
     assert ipc_wire.arrived()[1] == [b"hello"]
     peer, frames = ipc_wire.arrived()
@@ -335,19 +372,25 @@ def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stoppe
     assert child.poll() is None
 
 
-def test_a_client_that_was_stopped_goes_on_over_ipc(ipc_wire: Wire, stack: contextlib.ExitStack) -> None:
+def test_a_client_that_was_stopped_goes_on_over_ipc(
+    ipc_wire: Wire, stack: contextlib.ExitStack
+) -> None:
     """As one does that its user stopped with Ctrl-Z."""
     child = spawn(stack, LINK, ipc_wire.hub.address, "", "client")
     peer, _ = ipc_wire.arrived()
     os.kill(child.pid, signal.SIGSTOP)
     ipc_wire.hub.send(peer, [b"while stopped"])
-    assert select.select([ipc_wire.hub.monitor_fileno()], [], [], 2.5)[0] == []  # longer than heartbeats allow
+    assert (
+        select.select([ipc_wire.hub.monitor_fileno()], [], [], 2.5)[0] == []
+    )  # longer than heartbeats allow
     os.kill(child.pid, signal.SIGCONT)
     assert ipc_wire.arrived() == (peer, [b"while stopped"])
     ipc_wire.hub.send(peer, [b"x"])
 
 
-def test_a_worker_notices_a_stopped_coordinator(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_a_worker_notices_a_stopped_coordinator(
+    tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
     tmp_path.chmod(0o700)
     address = f"ipc://{tmp_path / 'socket'}"
     child = spawn(stack, HUB, address)
@@ -357,7 +400,9 @@ def test_a_worker_notices_a_stopped_coordinator(tmp_path: Path, stack: contextli
         link.receive(PATIENCE_S)
 
 
-def test_a_link_notices_a_killed_coordinator_and_another_may_take_its_place(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_a_link_notices_a_killed_coordinator_and_another_may_take_its_place(
+    tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
     tmp_path.chmod(0o700)
     address = f"ipc://{tmp_path / 'socket'}"
     child = spawn(stack, HUB, address)
@@ -370,11 +415,13 @@ def test_a_link_notices_a_killed_coordinator_and_another_may_take_its_place(tmp_
     stack.enter_context(contextlib.closing(open_link(address, role="draft")))
 
 
-# -- connecting --------------------------------------------------------------------------------------------------------------------------------
+# -- connecting ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_a_link_without_a_coordinator_says_where_it_looked(kind: str, tmp_path: Path, deployment: Path) -> None:
+def test_a_link_without_a_coordinator_says_where_it_looked(
+    kind: str, tmp_path: Path, deployment: Path
+) -> None:
     with contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=deployment)) as hub:
         address = hub.address if kind == "tcp" else f"ipc://{tmp_path / 'nobody'}"
     tmp_path.chmod(0o700)
@@ -386,14 +433,29 @@ def test_a_link_waits_for_a_coordinator_that_starts_later(tmp_path: Path) -> Non
     tmp_path.chmod(0o700)
     address = f"ipc://{tmp_path / 'socket'}"
     opened: list[links.Link] = []
-    opening = threading.Thread(target=lambda: opened.append(open_link(address, role="draft", timeout_s=PATIENCE_S)))
+    opening = threading.Thread(
+        target=lambda: opened.append(open_link(address, role="draft", timeout_s=PATIENCE_S))
+    )
     opening.start()
     with contextlib.closing(open_hub(address)):
         opening.join()
         opened[0].close()
 
 
-@pytest.mark.parametrize("address", ["", "ipc:", "ipc://", "tcp://", "tcp", "/tmp/x", "inproc://x", "http://127.0.0.1:80", "udp://127.0.0.1:5"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "ipc:",
+        "ipc://",
+        "tcp://",
+        "tcp",
+        "/tmp/x",
+        "inproc://x",
+        "http://127.0.0.1:80",
+        "udp://127.0.0.1:5",
+    ],
+)
 def test_what_is_no_address_is_refused(address: str, deployment: Path) -> None:
     with pytest.raises(UserError, match="is no address: write ipc, ipc://PATH or tcp://HOST:PORT"):
         open_hub(address, keys=deployment)
@@ -403,16 +465,23 @@ def test_what_is_no_address_is_refused(address: str, deployment: Path) -> None:
 
 def test_a_place_to_which_one_cannot_connect_is_refused(deployment: Path) -> None:
     for place in ("127.0.0.1:*", "127.0.0.1", ":5", "127.0.0.1:70000"):
-        with pytest.raises(UserError, match=r"is no (tcp address|address to connect to .*): write .*tcp://HOST:PORT"):
+        with pytest.raises(
+            UserError,
+            match=r"is no (tcp address|address to connect to .*): write .*tcp://HOST:PORT",
+        ):
             open_link(f"tcp://{place}", keys=deployment, role="draft", timeout_s=0.2)
 
 
 def test_a_host_that_is_none_is_named(deployment: Path) -> None:
-    with pytest.raises(LinkClosed, match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is no host that is known here"):
+    with pytest.raises(
+        LinkClosed,
+        match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is no host that is "
+        r"known here",
+    ):
         open_link("tcp://no-such-host.invalid:5", keys=deployment, role="draft", timeout_s=0.2)
 
 
-# -- ipc ---------------------------------------------------------------------------------------------------------------------------------------
+# -- ipc -------------------------------------------------------------------------------------------
 
 
 def test_ipc_alone_listens_in_a_private_folder_and_leaves_nothing_behind() -> None:
@@ -429,12 +498,18 @@ def test_an_ipc_path_leaves_neither_socket_nor_lock_behind(tmp_path: Path) -> No
     hub = open_hub(f"ipc://{folder / 'socket'}")
     assert hub.address == f"ipc://{folder / 'socket'}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert sorted(path.name for path in folder.iterdir()) == ["socket", "socket.lock", f"socket{WORKERS_SUFFIX}"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "socket",
+        "socket.lock",
+        f"socket{WORKERS_SUFFIX}",
+    ]
     hub.close()
     assert not folder.exists()
 
 
-def test_a_hub_takes_over_the_folder_that_a_killed_one_left_and_removes_it(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+def test_a_hub_takes_over_the_folder_that_a_killed_one_left_and_removes_it(
+    tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
     folder = tmp_path / "made"
     child = spawn(stack, HUB, f"ipc://{folder / 'socket'}")
     os.kill(child.pid, signal.SIGKILL)
@@ -456,8 +531,12 @@ def test_a_folder_that_was_there_or_holds_something_else_stays(tmp_path: Path) -
     assert list(tmp_path.rglob("*")) == [tmp_path / "outer", tmp_path / "outer" / "note"]
 
 
-def test_a_hub_that_is_interrupted_while_it_opens_leaves_nothing_behind(stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dt-"))  # pytest's own paths may be too long for a socket
+def test_a_hub_that_is_interrupted_while_it_opens_leaves_nothing_behind(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="dt-")
+    )  # pytest's own paths may be too long for a socket
 
     def interrupt(folder: Path) -> None:
         assert folder.is_dir()
@@ -474,7 +553,11 @@ def test_a_second_coordinator_on_a_path_is_refused_and_the_first_unharmed(tmp_pa
     address = f"ipc://{tmp_path / 'made' / 'socket'}"
     with contextlib.ExitStack() as stack:
         hub = stack.enter_context(contextlib.closing(open_hub(address)))
-        with pytest.raises(UserError, match=f"another coordinator listens at {address}: use it, stop it, or choose another path"):
+        with pytest.raises(
+            UserError,
+            match=f"another coordinator listens at {address}: use it, stop it, or choose "
+            "another path",
+        ):
             open_hub(address)
         wire = Wire(hub, None, lambda role: open_link(address, role=role), stack)
         wire.greet(wire.dial())
@@ -487,10 +570,19 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(mode)
-    for opening in (lambda: open_hub(f"ipc://{folder}/socket"), lambda: open_link(f"ipc://{folder}/socket", role="draft")):
-        with pytest.raises(UserError, match=f"the folder {folder} of the socket is open to others: choose a path in a folder that only you can enter"):
+    for opening in (
+        lambda: open_hub(f"ipc://{folder}/socket"),
+        lambda: open_link(f"ipc://{folder}/socket", role="draft"),
+    ):
+        with pytest.raises(
+            UserError,
+            match=f"the folder {folder} of the socket is open to others: choose a path in a "
+            "folder that only you can enter",
+        ):
             opening()
-    with pytest.raises(UserError, match=f"nobody listens at ipc://{folder}/socket, and no coordinator would"):
+    with pytest.raises(
+        UserError, match=f"nobody listens at ipc://{folder}/socket, and no coordinator would"
+    ):
         open_link(f"ipc://{folder}/socket", role="client")
     assert list(folder.iterdir()) == []
 
@@ -502,8 +594,15 @@ def test_the_longest_path_works_and_a_longer_one_is_refused(tmp_path: Path) -> N
         hub = stack.enter_context(contextlib.closing(open_hub(f"ipc://{longest}")))
         wire = Wire(hub, None, lambda role: open_link(hub.address, role=role), stack)
         wire.greet(wire.dial())
-    for opening in (lambda: open_hub(f"ipc://{longest}x"), lambda: open_link(f"ipc://{longest}x", role="draft")):
-        with pytest.raises(UserError, match=f"has {MAX_IPC_PATH_BYTES + 1} bytes, and a socket's has at most {MAX_IPC_PATH_BYTES}: choose a shorter one"):
+    for opening in (
+        lambda: open_hub(f"ipc://{longest}x"),
+        lambda: open_link(f"ipc://{longest}x", role="draft"),
+    ):
+        with pytest.raises(
+            UserError,
+            match=f"has {MAX_IPC_PATH_BYTES + 1} bytes, and a socket's has at most "
+            f"{MAX_IPC_PATH_BYTES}: choose a shorter one",
+        ):
             opening()
 
 
@@ -517,12 +616,14 @@ def test_ipc_peers_have_no_keys(ipc_wire: Wire) -> None:
     assert ipc_wire.hub.user(ipc_wire.greet(ipc_wire.dial())) is None
 
 
-# -- tcp ---------------------------------------------------------------------------------------------------------------------------------------
+# -- tcp -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "*", "localhost", "[::1]"])
 def test_tcp_without_keys_is_refused_everywhere(host: str) -> None:
-    with pytest.raises(KeysError, match="needs keys, as every tcp address does: make them with `dovetail keygen`"):
+    with pytest.raises(
+        KeysError, match="needs keys, as every tcp address does: make them with `dovetail keygen`"
+    ):
         open_hub(f"tcp://{host}:*")
     with pytest.raises(KeysError, match="needs keys"):
         open_link(f"tcp://{host}:4000", role="draft")
@@ -537,18 +638,33 @@ def test_the_address_names_the_port_that_was_found(port: str, deployment: Path) 
 def test_a_port_in_use_is_named(deployment: Path) -> None:
     with (
         contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=deployment)) as hub,
-        pytest.raises(UserError, match=f"{hub.address} is in use: stop who listens there, or choose another port"),
+        pytest.raises(
+            UserError,
+            match=f"{hub.address} is in use: stop who listens there, or choose another port",
+        ),
     ):
         open_hub(hub.address, keys=deployment)
 
 
-@pytest.mark.parametrize("place", ["127.0.0.1", "127.0.0.1:", ":5", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1", "192.0.2.1:*", "no such host:*"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":5",
+        "127.0.0.1:x",
+        "127.0.0.1:65536",
+        "127.0.0.1:-1",
+        "192.0.2.1:*",
+        "no such host:*",
+    ],
+)
 def test_a_place_where_one_cannot_listen_is_refused(place: str, deployment: Path) -> None:
     with pytest.raises(UserError, match=r"tcp://.*(write tcp://HOST:PORT|give the IP address)"):
         open_hub(f"tcp://{place}", keys=deployment)
 
 
-# -- strangers and broken peers ----------------------------------------------------------------------------------------------------------------
+# -- strangers and broken peers --------------------------------------------------------------------
 
 
 def test_messages_of_too_many_frames_are_dropped_and_counted(ipc_wire: Wire) -> None:
@@ -561,7 +677,9 @@ def test_messages_of_too_many_frames_are_dropped_and_counted(ipc_wire: Wire) -> 
     assert ipc_wire.hub.refused() == 2
 
 
-def test_a_frame_beyond_the_limit_costs_the_peer_its_connection_and_others_nothing(ipc_wire: Wire) -> None:
+def test_a_frame_beyond_the_limit_costs_the_peer_its_connection_and_others_nothing(
+    ipc_wire: Wire,
+) -> None:
     link = ipc_wire.dial()
     peer = ipc_wire.greet(link)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:

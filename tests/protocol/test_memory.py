@@ -1,4 +1,5 @@
-"""What memory is there, and what was killed for want of it: by files as the kernel shows them, and by a real control group where one can be made."""
+"""What memory is there, and what was killed for want of it: by files as the kernel shows them, and
+by a real control group where one can be made."""
 
 import os
 import resource
@@ -11,17 +12,40 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol import memory
-from dovetail.protocol.memory import count_kills, node_room, process_room, read_room, total_bytes, why_killed
+from dovetail.protocol.memory import (
+    count_kills,
+    node_room,
+    process_room,
+    read_room,
+    total_bytes,
+    why_killed,
+)
 from support.sysfs import write
 
 MIB = 1 << 20
-MEMINFO = {"MemTotal": 16000, "MemFree": 1000, "MemAvailable": 9000, "Buffers": 100, "Cached": 7000, "SReclaimable": 400, "Shmem": 500, "SwapFree": 0}
+MEMINFO = {
+    "MemTotal": 16000,
+    "MemFree": 1000,
+    "MemAvailable": 9000,
+    "Buffers": 100,
+    "Cached": 7000,
+    "SReclaimable": 400,
+    "Shmem": 500,
+    "SwapFree": 0,
+}
 V2, V1 = "0::/a/b\n", "4:memory:/a/b\n"
 
 
-def machine(root: Path, groups: Mapping[str, str] | None = None, own: str = V2, **meminfo: int | None) -> Path:
-    """The files of a machine whose meminfo has these MiB (None: no such line), and of these control groups."""
-    lines = (f"{name}: {mib * 1024:>12} kB" for name, mib in {**MEMINFO, **meminfo}.items() if mib is not None)
+def machine(
+    root: Path, groups: Mapping[str, str] | None = None, own: str = V2, **meminfo: int | None
+) -> Path:
+    """The files of a machine whose meminfo has these MiB (None: no such line), and of these control
+    groups."""
+    lines = (
+        f"{name}: {mib * 1024:>12} kB"
+        for name, mib in {**MEMINFO, **meminfo}.items()
+        if mib is not None
+    )
     write(root / "proc/meminfo", "\n".join(lines))
     write(root / "proc/vmstat", "oom_kill 0")
     write(root / "proc/self/cgroup", own)
@@ -33,7 +57,11 @@ def machine(root: Path, groups: Mapping[str, str] | None = None, own: str = V2, 
 def v2(folder: str, limit: object, used: int, **stat: int) -> dict[str, str]:
     lines = "\n".join(f"{name} {size * MIB}" for name, size in stat.items())
     said = str(limit * MIB) if isinstance(limit, int) else str(limit)
-    return {f"{folder}/memory.max": said, f"{folder}/memory.current": str(used * MIB), f"{folder}/memory.stat": lines}
+    return {
+        f"{folder}/memory.max": said,
+        f"{folder}/memory.current": str(used * MIB),
+        f"{folder}/memory.stat": lines,
+    }
 
 
 def v1(folder: str, limit: int, used: int, **stat: int) -> dict[str, str]:
@@ -49,7 +77,9 @@ def test_without_control_groups_there_is_what_the_kernel_calls_available(tmp_pat
     assert total_bytes(tmp_path) == 16000 * MIB
 
 
-def test_a_kernel_that_does_not_say_what_is_available_says_what_is_free_and_what_is_cached(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_say_what_is_available_says_what_is_free_and_what_is_cached(
+    tmp_path: Path,
+) -> None:
     room = read_room(machine(tmp_path, MemAvailable=None))
     assert room is not None
     assert room.size == (1000 + 100 + 7000 + 400 - 500) * MIB
@@ -69,7 +99,19 @@ def test_where_nothing_is_said_nothing_is_known(tmp_path: Path) -> None:
         (V2, v2("a/b", "max", 500), 9000),
         (V2, {**v2("a/b", "max", 500), **v2("a", 3000, 600)}, 2400),
         (V2, {**v2("a/b", 8000, 500), **v2("a", 3000, 600)}, 2400),
-        (V2, v2("a/b", 2000, 1900, active_file=300, inactive_file=900, slab_reclaimable=100, shmem=50), 1400),
+        (
+            V2,
+            v2(
+                "a/b",
+                2000,
+                1900,
+                active_file=300,
+                inactive_file=900,
+                slab_reclaimable=100,
+                shmem=50,
+            ),
+            1400,
+        ),
         (V2, v2("a/b", 2000, 2500), 0),
         (V2, v2(".", 700, 100), 600),  # a container that sees its own group as the root
         (V2, {"a/b/memory.max": "x", "a/b/memory.stat": "nonsense here"}, 9000),
@@ -77,11 +119,20 @@ def test_where_nothing_is_said_nothing_is_known(tmp_path: Path) -> None:
         (V1, v1("a/b", 2000 * MIB, 500), 1500),
         (V1, v1("a/b", 0x7FFFFFFFFFFFF000, 500), 9000),
         (V1, v1("a/b", 2000 * MIB, 1900, active_file=300, inactive_file=900), 1300),
-        (V1, {**v1("a/b", 0x7FFFFFFFFFFFF000, 500), "memory/a/b/memory.stat": f"hierarchical_memory_limit {900 * MIB}"}, 400),
+        (
+            V1,
+            {
+                **v1("a/b", 0x7FFFFFFFFFFFF000, 500),
+                "memory/a/b/memory.stat": f"hierarchical_memory_limit {900 * MIB}",
+            },
+            400,
+        ),
         ("", v2("a/b", 2000, 500), 9000),
     ],
 )
-def test_a_control_group_leaves_its_limit_less_what_is_taken_for_good(tmp_path: Path, own: str, groups: Mapping[str, str], left: int) -> None:
+def test_a_control_group_leaves_its_limit_less_what_is_taken_for_good(
+    tmp_path: Path, own: str, groups: Mapping[str, str], left: int
+) -> None:
     room = read_room(machine(tmp_path, groups, own))
     assert room is not None
     assert room.size == left * MIB
@@ -94,8 +145,18 @@ def test_the_narrowest_bound_is_named(tmp_path: Path) -> None:
 
 
 def test_a_node_has_what_is_free_there_and_what_can_be_read_again(tmp_path: Path) -> None:
-    lines = {"MemTotal": 9000, "MemFree": 100, "Active(file)": 30, "Inactive(file)": 20, "SReclaimable": 5, "Shmem": 7}
-    write(tmp_path / "sys/devices/system/node/node1/meminfo", "\n".join(f"Node 1 {name}: {mib * 1024} kB" for name, mib in lines.items()))
+    lines = {
+        "MemTotal": 9000,
+        "MemFree": 100,
+        "Active(file)": 30,
+        "Inactive(file)": 20,
+        "SReclaimable": 5,
+        "Shmem": 7,
+    }
+    write(
+        tmp_path / "sys/devices/system/node/node1/meminfo",
+        "\n".join(f"Node 1 {name}: {mib * 1024} kB" for name, mib in lines.items()),
+    )
     room = node_room(1, tmp_path)
     assert room is not None
     assert (room.size, room.bound) == (155 * MIB, "available on memory node 1")
@@ -107,10 +168,19 @@ def test_a_limit_of_address_space_is_a_bound_for_each_process() -> None:
         "import resource; from dovetail.protocol.memory import process_room; print(process_room());"
         f"resource.setrlimit(resource.RLIMIT_AS, ({900 * MIB}, {900 * MIB})); print(process_room())"
     )
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY == resource.getrlimit(resource.RLIMIT_DATA)[0]:
+    if (
+        resource.getrlimit(resource.RLIMIT_AS)[0]
+        == resource.RLIM_INFINITY
+        == resource.getrlimit(resource.RLIMIT_DATA)[0]
+    ):
         assert process_room() is None
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith(f"Room(size={900 * MIB}, bound='allowed to a process as address space (ulimit -v)', swap=0)\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith(
+        f"Room(size={900 * MIB}, bound='allowed to a process as address space (ulimit -v)', "
+        "swap=0)\n"
+    )
 
 
 def test_here_there_is_some() -> None:
@@ -121,7 +191,9 @@ def test_here_there_is_some() -> None:
 
 
 def log_record(pid: int, at_us: int, words: str = "Memory cgroup out of memory") -> str:
-    return f"3,429,{at_us},-;{words}: Killed process {pid} (python) total-vm:90884kB, anon-rss:81536kB"
+    return (
+        f"3,429,{at_us},-;{words}: Killed process {pid} (python) total-vm:90884kB, anon-rss:81536kB"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,11 +201,17 @@ def log_record(pid: int, at_us: int, words: str = "Memory cgroup out of memory")
     [
         (V2, "sys/fs/cgroup/a/b/memory.events", "at the limit of 2.1 GB of the control group"),
         (V2, "sys/fs/cgroup/a/memory.events", "at the limit of the control group"),
-        (V1, "sys/fs/cgroup/memory/a/b/memory.oom_control", "at the limit of 2.1 GB of the control group"),
+        (
+            V1,
+            "sys/fs/cgroup/memory/a/b/memory.oom_control",
+            "at the limit of 2.1 GB of the control group",
+        ),
         ("", "proc/vmstat", "on this machine"),
     ],
 )
-def test_that_memory_ran_out_is_said_where_the_kernel_counts_one_kill_more(tmp_path: Path, own: str, file: str, words: str) -> None:
+def test_that_memory_ran_out_is_said_where_the_kernel_counts_one_kill_more(
+    tmp_path: Path, own: str, file: str, words: str
+) -> None:
     root = machine(tmp_path, {**v2("a/b", 2000, 500), **v1("a/b", 2000 * MIB, 500)}, own)
     write(root / file, "low 0\noom 3\noom_kill 3\noom_group_kill 0")
     before = count_kills(root)
@@ -148,7 +226,12 @@ def test_the_kernels_log_says_which_process_it_was_and_when(tmp_path: Path) -> N
     root = machine(tmp_path)
     before = count_kills(root)
     later = time.monotonic_ns() // 1000 + 1
-    write(root / "dev/kmsg", "\n".join(("6,1,5,-;booted", log_record(6, later), log_record(5, before.at_us - 1), "nonsense")))
+    write(
+        root / "dev/kmsg",
+        "\n".join(
+            ("6,1,5,-;booted", log_record(6, later), log_record(5, before.at_us - 1), "nonsense")
+        ),
+    )
     assert why_killed(5, before, root) == ""
     assert why_killed(6, before, root) == "memory ran out: the kernel ended it, as its log says"
 
@@ -184,15 +267,24 @@ with Supervisor() as supervisor:
     print(supervisor.children[-1].failure())
 from dovetail.protocol.memory import read_room
 print(read_room().bound)
-"""
+"""  # noqa: E501
 
 
-def test_in_a_real_control_group_a_process_that_takes_too_much_is_said_to_have_done_so(small_group: Path) -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", IN_GROUP, str(small_group)], capture_output=True, text=True, check=True)
+def test_in_a_real_control_group_a_process_that_takes_too_much_is_said_to_have_done_so(
+    small_group: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", IN_GROUP, str(small_group)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     taken, _, killed, told, room = done.stdout.splitlines()
     assert taken.startswith("the target worker was killed by SIGKILL (memory ran out: the kernel")
     assert killed == "the draft worker was killed by SIGKILL and said nothing"
-    assert told.strip().startswith("the kernel's log (dmesg, journalctl -k) says so if memory ran out")
+    assert told.strip().startswith(
+        "the kernel's log (dmesg, journalctl -k) says so if memory ran out"
+    )
     assert room == f"left of the 0.0839 GB of the control group {small_group}"
 
 

@@ -23,7 +23,12 @@ DIALECTS: dict[str, tuple[Dialect[Any], tuple[type[Message], ...]]] = {
 }
 REPRESENTATIVE = golden.representative()
 READS = REPRESENTATIVE["hello"].reads.model_dump()
-CASES = [(dialect, name) for dialect, (_, members) in DIALECTS.items() for name, message in REPRESENTATIVE.items() if type(message) in members]
+CASES = [
+    (dialect, name)
+    for dialect, (_, members) in DIALECTS.items()
+    for name, message in REPRESENTATIVE.items()
+    if type(message) in members
+]
 
 
 @pytest.mark.parametrize(("dialect", "name"), CASES)
@@ -34,7 +39,10 @@ def test_golden_bytes_decode_to_their_message(dialect: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_message_encodes_to_its_golden_bytes(name: str) -> None:
-    assert golden.pack_frames(codec.encode(REPRESENTATIVE[name])) == (golden.FOLDER / f"{name}.bin").read_bytes()
+    assert (
+        golden.pack_frames(codec.encode(REPRESENTATIVE[name]))
+        == (golden.FOLDER / f"{name}.bin").read_bytes()
+    )
 
 
 def test_every_message_type_has_golden_bytes_and_no_file_is_left_over() -> None:
@@ -46,13 +54,18 @@ def test_every_message_type_has_golden_bytes_and_no_file_is_left_over() -> None:
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if name != "hello-client"])
 def test_golden_messages_use_every_field(name: str) -> None:
     message = REPRESENTATIVE[name]
-    assert {field for field in type(message).model_fields if field not in message.model_fields_set} <= {"type", "version", "round"}
+    assert {
+        field for field in type(message).model_fields if field not in message.model_fields_set
+    } <= {"type", "version", "round"}
 
 
 def test_the_tag_of_a_message_is_its_name() -> None:
     for _, members in DIALECTS.values():
         for member in members:
-            assert member.model_fields["type"].default == re.sub(r"(?<!^)(?=[A-Z])", "_", member.__name__).lower()
+            assert (
+                member.model_fields["type"].default
+                == re.sub(r"(?<!^)(?=[A-Z])", "_", member.__name__).lower()
+            )
 
 
 def test_tuples_stop_at_their_first_wrong_item() -> None:
@@ -121,7 +134,9 @@ def test_a_value_out_of_bounds_is_refused(name: str, change: dict[str, Any]) -> 
 
 def test_the_longest_row_of_features_travels_in_parts_of_a_prompt_and_of_a_path() -> None:
     """256 rows of a prompt are read at a time, and a path has at most 128 nodes."""
-    longest = messages.Reads(taps=(0, 1), width=messages.MAX_WIDTH, dtype="float16", vocabulary_size=1)
+    longest = messages.Reads(
+        taps=(0, 1), width=messages.MAX_WIDTH, dtype="float16", vocabulary_size=1
+    )
     assert longest.row == messages.MAX_ROW
     assert 256 * 2 * longest.row <= MAX_ARRAY_BYTES <= codec.MAX_FRAME_BYTES
 
@@ -131,17 +146,41 @@ def test_a_hello_without_a_model_needs_no_more_than_a_name() -> None:
 
 
 def test_drafted_and_verify_items_carry_trees() -> None:
-    drafted = Drafted(epoch=0, session=0, round=1, tokens=(1, 2), parents=(-1, 0), scores=(-1.0, -2.0), grown=2, hit=False)
-    assert drafted.tree == VerifyItem(session=0, round=1, prefix=1, tokens=(1, 2), parents=(-1, 0)).tree == TokenTree((1, 2), (-1, 0))
+    drafted = Drafted(
+        epoch=0,
+        session=0,
+        round=1,
+        tokens=(1, 2),
+        parents=(-1, 0),
+        scores=(-1.0, -2.0),
+        grown=2,
+        hit=False,
+    )
+    assert (
+        drafted.tree
+        == VerifyItem(session=0, round=1, prefix=1, tokens=(1, 2), parents=(-1, 0)).tree
+        == TokenTree((1, 2), (-1, 0))
+    )
 
 
 def test_a_fingerprint_in_words_tells_apart_what_computes_differently() -> None:
     fingerprint = REPRESENTATIVE["hello"].fingerprint
-    changed = [fingerprint.model_copy(update={field: "other"}) for field in type(fingerprint).model_fields]
+    changed = [
+        fingerprint.model_copy(update={field: "other"}) for field in type(fingerprint).model_fields
+    ]
     assert len({str(f) for f in (fingerprint, *changed)}) == 1 + len(changed)
 
 
 def test_a_message_is_a_map_that_any_messagepack_reader_understands() -> None:
-    opened = Open(epoch=1, session=2, key=bytes(16), prompt=(3,), capacity=9, vocabulary_size=4, sampling=Sampling(), tree=TreeSettings())
+    opened = Open(
+        epoch=1,
+        session=2,
+        key=bytes(16),
+        prompt=(3,),
+        capacity=9,
+        vocabulary_size=4,
+        sampling=Sampling(),
+        tree=TreeSettings(),
+    )
     (body,) = codec.encode(opened)
     assert msgpack.unpackb(body)["prompt"] == [3]

@@ -25,7 +25,10 @@ from dovetail.protocol.profile import (
     update_profile,
 )
 
-INTEL = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: A CPU @ 2.0 GHz\nflags\t\t: fpu avx2 fma\ncpu MHz\t\t: 2000.1\n\nprocessor\t: 1\n"
+INTEL = (
+    "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: A CPU @ 2.0 GHz\nflags\t\t: "
+    "fpu avx2 fma\ncpu MHz\t\t: 2000.1\n\nprocessor\t: 1\n"
+)
 ARM = "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
 
 
@@ -34,7 +37,14 @@ def key(shapes: str = "s", threads: int = 2) -> ProfileKey:
 
 
 def choice(chosen: str = "onednn", *, n: int = 8, k: int = 4, rows: int = 4) -> LinearChoice:
-    return LinearChoice(n=n, k=k, rows=rows, chosen=chosen, seconds={"onednn": 1e-5, "mkl": 2e-5}, refused={"plain": "differs"})
+    return LinearChoice(
+        n=n,
+        k=k,
+        rows=rows,
+        chosen=chosen,
+        seconds={"onednn": 1e-5, "mkl": 2e-5},
+        refused={"plain": "differs"},
+    )
 
 
 def calibration(backend: str = "kernels", first: float = 1.0) -> Calibration:
@@ -56,7 +66,9 @@ def calibration(backend: str = "kernels", first: float = 1.0) -> Calibration:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
-    entry = update_profile(path, key(), lambda entry: entry.with_linears([choice()]).with_calibration(calibration()))
+    entry = update_profile(
+        path, key(), lambda entry: entry.with_linears([choice()]).with_calibration(calibration())
+    )
     assert load_profile(path).find(key()) == entry
     assert entry.linears == (choice(),)
     assert entry.calibrations == (calibration(),)
@@ -71,36 +83,78 @@ def test_other_keys_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     update_profile(path, key(threads=1), lambda entry: entry.with_linears([choice("mkl")]))
     update_profile(path, key(threads=2), lambda entry: entry.with_linears([choice("onednn")]))
-    assert [load_profile(path).find(key(threads=threads)).linears[0].chosen for threads in (1, 2)] == ["mkl", "onednn"]
+    assert [
+        load_profile(path).find(key(threads=threads)).linears[0].chosen for threads in (1, 2)
+    ] == ["mkl", "onednn"]
 
 
 def test_what_is_measured_anew_takes_the_place_of_the_old() -> None:
-    entry = Entry(key=key()).with_linears([choice("mkl"), choice("mkl", rows=64)]).with_linears([choice("onednn")])
+    entry = (
+        Entry(key=key())
+        .with_linears([choice("mkl"), choice("mkl", rows=64)])
+        .with_linears([choice("onednn")])
+    )
     assert [(c.rows, c.chosen) for c in entry.linears] == [(4, "onednn"), (64, "mkl")]
-    entry = entry.with_calibration(calibration(first=1.0)).with_calibration(calibration("library")).with_calibration(calibration(first=0.5))
-    assert [(c.backend, c.t_v.seconds[0]) for c in entry.calibrations] == [("library", 1.0), ("kernels", 0.5)]
+    entry = (
+        entry.with_calibration(calibration(first=1.0))
+        .with_calibration(calibration("library"))
+        .with_calibration(calibration(first=0.5))
+    )
+    assert [(c.backend, c.t_v.seconds[0]) for c in entry.calibrations] == [
+        ("library", 1.0),
+        ("kernels", 0.5),
+    ]
 
 
 def test_the_choice_for_some_rows_is_that_of_the_smallest_class_that_holds_them() -> None:
-    entry = Entry(key=key()).with_linears([choice("a", rows=64), choice("b", rows=4), choice("c", rows=4, n=9)])
-    assert [found and found.chosen for found in (entry.choice(8, 4, rows) for rows in (1, 4, 5, 64, 65))] == ["b", "b", "a", "a", None]
+    entry = Entry(key=key()).with_linears(
+        [choice("a", rows=64), choice("b", rows=4), choice("c", rows=4, n=9)]
+    )
+    assert [
+        found and found.chosen for found in (entry.choice(8, 4, rows) for rows in (1, 4, 5, 64, 65))
+    ] == ["b", "b", "a", "a", None]
 
 
-def test_what_a_level_of_a_draft_takes_is_kept_beside_the_rest_and_a_file_without_it_is_read(tmp_path: Path) -> None:
-    path, levels = tmp_path / "profile.json", ContextCurve(context=512, t_v=RowsSeconds(rows=(1, 8), seconds=(0.1, 0.2)))
-    update_profile(path, key(), lambda entry: entry.with_calibration(calibration()).with_levels(levels))
-    assert (load_profile(path).find(key()).levels, load_profile(path).find(key()).calibrations) == (levels, (calibration(),))
+def test_what_a_level_of_a_draft_takes_is_kept_beside_the_rest_and_a_file_without_it_is_read(
+    tmp_path: Path,
+) -> None:
+    path, levels = (
+        tmp_path / "profile.json",
+        ContextCurve(context=512, t_v=RowsSeconds(rows=(1, 8), seconds=(0.1, 0.2))),
+    )
+    update_profile(
+        path, key(), lambda entry: entry.with_calibration(calibration()).with_levels(levels)
+    )
+    assert (load_profile(path).find(key()).levels, load_profile(path).find(key()).calibrations) == (
+        levels,
+        (calibration(),),
+    )
     content = json.loads(path.read_text())
     del content["entries"][0]["levels"]
     path.write_text(json.dumps(content))
     assert load_profile(path).find(key()) == Entry(key=key()).with_calibration(calibration())
 
 
-def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read(tmp_path: Path) -> None:
-    slow, fast = (RowsSeconds(rows=(16, 256), seconds=seconds) for seconds in ((1.0, 9.0), (2.0, 3.0)))
-    first, second = Reading(device="cuda:0", local=slow, streamed=fast), Reading(device="cuda:1", local=slow, streamed=slow)
+def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read(
+    tmp_path: Path,
+) -> None:
+    slow, fast = (
+        RowsSeconds(rows=(16, 256), seconds=seconds) for seconds in ((1.0, 9.0), (2.0, 3.0))
+    )
+    first, second = (
+        Reading(device="cuda:0", local=slow, streamed=fast),
+        Reading(device="cuda:1", local=slow, streamed=slow),
+    )
     path = tmp_path / "profile.json"
-    update_profile(path, key(), lambda entry: entry.with_reading(first.model_copy(update={"streamed": slow})).with_reading(second).with_reading(first))
+    update_profile(
+        path,
+        key(),
+        lambda entry: (
+            entry.with_reading(first.model_copy(update={"streamed": slow}))
+            .with_reading(second)
+            .with_reading(first)
+        ),
+    )
     assert load_profile(path).find(key()).readings == (second, first)
     assert (first.better_from, second.better_from) == (256, None)
     content = json.loads(path.read_text())
@@ -109,11 +163,21 @@ def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read
     assert load_profile(path).find(key()) == Entry(key=key())
 
 
-def test_what_layers_take_is_kept_for_each_device_and_a_file_without_it_is_read(tmp_path: Path) -> None:
+def test_what_layers_take_is_kept_for_each_device_and_a_file_without_it_is_read(
+    tmp_path: Path,
+) -> None:
     path, curve = tmp_path / "profile.json", RowsSeconds(rows=(1, 8), seconds=(0.1, 0.2))
 
     def costs(device: str, link_gb_s: float) -> DeviceCosts:
-        return DeviceCosts(device=device, link_gb_s=link_gb_s, layer=curve, streamed=curve, head=curve, host_layer=curve, host_head=curve)
+        return DeviceCosts(
+            device=device,
+            link_gb_s=link_gb_s,
+            layer=curve,
+            streamed=curve,
+            head=curve,
+            host_layer=curve,
+            host_head=curve,
+        )
 
     for one in (costs("cuda:0", 12.0), costs("cpu", 20.0), costs("cuda:0", 24.0)):
         update_profile(path, key(), lambda entry, one=one: entry.with_device(one))  # type: ignore[misc]
@@ -126,17 +190,30 @@ def test_what_layers_take_is_kept_for_each_device_and_a_file_without_it_is_read(
 
 def test_a_curve_is_linear_between_its_points() -> None:
     curve = RowsSeconds(rows=(1, 4, 8), seconds=(1.0, 1.0, 3.0))
-    assert [curve.at(rows) for rows in (1, 2, 4, 5, 6, 8, 10)] == [1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]
+    assert [curve.at(rows) for rows in (1, 2, 4, 5, 6, 8, 10)] == [
+        1.0,
+        1.0,
+        1.0,
+        1.5,
+        2.0,
+        3.0,
+        4.0,
+    ]
     assert RowsSeconds(rows=(2,), seconds=(5.0,)).at(7) == 5.0
 
 
-@pytest.mark.parametrize(("rows", "seconds"), [((1, 2), (1.0,)), ((1, 1), (1.0, 2.0)), ((4, 2), (1.0, 2.0)), ((1,), (1e300,))])
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [((1, 2), (1.0,)), ((1, 1), (1.0, 2.0)), ((4, 2), (1.0, 2.0)), ((1,), (1e300,))],
+)
 def test_what_is_no_curve_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(ValidationError):
         RowsSeconds(rows=rows, seconds=seconds)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2}', '{"entries": 3}', '{"unknown": 1}', "\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"format": 2}', '{"entries": 3}', '{"unknown": 1}', "\xff\xfe"]
+)
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content.encode("latin-1"))
@@ -156,17 +233,24 @@ def test_a_place_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) 
 
 def write_many(path: Path, process: int) -> None:
     for number in range(10):
-        update_profile(path, key(f"{process}-{number}"), lambda entry: entry.with_linears([choice()]))
+        update_profile(
+            path, key(f"{process}-{number}"), lambda entry: entry.with_linears([choice()])
+        )
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    processes = [multiprocessing.get_context("spawn").Process(target=write_many, args=(path, number)) for number in range(3)]
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=write_many, args=(path, number))
+        for number in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert {entry.key.shapes for entry in load_profile(path).entries} == {f"{process}-{number}" for process in range(3) for number in range(10)}
+    assert {entry.key.shapes for entry in load_profile(path).entries} == {
+        f"{process}-{number}" for process in range(3) for number in range(10)
+    }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["profile.json", "profile.json.lock"]
 
 
@@ -174,7 +258,10 @@ def test_the_file_is_json_that_a_person_can_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     update_profile(path, key(), lambda entry: entry.with_calibration(calibration()))
     content = json.loads(path.read_text())
-    assert content["entries"][0]["calibrations"][0]["t_v"] == {"rows": [1, 4, 8], "seconds": [1.0, 2.0, 4.0]}
+    assert content["entries"][0]["calibrations"][0]["t_v"] == {
+        "rows": [1, 4, 8],
+        "seconds": [1.0, 2.0, 4.0],
+    }
 
 
 def test_the_machine_is_told_by_processor_flags_and_cores(tmp_path: Path) -> None:
@@ -185,7 +272,13 @@ def test_the_machine_is_told_by_processor_flags_and_cores(tmp_path: Path) -> Non
     base = keyed(INTEL)
     assert keyed(INTEL.replace("2000.1", "1999.9")) == base
     assert keyed(INTEL.replace("fpu avx2 fma", "fma fpu avx2")) == base
-    others = {keyed(INTEL.replace("avx2", "")), keyed(INTEL.replace("A CPU", "Another")), keyed(INTEL, cores=4), keyed(ARM), keyed(ARM.replace("asimd", ""))}
+    others = {
+        keyed(INTEL.replace("avx2", "")),
+        keyed(INTEL.replace("A CPU", "Another")),
+        keyed(INTEL, cores=4),
+        keyed(ARM),
+        keyed(ARM.replace("asimd", "")),
+    }
     assert len(others | {base}) == 6
     assert machine_key() == machine_key()
 
@@ -193,4 +286,14 @@ def test_the_machine_is_told_by_processor_flags_and_cores(tmp_path: Path) -> Non
 def test_shapes_are_told_by_how_often_each_occurs() -> None:
     base = shapes_key([(8, 4), (8, 4), (4, 8)])
     assert shapes_key([(4, 8), (8, 4), (8, 4)]) == base
-    assert len({base, shapes_key([(8, 4), (4, 8)]), shapes_key([(8, 4), (8, 4), (4, 8)], "head"), shapes_key([(84, 4), (8, 4), (4, 8)])}) == 4
+    assert (
+        len(
+            {
+                base,
+                shapes_key([(8, 4), (4, 8)]),
+                shapes_key([(8, 4), (8, 4), (4, 8)], "head"),
+                shapes_key([(84, 4), (8, 4), (4, 8)]),
+            }
+        )
+        == 4
+    )

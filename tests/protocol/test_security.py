@@ -1,4 +1,5 @@
-"""Who speaks: an identity cannot be stolen, a role is a key's, and no way of listening does without the judge."""
+"""Who speaks: an identity cannot be stolen, a role is a key's, and no way of listening does without
+the judge."""
 
 import ast
 import contextlib
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READY = b"\x05READY"
 
 
-# -- listening ---------------------------------------------------------------------------------------------------------------------------------
+# -- listening -------------------------------------------------------------------------------------
 
 
 def test_nothing_listens_beyond_this_machine_by_itself() -> None:
@@ -35,7 +36,9 @@ def test_nothing_listens_beyond_this_machine_by_itself() -> None:
     assert HttpSettings().host == "127.0.0.1"
 
 
-def test_the_socket_of_a_hub_over_tcp_demands_the_judge_whatever_its_address(tcp_wire: Wire) -> None:
+def test_the_socket_of_a_hub_over_tcp_demands_the_judge_whatever_its_address(
+    tcp_wire: Wire,
+) -> None:
     assert isinstance(tcp_wire.hub, ZmqHub)
     raw = tcp_wire.hub._socket
     assert raw.getsockopt(zmq.ZAP_ENFORCE_DOMAIN) == 1
@@ -44,14 +47,19 @@ def test_the_socket_of_a_hub_over_tcp_demands_the_judge_whatever_its_address(tcp
     assert raw.getsockopt(zmq.CURVE_SERVER) == 1
 
 
-def test_without_its_judge_a_hub_over_tcp_lets_nobody_in(tcp_wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_judge_a_hub_over_tcp_lets_nobody_in(
+    tcp_wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The socket alone, as if the thread that judges had never been."""
     monkeypatch.setattr(keys, "start_judge", lambda *_: None)
-    with contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=tcp_wire.keys)) as hub, pytest.raises(Exception, match=r"breaks the connection off|within"):
+    with (
+        contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=tcp_wire.keys)) as hub,
+        pytest.raises(Exception, match=r"breaks the connection off|within"),
+    ):
         open_link(hub.address, keys=tcp_wire.keys, role="draft", timeout_s=0.5)
 
 
-# -- a stolen identity -------------------------------------------------------------------------------------------------------------------------
+# -- a stolen identity -----------------------------------------------------------------------------
 
 
 def speak(path: str, identity: bytes) -> socket.socket:
@@ -64,7 +72,10 @@ def speak(path: str, identity: bytes) -> socket.socket:
     while len(greeting) < 64:
         greeting += peer.recv(64 - len(greeting))
     fields = ((b"Socket-Type", b"DEALER"), (b"Identity", identity))
-    body = READY + b"".join(struct.pack(">B", len(name)) + name + struct.pack(">I", len(value)) + value for name, value in fields)
+    body = READY + b"".join(
+        struct.pack(">B", len(name)) + name + struct.pack(">I", len(value)) + value
+        for name, value in fields
+    )
     peer.sendall(struct.pack(">BB", 4, len(body)) + body)
     return peer
 
@@ -96,7 +107,7 @@ def test_an_identity_that_is_in_use_cannot_be_taken_over(ipc_wire: Wire) -> None
         assert ipc_wire.hub.receive() is None
 
 
-# -- a role ------------------------------------------------------------------------------------------------------------------------------------
+# -- a role ----------------------------------------------------------------------------------------
 
 
 class Deployment:
@@ -123,7 +134,11 @@ class Deployment:
 
     def peer(self, role: str) -> bytes:
         """The address of the worker of a role."""
-        return next(peer for peer, worker in self.coordinator.registry.workers.items() if worker.hello.roles == (role,))
+        return next(
+            peer
+            for peer, worker in self.coordinator.registry.workers.items()
+            if worker.hello.roles == (role,)
+        )
 
     def client(self, role: str = "client") -> Client:
         link = self.wire.dial(role)
@@ -150,10 +165,25 @@ def deployment_over_tcp(tcp_wire: Wire) -> Iterator[Deployment]:
         yield Deployment(tcp_wire, stack)
 
 
-@pytest.mark.parametrize(("key", "role"), [("draft", "target"), ("client", "target"), ("client", "draft"), ("target", "draft"), ("draft", "client")])
-def test_a_key_takes_no_role_that_is_not_its_own(deployment_over_tcp: Deployment, key: str, role: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "role"),
+    [
+        ("draft", "target"),
+        ("client", "target"),
+        ("client", "draft"),
+        ("target", "draft"),
+        ("draft", "client"),
+    ],
+)
+def test_a_key_takes_no_role_that_is_not_its_own(
+    deployment_over_tcp: Deployment, key: str, role: str
+) -> None:
     link = deployment_over_tcp.wire.dial(key)
-    introduction = Hello(epoch=7, roles=("client",), name="me", host="here", pid=1) if role == "client" else hello(role, epoch=7)
+    introduction = (
+        Hello(epoch=7, roles=("client",), name="me", host="here", pid=1)
+        if role == "client"
+        else hello(role, epoch=7)
+    )
     link.send(encode(introduction))
     answer = deployment_over_tcp.answer(link)
     assert isinstance(answer, Failed)
@@ -163,19 +193,34 @@ def test_a_key_takes_no_role_that_is_not_its_own(deployment_over_tcp: Deployment
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_worker_whose_key_is_revoked_in_the_middle_costs_its_session_no_token(deployment_over_tcp: Deployment, role: str) -> None:
-    """It owes an answer that is never to arrive. A session without its target goes on with the next one."""
+def test_a_worker_whose_key_is_revoked_in_the_middle_costs_its_session_no_token(
+    deployment_over_tcp: Deployment, role: str
+) -> None:
+    """It owes an answer that is never to arrive. A session without its target goes on with the next
+    one."""
     house = deployment_over_tcp
     assert house.wire.keys is not None
     keys.generate_peer(house.wire.keys, "other", ["target"])
-    workers = {"target": house.add(ScriptedTarget, "target"), "draft": house.add(ScriptedDraft, "draft")}
+    workers = {
+        "target": house.add(ScriptedTarget, "target"),
+        "draft": house.add(ScriptedDraft, "draft"),
+    }
     client = house.client()
-    request = client.submit(tokens=(5, 6, 7), max_tokens=60, seed=1, tree=TreeSettings(policy="dynamic", insist=True))
-    until(lambda: any(live.session.round > 1 for live in house.coordinator._live.values()), house.step)
+    request = client.submit(
+        tokens=(5, 6, 7), max_tokens=60, seed=1, tree=TreeSettings(policy="dynamic", insist=True)
+    )
+    until(
+        lambda: any(live.session.round > 1 for live in house.coordinator._live.values()), house.step
+    )
     house.workers.remove(workers[role])
     until(lambda: bool(house.coordinator.registry.workers[house.peer(role)].turns.owed), house.step)
     keys.revoke(house.wire.keys, role)
-    until(lambda: all(worker.hello.roles != (role,) for worker in house.coordinator.registry.workers.values()), house.step)
+    until(
+        lambda: all(
+            worker.hello.roles != (role,) for worker in house.coordinator.registry.workers.values()
+        ),
+        house.step,
+    )
     if role == "target":
         (house.wire.keys / "other.key").rename(house.wire.keys / "target.key")
         content = json.loads((house.wire.keys / "target.key").read_text())
@@ -217,7 +262,9 @@ def test_over_tcp_only_an_operators_key_changes_workers(deployment_over_tcp: Dep
         refusal = changed(house, client)
         assert isinstance(refusal, Failed)
         assert refusal.code == "role"
-        assert "the key 'client' is none of an operator's: only theirs change workers" in refusal.text
+        assert (
+            "the key 'client' is none of an operator's: only theirs change workers" in refusal.text
+        )
     assert len(house.coordinator.registry.workers) == 2
     operator.dismiss(draft.epoch)
     assert isinstance(changed(house, operator), Dismissed)
@@ -238,7 +285,11 @@ def test_a_stranger_is_neither_heard_nor_answered(tcp_wire: Wire) -> None:
     assert tcp_wire.keys is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        stranger.curve_serverkey, stranger.curve_publickey, stranger.curve_secretkey = keys.coordinator_public(tcp_wire.keys).encode(), public, secret
+        stranger.curve_serverkey, stranger.curve_publickey, stranger.curve_secretkey = (
+            keys.coordinator_public(tcp_wire.keys).encode(),
+            public,
+            secret,
+        )
         stranger.connect(tcp_wire.hub.address)
         stranger.send(encode(Hello(epoch=7, roles=("client",), name="me", host="here", pid=1))[0])
         until(lambda: tcp_wire.hub.refused() > 0, lambda: readable(tcp_wire.hub.monitor_fileno()))
@@ -246,17 +297,29 @@ def test_a_stranger_is_neither_heard_nor_answered(tcp_wire: Wire) -> None:
         assert not stranger.poll(100)
 
 
-# -- what is written -----------------------------------------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 
-SOURCES = [path for folder in ("protocol", "runtime", "workers", "launch") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path
+    for folder in ("protocol", "runtime", "workers", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+]
 RUNS = {"eval", "exec", "compile", "__import__"}
 
 
 def test_no_variable_of_the_environment_allows_what_is_not_allowed() -> None:
     for path in SOURCES:
         text = path.read_text(encoding="utf-8").lower()
-        assert not any(word in text for word in ("allow_insecure", "insecure_serialization", "allow_pickle=true", "trust_request_chat_template")), path
+        assert not any(
+            word in text
+            for word in (
+                "allow_insecure",
+                "insecure_serialization",
+                "allow_pickle=true",
+                "trust_request_chat_template",
+            )
+        ), path
 
 
 def test_nothing_runs_text_as_code() -> None:
@@ -269,14 +332,20 @@ def test_nothing_runs_text_as_code() -> None:
 
 
 def test_no_serialiser_that_runs_code_is_imported_by_a_process_of_ours() -> None:
-    """`pickle` itself comes with the standard library's own modules; what would use it for messages does not."""
-    code = "import sys; import dovetail.launch.coordinator; sys.exit(bool({'cloudpickle', 'dill', 'joblib', 'shelve'} & set(sys.modules)))"
+    """`pickle` itself comes with the standard library's own modules; what would use it for messages
+    does not."""
+    code = (
+        "import sys; import dovetail.launch.coordinator; sys.exit(bool({'cloudpickle', "
+        "'dill', 'joblib', 'shelve'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_keys_of_the_api_are_compared_in_constant_time() -> None:
     tree = ast.parse((ROOT / "runtime" / "http" / "guard.py").read_text(encoding="utf-8"))
-    (method,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_key"]
+    (method,) = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_key"
+    ]
     assert "hmac.compare_digest" in ast.unparse(method)
     compared = [ast.unparse(node) for node in ast.walk(method) if isinstance(node, ast.Compare)]
     assert compared == ["scheme.lower() == b'bearer'"]

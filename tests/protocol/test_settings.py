@@ -8,21 +8,33 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.protocol import settings
-from dovetail.protocol.settings import DraftSettings, Sampling, Settings, TargetSettings, TreeSettings, byte_count, misfit
+from dovetail.protocol.settings import (
+    DraftSettings,
+    Sampling,
+    Settings,
+    TargetSettings,
+    TreeSettings,
+    byte_count,
+    misfit,
+)
 
 
 def test_the_defaults_are_valid_settings() -> None:
     assert Settings.model_validate(Settings().model_dump()) == Settings()
 
 
-@pytest.mark.parametrize("content", [{"targett": {}}, {"tree": {"gama": 3}}, {"sampling": {"temprature": 1.0}}])
+@pytest.mark.parametrize(
+    "content", [{"targett": {}}, {"tree": {"gama": 3}}, {"sampling": {"temprature": 1.0}}]
+)
 def test_an_unknown_key_is_an_error(content: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         Settings.model_validate(content)
 
 
 def test_a_misspelt_policy_is_refused() -> None:
-    with pytest.raises(ValidationError, match="there is no tree policy 'dynamc'; choose 'static' or 'dynamic'"):
+    with pytest.raises(
+        ValidationError, match="there is no tree policy 'dynamc'; choose 'static' or 'dynamic'"
+    ):
         TreeSettings(policy="dynamc")
 
 
@@ -58,17 +70,38 @@ def test_a_misspelt_policy_is_refused() -> None:
         (Sampling, "logit_bias", ((5, 1.0), (5, 2.0)), "token 5 has two biases"),
         (Sampling, "logit_bias", ((5, "1"),), "valid number"),
         (Sampling, "logit_bias", {"5": True}, "valid number"),
-        (Sampling, "logit_bias", {"five": 1.0}, "write token ids and biases, such as 17=-100,5=2.5"),
+        (
+            Sampling,
+            "logit_bias",
+            {"five": 1.0},
+            "write token ids and biases, such as 17=-100,5=2.5",
+        ),
         (Sampling, "logit_bias", "5:1", "write token ids and biases"),
-        (Sampling, "logit_bias", {str(i): 1.0 for i in range(settings.MAX_BIASES + 1)}, f"at most {settings.MAX_BIASES} items"),
+        (
+            Sampling,
+            "logit_bias",
+            {str(i): 1.0 for i in range(settings.MAX_BIASES + 1)},
+            f"at most {settings.MAX_BIASES} items",
+        ),
     ],
 )
-def test_a_value_out_of_range_or_of_another_type_is_refused(model: type[settings.Frozen], field: str, value: object, complaint: str) -> None:
+def test_a_value_out_of_range_or_of_another_type_is_refused(
+    model: type[settings.Frozen], field: str, value: object, complaint: str
+) -> None:
     with pytest.raises(ValidationError, match=complaint):
         model.model_validate({field: value})
 
 
-@pytest.mark.parametrize("value", [((5, -2.5), (17, 3.0)), ((17, 3.0), (5, -2.5)), {"17": 3, "5": -2.5}, {17: 3.0, 5: -2.5}, "17=3, 5=-2.5"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        ((5, -2.5), (17, 3.0)),
+        ((17, 3.0), (5, -2.5)),
+        {"17": 3, "5": -2.5},
+        {17: 3.0, 5: -2.5},
+        "17=3, 5=-2.5",
+    ],
+)
 def test_biases_are_equal_however_they_are_written(value: object) -> None:
     sampling = Sampling.model_validate({"logit_bias": value})
     assert sampling == Sampling(logit_bias=((5, -2.5), (17, 3.0)))
@@ -86,13 +119,29 @@ def test_biases_are_equal_however_they_are_written(value: object) -> None:
         ("rejection", "dynamic", "small", "set tree.policy to 'static', not 'dynamic'"),
         ("rejection", "beam", "none", "set tree.policy to 'static', not 'beam'"),
         ("rejection", "static", "ngram", "choose another draft.kind than 'ngram', or 'coupled'"),
-        ("coupled", "static", "ngram", "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'static'"),
-        ("coupled", "beam", "ngram", "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'"),
+        (
+            "coupled",
+            "static",
+            "ngram",
+            "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'static'",
+        ),
+        (
+            "coupled",
+            "beam",
+            "ngram",
+            "set tree.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_said_in_one_line(acceptance: Literal["coupled", "rejection"], policy: str, kind: str, complaint: str | None) -> None:
+def test_what_does_not_go_together_is_said_in_one_line(
+    acceptance: Literal["coupled", "rejection"], policy: str, kind: str, complaint: str | None
+) -> None:
     for temperature in (0.0, 1.0):
-        text = misfit(Sampling(acceptance=acceptance, temperature=temperature), TreeSettings(policy=policy), kind)
+        text = misfit(
+            Sampling(acceptance=acceptance, temperature=temperature),
+            TreeSettings(policy=policy),
+            kind,
+        )
         assert (text is None) == (complaint is None)
         assert complaint is None or (complaint in str(text) and "\n" not in str(text))
 
@@ -135,7 +184,9 @@ def test_a_size_is_read_in_powers_of_ten_or_two(text: str, size: int) -> None:
     assert byte_count(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "1 mb", "1XB", "1iB", "-5GB", "infGB", "nanB", "1e999TB", "five"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "1 mb", "1XB", "1iB", "-5GB", "infGB", "nanB", "1e999TB", "five"]
+)
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no size: write a number and a unit"):
         byte_count(text)

@@ -32,12 +32,23 @@ def test_take_gives_the_newest_and_forgets_all(count: int, limit: int) -> None:
     spans = Spans()
     for i in range(count):
         spans.add(str(i), i, i + 1)
-    assert [int(name) for name, _, _ in spans.take(limit)] == list(range(count))[max(0, count - limit) :]
+    assert [int(name) for name, _, _ in spans.take(limit)] == list(range(count))[
+        max(0, count - limit) :
+    ]
     assert spans.take(100) == ()
 
 
 @pytest.mark.parametrize("fine", [False, True])
-@given(st.lists(st.tuples(st.sampled_from([(1, 1), (1, 2), (None, None)]), st.sampled_from([0, MERGED_NS, MERGED_NS + 1]), st.integers(0, 9)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(1, 1), (1, 2), (None, None)]),
+            st.sampled_from([0, MERGED_NS, MERGED_NS + 1]),
+            st.integers(0, 9),
+        ),
+        max_size=8,
+    )
+)
 def test_what_is_done_beside_commands_without_a_pause_is_one_span_unless_somebody_looks(
     fine: bool, steps: list[tuple[tuple[int | None, int | None], int, int]]
 ) -> None:
@@ -46,8 +57,18 @@ def test_what_is_done_beside_commands_without_a_pause_is_one_span_unless_somebod
     for place, ((session, round), pause, duration) in enumerate(steps):
         last = expected[-1] if expected else None
         spans.add_beside("grow", now + pause, now + pause + duration, session=session, round=round)
-        if last is not None and not fine and last[:2] == (session, round) and pause <= MERGED_NS and place:
-            expected[-1] = (session, round, ("grow", last[2][1], now + pause + duration - last[2][1]))
+        if (
+            last is not None
+            and not fine
+            and last[:2] == (session, round)
+            and pause <= MERGED_NS
+            and place
+        ):
+            expected[-1] = (
+                session,
+                round,
+                ("grow", last[2][1], now + pause + duration - last[2][1]),
+            )
         else:
             expected.append((session, round, ("grow", now + pause, duration)))
         now += pause + duration
@@ -81,7 +102,10 @@ def test_the_names_of_spans_fit_into_a_message() -> None:
     assert all(0 < len(name) <= 64 and meaning for name, meaning in NAMES.items())
 
 
-@given(st.integers(-(10**15), 10**15), st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=40))
+@given(
+    st.integers(-(10**15), 10**15),
+    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=40),
+)
 def test_the_true_offset_lies_within_the_bound(offset: int, probes: list[tuple[int, int]]) -> None:
     clock = ClockOffset()
     now = 10**15

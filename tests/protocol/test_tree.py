@@ -20,7 +20,9 @@ def trees(draw: st.DrawFn) -> TokenTree:
     for node in range(draw(st.integers(0, 25))):
         parent = draw(st.integers(ROOT, node - 1))
         siblings = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
-        tokens.append(draw(st.integers(0, 49).filter(lambda token, siblings=siblings: token not in siblings)))
+        tokens.append(
+            draw(st.integers(0, 49).filter(lambda token, siblings=siblings: token not in siblings))
+        )
         parents.append(parent)
     return TokenTree(tuple(tokens), tuple(parents))
 
@@ -50,7 +52,9 @@ def test_every_prefix_of_a_tree_is_a_tree(tree: TokenTree, data: st.DataObject) 
 
 
 @given(st.lists(st.integers(-3, 60), max_size=6), st.lists(st.integers(-3, 6), max_size=6))
-def test_check_accepts_exactly_what_the_definition_says(tokens: list[int], parents: list[int]) -> None:
+def test_check_accepts_exactly_what_the_definition_says(
+    tokens: list[int], parents: list[int]
+) -> None:
     is_tree = (
         len(tokens) == len(parents)
         and all(ROOT <= parent < node for node, parent in enumerate(parents))
@@ -77,7 +81,9 @@ def test_check_accepts_exactly_what_the_definition_says(tokens: list[int], paren
         (TokenTree((4, 4), (ROOT, ROOT)), "node 1 repeats token 4 below parent -1"),
     ],
 )
-def test_what_is_no_tree_is_refused_by_the_name_of_its_node(tree: TokenTree, complaint: str) -> None:
+def test_what_is_no_tree_is_refused_by_the_name_of_its_node(
+    tree: TokenTree, complaint: str
+) -> None:
     with pytest.raises(TreeError, match=complaint):
         tree.check(50)
 

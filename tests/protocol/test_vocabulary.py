@@ -22,7 +22,10 @@ def test_a_unigram_list_of_pieces_is_numbered_in_order() -> None:
 
 
 def test_added_tokens_belong_to_the_vocabulary() -> None:
-    assert read_vocabulary(tokenizer({"a": 0}, added_tokens=[{"id": 5, "content": "<|end|>"}])) == {0: "a", 5: "<|end|>"}
+    assert read_vocabulary(tokenizer({"a": 0}, added_tokens=[{"id": 5, "content": "<|end|>"}])) == {
+        0: "a",
+        5: "<|end|>",
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,10 @@ def test_the_digest_depends_on_ids_and_tokens_and_on_nothing_else() -> None:
 
 
 def test_the_digest_of_one_vocabulary_never_changes() -> None:
-    assert vocabulary_digest({0: "a", 1: "é", 300: "世"}) == "b7c016e26007d0bd9a3dc945fb8c67dde8f29e40080775323fca11930db7f03e"
+    assert (
+        vocabulary_digest({0: "a", 1: "é", 300: "世"})
+        == "b7c016e26007d0bd9a3dc945fb8c67dde8f29e40080775323fca11930db7f03e"
+    )
 
 
 def test_tokens_with_lone_surrogates_have_a_digest() -> None:

@@ -1,6 +1,8 @@
-"""What runs inside the virtual machine: topology, layout and binding against a kernel that has two memory nodes. Standard library only.
+"""What runs inside the virtual machine: topology, layout and binding against a kernel that has two
+memory nodes. Standard library only.
 
-Where a page really lies, the kernel is asked with move_pages(2), by another call than the one that put it there.
+Where a page really lies, the kernel is asked with move_pages(2), by another call than the one that
+put it there.
 """
 
 import ctypes
@@ -55,14 +57,21 @@ def expect(found: object, expected: object) -> None:
 def two_nodes_are_found() -> None:
     """two nodes with two cores of two hardware threads each; the second has more memory"""
     first, second = read_topology().nodes
-    expect((first.number, first.cores, second.number, second.cores), (0, ((0, 1), (2, 3)), 1, ((4, 5), (6, 7))))
+    expect(
+        (first.number, first.cores, second.number, second.cores),
+        (0, ((0, 1), (2, 3)), 1, ((4, 5), (6, 7))),
+    )
     expect(0 < first.memory_bytes < second.memory_bytes, True)
 
 
 def the_layout_is_as_on_paper() -> None:
-    """the target gets the larger node whole, one thread a core; draft and coordinator the other one"""
+    """the target gets the larger node whole, one thread a core; draft and coordinator the other
+    one"""
     layout = lay_out(read_topology())
-    expect((layout.target, layout.draft, layout.coordinator), (Place((4, 6), (1,)), Place((0, 2), (0,)), Place((0, 2))))
+    expect(
+        (layout.target, layout.draft, layout.coordinator),
+        (Place((4, 6), (1,)), Place((0, 2), (0,)), Place((0, 2))),
+    )
 
 
 def memory_lies_on_the_node_that_is_bound() -> None:
@@ -74,7 +83,8 @@ def memory_lies_on_the_node_that_is_bound() -> None:
 
 
 def memory_lies_there_whatever_core_takes_it() -> None:
-    """bound to the memory of node 1 and the cores of node 0: first touch does not decide, the policy does"""
+    """bound to the memory of node 1 and the cores of node 0: first touch does not decide, the
+    policy does"""
     expect(bind(Place((0, 2), (1,))).level, "full")
     expect(set(nodes_of_fresh_pages()), {1})
 
@@ -83,7 +93,9 @@ def threads_inherit_both() -> None:
     """a thread started afterwards has the same cores, and its memory lies on the same node"""
     bind(Place((4, 6), (1,)))
     seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.extend((os.sched_getaffinity(0), set(nodes_of_fresh_pages()))))
+    thread = threading.Thread(
+        target=lambda: seen.extend((os.sched_getaffinity(0), set(nodes_of_fresh_pages())))
+    )
     thread.start()
     thread.join()
     expect(seen, [{4, 6}, {1}])
@@ -94,7 +106,9 @@ def processes_inherit_both() -> None:
     bind(Place((4, 6), (1,)))
     child = os.fork()
     if child == 0:
-        os._exit(0 if (os.sched_getaffinity(0), set(nodes_of_fresh_pages())) == ({4, 6}, {1}) else 1)
+        os._exit(
+            0 if (os.sched_getaffinity(0), set(nodes_of_fresh_pages())) == ({4, 6}, {1}) else 1
+        )
     expect(os.waitpid(child, 0)[1], 0)
 
 
@@ -106,9 +120,12 @@ def two_nodes_are_used_in_turn() -> None:
 
 
 def a_node_that_is_not_there_is_refused_and_told() -> None:
-    """memory of node 7, which is not there: the cores are bound, and the reason stands in the binding"""
+    """memory of node 7, which is not there: the cores are bound, and the reason stands in the
+    binding"""
     binding = bind(Place((4, 6), (7,)))
-    expect(str(binding), "cores 4,6, memory not bound (set_mempolicy refused node 7: Invalid argument)")
+    expect(
+        str(binding), "cores 4,6, memory not bound (set_mempolicy refused node 7: Invalid argument)"
+    )
 
 
 def cores_that_are_not_there_are_refused_and_told() -> None:
@@ -134,9 +151,14 @@ def a_cpuset_is_obeyed() -> None:
     topology = read_topology()
     expect(topology.threads, (0, 1, 2, 3))
     expect([(node.number, node.memory_bytes > 0) for node in topology.nodes], [(0, True)])
-    expect(bind(lay_out(topology).target).level, "cores")  # a single node is left: its memory need not be bound
+    expect(
+        bind(lay_out(topology).target).level, "cores"
+    )  # a single node is left: its memory need not be bound
     expect(set(nodes_of_fresh_pages()), {0})
-    expect(str(bind(Place((0,), (1,)))), "cores 0, memory not bound (set_mempolicy refused node 1: Invalid argument)")
+    expect(
+        str(bind(Place((0,), (1,)))),
+        "cores 0, memory not bound (set_mempolicy refused node 1: Invalid argument)",
+    )
 
 
 def a_quota_is_obeyed() -> None:
@@ -176,7 +198,11 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    print(f"Linux {os.uname().release}, Python {sys.version.split()[0]}, nodes {format_numbers(n.number for n in read_topology().nodes)}", flush=True)
+    print(
+        f"Linux {os.uname().release}, Python {sys.version.split()[0]}, nodes "
+        f"{format_numbers(n.number for n in read_topology().nodes)}",
+        flush=True,
+    )
     Linux().set_memory_policy(MPOL_DEFAULT, ())
     good = [in_a_child(check) for check in CHECKS]
     print("all checks passed" if all(good) else f"{good.count(False)} checks failed", flush=True)

@@ -1,4 +1,5 @@
-"""A fault of the coordinator's about one session ends that session with one error, and nobody else notices; a worker that will not answer is lost."""
+"""A fault of the coordinator's about one session ends that session with one error, and nobody else
+notices; a worker that will not answer is lost."""
 
 import json
 import logging
@@ -10,7 +11,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from dovetail.protocol.codec import encode
-from dovetail.protocol.messages import Command, Draft, Event, Failed, Finished, Open, Probe, Probed, Verified, Verify
+from dovetail.protocol.messages import (
+    Command,
+    Draft,
+    Event,
+    Failed,
+    Finished,
+    Open,
+    Probe,
+    Probed,
+    Verified,
+    Verify,
+)
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime import post
 from dovetail.runtime.answers import Answers
@@ -27,7 +39,16 @@ from dovetail.runtime.text import TextCodec
 from support import scripted
 from support.faulty import CarefulTarget
 from support.houses import PROMPT, House
-from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, choice, continuation, tokenizer_bytes
+from support.scripted import (
+    READS,
+    ROOMY,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    choice,
+    continuation,
+    tokenizer_bytes,
+)
 
 S = 1_000_000_000
 
@@ -59,7 +80,9 @@ def is_guilty(session: Session) -> bool:
     return session.request.prompt == GUILTY
 
 
-def in_step(name: str, error: BaseException, rounds: int = 2) -> Callable[[pytest.MonkeyPatch], None]:
+def in_step(
+    name: str, error: BaseException, rounds: int = 2
+) -> Callable[[pytest.MonkeyPatch], None]:
     """A step of the guilty session's logic raises, from some round on."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
@@ -93,7 +116,8 @@ def in_live(owner: type, name: str, error: BaseException) -> Callable[[pytest.Mo
 
 
 def in_pilot(name: str, error: BaseException) -> Callable[[pytest.MonkeyPatch], None]:
-    """The judgement of what is drafted for the guilty session raises: it is the first that begins."""
+    """The judgement of what is drafted for the guilty session raises: it is the first that
+    begins."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
         real = getattr(Pilot, name)
@@ -128,7 +152,12 @@ def check_clean(house: House) -> None:
     """Nobody owes or holds anything, and the next request is served."""
     coordinator = house.coordinator
     for worker in coordinator.registry.workers.values():
-        assert (worker.turns.owed, len(worker.turns.waiting), worker.sessions, worker.turns.void) == ({}, 0, 0, set())
+        assert (
+            worker.turns.owed,
+            len(worker.turns.waiting),
+            worker.sessions,
+            worker.turns.void,
+        ) == ({}, 0, 0, set())
     assert coordinator.idle
     assert all(not worker.logs for worker in house.workers)
     assert len(coordinator.registry.workers) == len(house.workers)
@@ -137,7 +166,10 @@ def check_clean(house: House) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", ["verified", "drafted", "_read", "_order"])
 def test_whatever_a_step_of_a_session_raises_ends_that_session_alone(
-    name: str, error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     house = House(limits=ROOMY)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "dovetail.coordinator"):
@@ -153,7 +185,20 @@ def test_whatever_a_step_of_a_session_raises_ends_that_session_alone(
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
-    "name", ["begin", "opened", "prefilled", "_commit", "_next_round", "_verify", "_for_target", "_for_draft", "_finish", "result", "kept"]
+    "name",
+    [
+        "begin",
+        "opened",
+        "prefilled",
+        "_commit",
+        "_next_round",
+        "_verify",
+        "_for_target",
+        "_for_draft",
+        "_finish",
+        "result",
+        "kept",
+    ],
 )
 def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(limits=ROOMY, reads=READS if reads else None)
@@ -187,7 +232,21 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
         in_pilot("sends", ZeroDivisionError()),
         in_pilot("draft_read", ZeroDivisionError()),
     ],
-    ids=["answered", "left", "tell_round", "over", "round_ended", "awaits", "relieve", "learn", "ask", "pilot-learn", "plan", "sends", "draft_read"],
+    ids=[
+        "answered",
+        "left",
+        "tell_round",
+        "over",
+        "round_ended",
+        "awaits",
+        "relieve",
+        "learn",
+        "ask",
+        "pilot-learn",
+        "plan",
+        "sends",
+        "draft_read",
+    ],
 )
 def test_what_is_done_with_a_session_and_raises_ends_that_session_alone(
     sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -201,24 +260,36 @@ def test_what_is_done_with_a_session_and_raises_ends_that_session_alone(
 
 
 @pytest.mark.parametrize("name", ["rate", "cuts"])
-def test_a_pass_that_one_session_keeps_from_being_built_is_taken_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_one_session_keeps_from_being_built_is_taken_apart(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house = House(limits=ROOMY)
     with monkeypatch.context() as patch:
         if name == "rate":
             in_pilot("rate", ZeroDivisionError())(patch)
         else:
             real = Pilot.cuts.fget  # type: ignore[attr-defined]
-            patch.setattr(Pilot, "cuts", property(lambda pilot: 1 / 0 if getattr(pilot, "_number", 0) == 1 else real(pilot)))
+            patch.setattr(
+                Pilot,
+                "cuts",
+                property(lambda pilot: 1 / 0 if getattr(pilot, "_number", 0) == 1 else real(pilot)),
+            )
         play(house, policy_of_all="goodput")
     check_clean(house)
 
 
 @pytest.mark.parametrize("kind", ["verify", "draft", "open"])
-def test_a_command_that_cannot_be_encoded_ends_its_session_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_cannot_be_encoded_ends_its_session_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house, real = House(limits=ROOMY), post.encode
 
     def encode(message: Any) -> list[bytes]:
-        about = [item.session for item in message.items] if isinstance(message, Verify) else [getattr(message, "session", None)]
+        about = (
+            [item.session for item in message.items]
+            if isinstance(message, Verify)
+            else [getattr(message, "session", None)]
+        )
         if message.type == kind and 1 in about:
             raise OverflowError("a number too large")
         return real(message)
@@ -230,7 +301,9 @@ def test_a_command_that_cannot_be_encoded_ends_its_session_alone(kind: str, monk
 
 
 @pytest.mark.parametrize("kind", ["emitted", "finished"])
-def test_what_a_client_cannot_be_told_of_a_request_ends_that_request_and_not_the_client(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_client_cannot_be_told_of_a_request_ends_that_request_and_not_the_client(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house, real = House(limits=ROOMY), post.encode
 
     def encode(message: Any) -> list[bytes]:
@@ -269,7 +342,9 @@ def test_neither_does_what_is_about_no_session(monkeypatch: pytest.MonkeyPatch) 
     assert [end.request for end in house.replies() if isinstance(end, Finished)] == [request]
 
 
-def test_a_change_of_workers_at_which_the_coordinator_fails_is_broken_off_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_workers_at_which_the_coordinator_fails_is_broken_off_and_said_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     house = House(limits=ROOMY)
     newcomer = house.add(ScriptedDraft, "draft", standby=True, name="newcomer", pid=2)
     assert house.draft is not None
@@ -286,7 +361,9 @@ def test_a_change_of_workers_at_which_the_coordinator_fails_is_broken_off_and_sa
     assert house.complete().result.drafted_tokens
 
 
-def test_a_timer_that_finds_a_session_which_raises_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timer_that_finds_a_session_which_raises_ends_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     house = House(limits=ROOMY)
     house.submit(GUILTY)
     house.submit(PROMPT)
@@ -315,7 +392,9 @@ def test_a_question_that_cannot_be_answered_is_said_to_be(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("where", ["house", "_live", "start", "defer"])
-def test_a_request_that_cannot_begin_is_answered_once(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_begin_is_answered_once(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house = House(limits=ROOMY)
     coordinator = house.coordinator
 
@@ -350,7 +429,9 @@ def test_a_newcomer_that_cannot_be_let_in_is_told_so(monkeypatch: pytest.MonkeyP
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
 
 
-def test_a_panic_of_the_tokenizer_concerns_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_tokenizer_concerns_the_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     house = House()
 
     def panic(*_: object, **__: object) -> None:
@@ -365,7 +446,9 @@ def test_a_panic_of_the_tokenizer_concerns_the_request_alone(monkeypatch: pytest
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
 
 
-def test_a_recorder_that_fails_ends_recording_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_that_fails_ends_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(tmp_path)
     house = House(recorder=recorder)
     with monkeypatch.context() as patch:
@@ -375,7 +458,7 @@ def test_a_recorder_that_fails_ends_recording_and_nothing_else(tmp_path: Path, m
     assert any("nothing is recorded any more" in words for words in house.report().decisions)
 
 
-# -- byte-fallback tokenizers: what was found --------------------------------------------------------------------------------------------------
+# -- byte-fallback tokenizers: what was found ------------------------------------------------------
 
 
 def fallback_tokenizer() -> bytes:
@@ -384,8 +467,15 @@ def fallback_tokenizer() -> bytes:
     vocabulary = content["model"]["vocab"]
     for word, piece in (("w2", "<0x0A>"), ("w3", "<0xF0>"), ("w4", "\u2581a")):
         vocabulary[piece] = vocabulary.pop(word)
-    stages = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    content["decoder"] = {"type": "Sequence", "decoders": [*stages, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    stages = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    content["decoder"] = {
+        "type": "Sequence",
+        "decoders": [*stages, {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+    }
     return json.dumps(content).encode()
 
 
@@ -397,7 +487,9 @@ def test_three_tokens_whose_bytes_are_no_text_end_nobody(monkeypatch: pytest.Mon
     tokenizer = fallback_tokenizer()
     house = House(draft=False, target=False)
     house.target = house.add(ScriptedTarget, "target", tokenizer=tokenizer)
-    requests = {house.submit(prompt): prompt for prompt in (GUILTY, *((i, i + 1) for i in range(1, 6)))}
+    requests = {
+        house.submit(prompt): prompt for prompt in (GUILTY, *((i, i + 1) for i in range(1, 6)))
+    }
     finished = [reply for reply in house.replies() if isinstance(reply, Finished)]
     assert sorted(end.request for end in finished) == [*requests]
     whole = Tokenizer.from_buffer(tokenizer)
@@ -407,7 +499,7 @@ def test_three_tokens_whose_bytes_are_no_text_end_nobody(monkeypatch: pytest.Mon
     assert any("\ufffd\ufffd a" in end.result.text for end in finished)
 
 
-# -- workers that owe an answer ----------------------------------------------------------------------------------------------------------------
+# -- workers that owe an answer --------------------------------------------------------------------
 
 
 class Forgetful(CarefulTarget):
@@ -480,7 +572,9 @@ def beats(house: House, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("forgets", [Open, Verify])
-def test_a_target_that_owes_an_answer_and_says_that_it_has_nothing_to_do_is_lost_and_recovered_from(forgets: type[Command]) -> None:
+def test_a_target_that_owes_an_answer_and_says_that_it_has_nothing_to_do_is_lost_and_recovered_from(
+    forgets: type[Command],
+) -> None:
     house = House(draft=False, target=False)
     house.target = target = house.add(Forgetful, "target")
     target.forgets = forgets  # type: ignore[attr-defined]
@@ -488,7 +582,10 @@ def test_a_target_that_owes_an_answer_and_says_that_it_has_nothing_to_do_is_lost
     house.run()
     beats(house, 1.0)
     assert house.report().reasons[0] == "no target worker is registered"
-    assert any("owes an answer and says that it has nothing to do" in reason for reason in house.report().reasons)
+    assert any(
+        "owes an answer and says that it has nothing to do" in reason
+        for reason in house.report().reasons
+    )
     again(house, target)
     ends = [reply for reply in house.replies() if isinstance(reply, Finished | Failed)]
     assert sorted(end.request for end in ends if isinstance(end, Finished)) == requests
@@ -536,7 +633,8 @@ def test_a_worker_at_work_is_not_lost_however_long_it_takes() -> None:
 
 
 def test_an_answer_that_crosses_a_probe_is_an_answer() -> None:
-    """The probe leaves while the worker computes, and its answer is on its way before that to the probe."""
+    """The probe leaves while the worker computes, and its answer is on its way before that to the
+    probe."""
     house = House()
     request = house.submit(max_tokens=400)
     ends: list[object] = []

@@ -1,4 +1,5 @@
-"""The coordinator over in-memory links, with scripted workers: one thread, one step after the other, no model and no clock to wait for."""
+"""The coordinator over in-memory links, with scripted workers: one thread, one step after the
+other, no model and no clock to wait for."""
 
 import contextlib
 import random
@@ -45,7 +46,18 @@ from dovetail.runtime.pilot import Plan
 from dovetail.runtime.registry import MAX_CLIENTS, MAX_WORKERS, Registry
 from dovetail.runtime.session import Session
 from support.houses import PROMPT, House, pumped
-from support.scripted import END, READS, VOCABULARY, DrawingDraft, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello, tokenizer_bytes
+from support.scripted import (
+    END,
+    READS,
+    VOCABULARY,
+    DrawingDraft,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    continuation,
+    hello,
+    tokenizer_bytes,
+)
 
 
 def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
@@ -58,7 +70,9 @@ def test_output_equals_the_target_alone_with_and_without_a_draft() -> None:
 @pytest.mark.parametrize("tree", [(1, 1, 1), (2, 8, 1), (15, 8, 10), (64, 3, 4)])
 def test_output_does_not_depend_on_the_tree(tree: tuple[int, int, int]) -> None:
     gamma, depth, width = tree
-    finished = House().complete(tree=TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width))
+    finished = House().complete(
+        tree=TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width)
+    )
     assert list(finished.result.token_ids) == continuation(PROMPT, 60)
 
 
@@ -101,7 +115,14 @@ def test_a_speculating_session_needs_fewer_rounds_and_says_tau() -> None:
 
 def test_every_nanosecond_of_a_request_is_accounted_for() -> None:
     result = House().complete().result
-    parts = result.prefill_s + result.draft_exposed_s + result.verify_s + result.transport_s + result.queue_s + result.coordinator_s
+    parts = (
+        result.prefill_s
+        + result.draft_exposed_s
+        + result.verify_s
+        + result.transport_s
+        + result.queue_s
+        + result.coordinator_s
+    )
     assert parts + result.unaccounted_s == pytest.approx(result.wall_s, abs=1e-9)
     assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
 
@@ -112,23 +133,37 @@ def test_duplicate_events_change_nothing_and_are_counted() -> None:
     assert house.report().stale > 0
 
 
-@given(seed=st.integers(0, 2**32), reads=st.sampled_from([None, READS]), policies=st.lists(st.sampled_from(["dynamic", "goodput"]), min_size=4, max_size=4))
+@given(
+    seed=st.integers(0, 2**32),
+    reads=st.sampled_from([None, READS]),
+    policies=st.lists(st.sampled_from(["dynamic", "goodput"]), min_size=4, max_size=4),
+)
 @settings(max_examples=60, deadline=None)
-def test_no_schedule_of_late_and_duplicate_events_changes_a_token(seed: int, reads: Reads | None, policies: list[str]) -> None:
+def test_no_schedule_of_late_and_duplicate_events_changes_a_token(
+    seed: int, reads: Reads | None, policies: list[str]
+) -> None:
     rng = random.Random(seed)
     house = House(reads=reads)
-    prompts = {house.submit((i, 9), max_tokens=30, tree=TreeSettings(policy=policy)): (i, 9) for i, policy in enumerate(policies, 1)}
+    prompts = {
+        house.submit((i, 9), max_tokens=30, tree=TreeSettings(policy=policy)): (i, 9)
+        for i, policy in enumerate(policies, 1)
+    }
     said: list[tuple[ScriptedWorker, list[bytes]]] = []
     for worker in house.workers:
         send = worker.link.send
-        worker.link.send = lambda frames, worker=worker, send=send: (said.append((worker, list(frames))), send(frames))[1]  # type: ignore[method-assign,misc]
+        worker.link.send = lambda frames, worker=worker, send=send: (
+            said.append((worker, list(frames))),
+            send(frames),
+        )[1]  # type: ignore[method-assign,misc]
     for _ in range(60):
         house.coordinator.pump()
         rng.choice(house.workers).step()
         for worker, frames in rng.sample(said, min(len(said), rng.randint(0, 3))):
             worker.link.send(frames)
     finished = [r for r in house.replies() if isinstance(r, Finished)]
-    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 30) for request, prompt in prompts.items()}
+    assert {r.request: list(r.result.token_ids) for r in finished} == {
+        request: continuation(prompt, 30) for request, prompt in prompts.items()
+    }
 
 
 def test_events_of_another_incarnation_are_dropped() -> None:
@@ -136,9 +171,14 @@ def test_events_of_another_incarnation_are_dropped() -> None:
     house.submit()
     worker = house.target
     assert worker is not None
-    forged = Verified(epoch=worker.epoch + 1, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),))
+    forged = Verified(
+        epoch=worker.epoch + 1,
+        items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),),
+    )
     worker.link.send(encode(forged))
-    assert next(r for r in house.replies() if isinstance(r, Finished)).result.token_ids == tuple(continuation(PROMPT, 60))
+    assert next(r for r in house.replies() if isinstance(r, Finished)).result.token_ids == tuple(
+        continuation(PROMPT, 60)
+    )
     assert house.report().stale >= 1
 
 
@@ -154,7 +194,9 @@ def test_end_token_stop_string_and_length_cut_inside_an_accepted_path() -> None:
     assert stopped.finish_reason == "stop"
     assert list(stopped.token_ids) == whole[:3]
     assert stopped.text == third[: third.index(word)]
-    ended = next(p for p in ((i, 3) for i in range(1, 200)) if END in continuation((p[0] % 90 + 1, 3), 60))
+    ended = next(
+        p for p in ((i, 3) for i in range(1, 200)) if END in continuation((p[0] % 90 + 1, 3), 60)
+    )
     result = house.complete(prompt=(ended[0] % 90 + 1, 3)).result
     assert result.finish_reason == "stop"
     assert result.token_ids[-1] == END
@@ -175,7 +217,9 @@ def test_cancelling_frees_both_workers_and_answers_with_what_there_is() -> None:
     assert house.report().sessions == 0
 
 
-def test_a_request_that_is_cancelled_while_its_prompt_is_read_ends_as_soon_as_that_is_done() -> None:
+def test_a_request_that_is_cancelled_while_its_prompt_is_read_ends_as_soon_as_that_is_done() -> (
+    None
+):
     house = House()
     reading: list[Callable[[], None]] = []
     house.coordinator._defer = lambda work, done: reading.append(lambda: done(work()))
@@ -187,7 +231,10 @@ def test_a_request_that_is_cancelled_while_its_prompt_is_read_ends_as_soon_as_th
     for read in reading:
         read()
     results = [r.result for r in house.replies() if isinstance(r, Finished)]
-    assert sorted((r.finish_reason, r.completion_tokens) for r in results) == [("cancelled", 0), ("length", 5)]
+    assert sorted((r.finish_reason, r.completion_tokens) for r in results) == [
+        ("cancelled", 0),
+        ("length", 5),
+    ]
     assert all(not worker.logs for worker in house.workers)
     assert house.report().sessions == 0
 
@@ -282,7 +329,11 @@ def test_a_draft_without_a_model_goes_with_any_target() -> None:
     assert list(result.token_ids) == continuation(PROMPT, 60)
     assert result.accepted_tokens > 0
     early = House(draft=False, target=False)
-    assert early.add(ScriptedDraft, "draft", vocabulary=None).failures == early.add(ScriptedTarget, "target").failures == []
+    assert (
+        early.add(ScriptedDraft, "draft", vocabulary=None).failures
+        == early.add(ScriptedTarget, "target").failures
+        == []
+    )
     assert len(early.report().workers) == 2
 
 
@@ -304,7 +355,11 @@ def test_a_target_without_a_vocabulary_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0))), f"token id {VOCABULARY} of logit_bias is beyond the target's vocabulary of {VOCABULARY}"),
+        (
+            Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0))),
+            f"token id {VOCABULARY} of logit_bias is beyond the target's vocabulary of "
+            f"{VOCABULARY}",
+        ),
         (Sampling(min_tokens=61), "min_tokens is 61 and max_tokens 60"),
     ],
 )
@@ -357,7 +412,14 @@ class LyingDraft(ScriptedDraft):
 
     def propose(self, command, log):  # type: ignore[no-untyped-def]
         return Drafted(
-            epoch=self.epoch, session=command.session, round=command.round, tokens=(VOCABULARY + 1,), parents=(-1,), scores=(0.0,), grown=1, hit=False
+            epoch=self.epoch,
+            session=command.session,
+            round=command.round,
+            tokens=(VOCABULARY + 1,),
+            parents=(-1,),
+            scores=(0.0,),
+            grown=1,
+            hit=False,
         )
 
 
@@ -370,7 +432,16 @@ class LyingTarget(ScriptedTarget):
         return [
             Verified(
                 epoch=self.epoch,
-                items=tuple(VerifiedItem(session=i.session, round=i.round, accepted=(900,), bonus=1, margins=(1.0, 1.0)) for i in command.items),
+                items=tuple(
+                    VerifiedItem(
+                        session=i.session,
+                        round=i.round,
+                        accepted=(900,),
+                        bonus=1,
+                        margins=(1.0, 1.0),
+                    )
+                    for i in command.items
+                ),
             )
         ]
 
@@ -400,11 +471,31 @@ def test_a_worker_that_speaks_out_of_its_role_changes_nothing() -> None:
     for _ in range(2):  # now round 1 of the draft is due, and then that of the target
         house.coordinator.pump()
         target.step()
-    draft.link.send(encode(Verified(epoch=draft.epoch, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),))))
+    draft.link.send(
+        encode(
+            Verified(
+                epoch=draft.epoch,
+                items=(VerifiedItem(session=1, round=1, accepted=(), bonus=3, margins=(1.0,)),),
+            )
+        )
+    )
     house.coordinator.pump()
     draft.step()
     house.coordinator.pump()
-    target.link.send(encode(Drafted(epoch=target.epoch, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False)))
+    target.link.send(
+        encode(
+            Drafted(
+                epoch=target.epoch,
+                session=1,
+                round=1,
+                tokens=(),
+                parents=(),
+                scores=(),
+                grown=0,
+                hit=False,
+            )
+        )
+    )
     assert list(house.client.complete(request).result.token_ids) == continuation(PROMPT, 60)
     assert house.report().stale == 2
 
@@ -442,7 +533,9 @@ def test_absurd_counts_are_refused_before_they_are_summed() -> None:
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_worker_whose_answer_cannot_be_read_is_let_go_at_once_since_nobody_can_wait_for_it(role: str) -> None:
+def test_a_worker_whose_answer_cannot_be_read_is_let_go_at_once_since_nobody_can_wait_for_it(
+    role: str,
+) -> None:
     house = House()
     house.submit()
     worker = house.target if role == "target" else house.draft
@@ -458,7 +551,9 @@ def test_a_worker_whose_answer_cannot_be_read_is_let_go_at_once_since_nobody_can
     assert list(finished.result.token_ids) == continuation(PROMPT, 60)
 
 
-def test_our_own_fault_ends_the_sessions_that_it_concerns_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_fault_ends_the_sessions_that_it_concerns_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     house = House()
 
     def fail(self: Session, item: VerifiedItem, features: Array | None, times: RoundTimes) -> None:
@@ -495,14 +590,24 @@ def test_however_many_clients_there_are_a_worker_finds_its_place() -> None:
 
 @pytest.mark.parametrize("max_tokens", range(2, 12))
 def test_no_more_is_accepted_than_was_drafted(max_tokens: int) -> None:
-    result = House().complete(max_tokens=max_tokens, tree=TreeSettings(policy="dynamic", insist=True, gamma=2, depth=1, width=2)).result
+    result = (
+        House()
+        .complete(
+            max_tokens=max_tokens,
+            tree=TreeSettings(policy="dynamic", insist=True, gamma=2, depth=1, width=2),
+        )
+        .result
+    )
     assert result.accepted_tokens <= result.drafted_tokens
     assert result.drafted_tokens <= 2 * result.rounds
 
 
 def test_a_client_that_reads_late_misses_nothing() -> None:
     house = House()
-    requests = [house.client.submit(tokens=(i % 90 + 1, 2), max_tokens=40, seed=1, speculate=False) for i in range(60)]
+    requests = [
+        house.client.submit(tokens=(i % 90 + 1, 2), max_tokens=40, seed=1, speculate=False)
+        for i in range(60)
+    ]
     house.run()
     submitted = 0
     while submitted < 3000:  # more replies than its queue holds
@@ -514,11 +619,15 @@ def test_a_client_that_reads_late_misses_nothing() -> None:
         replies.append(reply)
         house.coordinator.tick()
     finished = {r.request: list(r.result.token_ids) for r in replies if isinstance(r, Finished)}
-    assert finished == {request: continuation((i % 90 + 1, 2), 40) for i, request in enumerate(requests)}
+    assert finished == {
+        request: continuation((i % 90 + 1, 2), 40) for i, request in enumerate(requests)
+    }
     assert sum(isinstance(r, Failed) for r in replies) == submitted
 
 
-def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(post, "MAX_BACKLOG", 50)
     house = House()
     house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
@@ -536,12 +645,16 @@ def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(monk
 
 
 @pytest.mark.parametrize("limit", ["MAX_BACKLOG", "MAX_TOKENS_WAITING"])
-def test_the_last_thing_that_a_client_hears_of_each_request_is_that_it_read_nothing(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_thing_that_a_client_hears_of_each_request_is_that_it_read_nothing(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(post, limit, 20)
     house = House()
     house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
     other = house.connect()
-    requests = [other.submit(tokens=(i, 2), max_tokens=60, seed=1, record=True) for i in range(1, 5)]
+    requests = [
+        other.submit(tokens=(i, 2), max_tokens=60, seed=1, record=True) for i in range(1, 5)
+    ]
     house.coordinator.pump()
     house.deaf = other._link._peer  # type: ignore[attr-defined]
     house.run()
@@ -550,7 +663,9 @@ def test_the_last_thing_that_a_client_hears_of_each_request_is_that_it_read_noth
     house.deaf = None  # type: ignore[attr-defined]
     house.coordinator.tick()
     said = [REPLY.decode(frames) for frames in other._link.inbox]  # type: ignore[attr-defined]
-    assert all(isinstance(reply, Failed) and "has read nothing" in reply.text for reply in said[-5:])
+    assert all(
+        isinstance(reply, Failed) and "has read nothing" in reply.text for reply in said[-5:]
+    )
     assert sorted(reply.session for reply in said[-5:-1]) == requests  # type: ignore[union-attr,type-var]
     assert said[-1].session is None  # type: ignore[union-attr]
     report = house.report()
@@ -581,7 +696,14 @@ def test_only_a_client_on_this_machine_may_stop_the_coordinator() -> None:
 def test_a_worker_that_is_not_registered_is_not_listened_to() -> None:
     house = House()
     link = house.hub.connect()
-    link.send(encode(Verified(epoch=1, items=(VerifiedItem(session=1, round=1, accepted=(), bonus=1, margins=(1.0,)),))))
+    link.send(
+        encode(
+            Verified(
+                epoch=1,
+                items=(VerifiedItem(session=1, round=1, accepted=(), bonus=1, margins=(1.0,)),),
+            )
+        )
+    )
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     assert house.report().stale >= 1
 
@@ -599,9 +721,19 @@ def test_status_tells_workers_round_trips_and_tau() -> None:
 
 def test_status_tells_that_targets_of_different_models_serve() -> None:
     house = House()
-    house.add(ScriptedTarget, "target", name="same", fingerprint=Fingerprint(checkpoint="0" * 64, weights="int8", kernels="scripted"))
+    house.add(
+        ScriptedTarget,
+        "target",
+        name="same",
+        fingerprint=Fingerprint(checkpoint="0" * 64, weights="int8", kernels="scripted"),
+    )
     assert house.report().reasons == ()
-    house.add(ScriptedTarget, "target", name="other", fingerprint=Fingerprint(checkpoint="1" * 64, weights="fp32", kernels="scripted"))
+    house.add(
+        ScriptedTarget,
+        "target",
+        name="other",
+        fingerprint=Fingerprint(checkpoint="1" * 64, weights="fp32", kernels="scripted"),
+    )
     (reason,) = house.report().reasons
     assert "targets of different models serve" in reason
     assert not house.report().degraded
@@ -612,7 +744,15 @@ def test_a_round_trip_is_the_quickest_of_late() -> None:
     target = next(iter(house.coordinator.registry.workers.values()))
     target.trips.clear()
     for trip_ns in (9_000, 5_000, 7_000):
-        answer = Probed(epoch=1, sent_ns=100_000 - trip_ns, clock_ns=0, busy_ns=0, stale=0, sessions=0, rss_bytes=0)
+        answer = Probed(
+            epoch=1,
+            sent_ns=100_000 - trip_ns,
+            clock_ns=0,
+            busy_ns=0,
+            stale=0,
+            sessions=0,
+            rss_bytes=0,
+        )
         house.coordinator._answers._probed(target, answer, 100_000)
     assert target.round_trip_ns == 5_000
 
@@ -624,7 +764,9 @@ def test_ending_cancels_what_runs_and_drains_the_workers() -> None:
     house.coordinator.end()
     house.run()
     assert all(worker.drained for worker in house.workers)
-    assert any(isinstance(r, Finished) and r.result.finish_reason == "cancelled" for r in house.replies())
+    assert any(
+        isinstance(r, Finished) and r.result.finish_reason == "cancelled" for r in house.replies()
+    )
 
 
 def test_a_trace_holds_the_spans_of_all_processes() -> None:
@@ -649,9 +791,33 @@ def test_the_same_seed_gives_the_same_key_and_no_seed_a_reported_one() -> None:
 
 def test_requests_and_probes_are_told_apart_by_role() -> None:
     house = House()
-    house.client._link.send(encode(Drafted(epoch=house.client.epoch, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False)))
+    house.client._link.send(
+        encode(
+            Drafted(
+                epoch=house.client.epoch,
+                session=1,
+                round=1,
+                tokens=(),
+                parents=(),
+                scores=(),
+                grown=0,
+                hit=False,
+            )
+        )
+    )
     assert house.target is not None
-    house.target.link.send(encode(Submit(epoch=house.target.epoch, request=1, tokens=(1,), sampling=Sampling(), max_tokens=1, tree=TreeSettings())))
+    house.target.link.send(
+        encode(
+            Submit(
+                epoch=house.target.epoch,
+                request=1,
+                tokens=(1,),
+                sampling=Sampling(),
+                max_tokens=1,
+                tree=TreeSettings(),
+            )
+        )
+    )
     house.target.link.send(encode(Probe(epoch=house.target.epoch, sent_ns=1)))
     assert house.report().refused >= 3
 
@@ -665,7 +831,7 @@ def test_welcome_carries_the_epoch_of_the_coordinator() -> None:
     assert Hello.model_fields["type"].default == "hello"
 
 
-# -- drafts that read their target --------------------------------------------------------------------------------------------------------------
+# -- drafts that read their target -----------------------------------------------------------------
 
 LONG = (5, 6, 7, 8, 9, 10, 11)
 """Read in several parts."""
@@ -674,7 +840,9 @@ LAST_ONLY = READS.model_copy(update={"taps": (), "dtype": "float16"})
 
 @pytest.mark.parametrize("reads", [READS, LAST_ONLY], ids=["taps", "last"])
 @pytest.mark.parametrize("repeat", [1, 3])
-def test_a_head_gets_the_features_of_every_committed_token_once_and_in_order(reads: Reads, repeat: int) -> None:
+def test_a_head_gets_the_features_of_every_committed_token_once_and_in_order(
+    reads: Reads, repeat: int
+) -> None:
     """The scripted draft checks every row that it gets."""
     house = House(reads=reads, repeat=repeat)
     result = house.complete(prompt=LONG).result
@@ -683,7 +851,9 @@ def test_a_head_gets_the_features_of_every_committed_token_once_and_in_order(rea
     assert house.report().reasons == ()
     assert house.draft is not None
     fed = [c for c in house.draft.seen if isinstance(c, Feed)]
-    assert [(c.start, c.features.shape) for c in fed] == [(start, (min(2, 7 - start), reads.row)) for start in (0, 2, 4, 6)]
+    assert [(c.start, c.features.shape) for c in fed] == [
+        (start, (min(2, 7 - start), reads.row)) for start in (0, 2, 4, 6)
+    ]
     if repeat > 1:
         assert house.report().stale > 0
 
@@ -692,14 +862,20 @@ def test_sessions_with_a_head_and_without_share_a_target() -> None:
     house = House(reads=READS)
     prompts = {house.submit((*LONG, i), speculate=bool(i % 3)): (*LONG, i) for i in range(1, 20)}
     finished = [r for r in house.replies() if isinstance(r, Finished)]
-    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 60) for request, prompt in prompts.items()}
-    assert all(r.result.accepted_tokens > 0 for r in finished if r.request % 3 and r.result.rounds > 4)
+    assert {r.request: list(r.result.token_ids) for r in finished} == {
+        request: continuation(prompt, 60) for request, prompt in prompts.items()
+    }
+    assert all(
+        r.result.accepted_tokens > 0 for r in finished if r.request % 3 and r.result.rounds > 4
+    )
 
 
 def test_features_count_in_the_bytes_of_a_round() -> None:
     plain, read = (House(reads=reads).complete(prompt=LONG).result for reads in (None, READS))
     assert read.rounds == plain.rounds
-    rows = len(LONG) + len(read.token_ids) - 1 - read.rounds  # those of the last round are not sent on
+    rows = (
+        len(LONG) + len(read.token_ids) - 1 - read.rounds
+    )  # those of the last round are not sent on
     least, row = 2 * rows, 2 * READS.row
     assert read.rounds * (read.bytes_per_round - plain.bytes_per_round) > least * row
 
@@ -707,12 +883,22 @@ def test_features_count_in_the_bytes_of_a_round() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"width": 4}, "hidden states of width 4 before layers 2, 5 and a vocabulary of 97; the target scripted-target has width 3, 8 layers"),
+        (
+            {"width": 4},
+            "hidden states of width 4 before layers 2, 5 and a vocabulary of 97; the target "
+            "scripted-target has width 3, 8 layers",
+        ),
         ({"taps": (2, 8)}, "before layers 2, 8 and"),
-        ({"vocabulary_size": 98}, "a vocabulary of 98; the target scripted-target has width 3, 8 layers and a vocabulary of 97"),
+        (
+            {"vocabulary_size": 98},
+            "a vocabulary of 98; the target scripted-target has width 3, 8 layers and a "
+            "vocabulary of 97",
+        ),
     ],
 )
-def test_a_head_that_does_not_fit_its_target_is_refused_with_both_shapes_whoever_comes_first(change: dict[str, object], words: str) -> None:
+def test_a_head_that_does_not_fit_its_target_is_refused_with_both_shapes_whoever_comes_first(
+    change: dict[str, object], words: str
+) -> None:
     reads = READS.model_copy(update=change)
     first, second = House(draft=False), House(draft=False, target=False)
     after = first.add(ScriptedDraft, "draft", reads=reads, vocabulary=None)
@@ -725,9 +911,15 @@ def test_a_head_that_does_not_fit_its_target_is_refused_with_both_shapes_whoever
         assert [w.roles for w in house.report().workers] == [("target",)]
 
 
-def test_a_head_that_was_trained_for_another_checkpoint_works_under_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_was_trained_for_another_checkpoint_works_under_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     house = House(reads=READS.model_copy(update={"trained_for": "d" * 64}))
-    assert [r.getMessage() for r in caplog.records if "was trained for the checkpoint dddddddddddddddd, the target" in r.getMessage()]
+    assert [
+        r.getMessage()
+        for r in caplog.records
+        if "was trained for the checkpoint dddddddddddddddd, the target" in r.getMessage()
+    ]
     assert list(house.complete(prompt=LONG).result.token_ids) == continuation(LONG, 60)
     caplog.clear()
     House(reads=READS)
@@ -750,7 +942,15 @@ class Forgetful(ScriptedDraft):
 
     def work(self, command: Command) -> list[Event]:
         if isinstance(command, Feed):
-            return [Failed(epoch=self.epoch, session=command.session, round=0, code="memory", text="no memory")]
+            return [
+                Failed(
+                    epoch=self.epoch,
+                    session=command.session,
+                    round=0,
+                    code="memory",
+                    text="no memory",
+                )
+            ]
         return super().work(command)
 
 
@@ -769,7 +969,10 @@ class Careless(ScriptedTarget):
     change: object = None
 
     def work(self, command: Command) -> list[Event]:
-        return [self.spoil(event) if isinstance(event, self.spoiled) else event for event in super().work(command)]
+        return [
+            self.spoil(event) if isinstance(event, self.spoiled) else event
+            for event in super().work(command)
+        ]
 
     def spoil(self, event: Event) -> Event:
         return event.model_copy(update=self.change) if isinstance(self.change, dict) else event
@@ -789,9 +992,15 @@ MISFITS = {
 
 @pytest.mark.parametrize(
     ("spoiled", "change"),
-    [*((kind, change) for kind in (Prefilled, Verified) for change in MISFITS.values()), (Prefilled, {"start": 1}), (Verified, {"features": None})],
+    [
+        *((kind, change) for kind in (Prefilled, Verified) for change in MISFITS.values()),
+        (Prefilled, {"start": 1}),
+        (Verified, {"features": None}),
+    ],
 )
-def test_features_that_are_not_as_asked_for_cost_a_session_its_draft_and_nothing_else(spoiled: type[Prefilled | Verified], change: dict[str, object]) -> None:
+def test_features_that_are_not_as_asked_for_cost_a_session_its_draft_and_nothing_else(
+    spoiled: type[Prefilled | Verified], change: dict[str, object]
+) -> None:
     house = House(draft=False, target=False)
     target = house.add(Careless, "target")
     assert isinstance(target, Careless)
@@ -801,7 +1010,7 @@ def test_features_that_are_not_as_asked_for_cost_a_session_its_draft_and_nothing
     assert house.report().refused == 1
 
 
-# -- drafts whose guesses are drawn at random ---------------------------------------------------------------------------------------------------
+# -- drafts whose guesses are drawn at random ------------------------------------------------------
 
 REJECTION = Sampling(temperature=1.0, acceptance="rejection")
 STATIC = TreeSettings(policy="static", insist=True, gamma=6, depth=3, width=2)
@@ -827,7 +1036,9 @@ def test_what_nodes_were_drawn_from_reaches_the_target_in_sessions_that_reject()
 
 
 @pytest.mark.parametrize("width", [None, 0, MAX_CANDIDATES + 1, 1 << 19])
-def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_none_where_the_session_rejects(width: int | None) -> None:
+def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_none_where_the_session_rejects(
+    width: int | None,
+) -> None:
     house = House(draft=False)
     house.add(type("Odd", (DrawingDraft,), {"width": width}), "draft")
     result = house.complete(sampling=REJECTION, tree=STATIC).result
@@ -841,7 +1052,16 @@ class Judging(ScriptedTarget):
     def work(self, command: Command) -> list[Event]:
         if not isinstance(command, Verify) or command.candidates is None:
             return super().work(command)
-        return [Failed(epoch=self.epoch, session=i.session, round=i.round, code="protocol", text="the law below node -1 is none") for i in command.items]
+        return [
+            Failed(
+                epoch=self.epoch,
+                session=i.session,
+                round=i.round,
+                code="protocol",
+                text="the law below node -1 is none",
+            )
+            for i in command.items
+        ]
 
 
 def test_laws_that_the_target_finds_impossible_are_the_drafts_fault_and_not_the_clients() -> None:
@@ -863,7 +1083,8 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
 
 
 def flickering(house: House, seed: int) -> list[int]:
-    """Have every session's drafting stop and resume at random; the rounds of the plans that there were."""
+    """Have every session's drafting stop and resume at random; the rounds of the plans that there
+    were."""
     rng, planned = random.Random(seed), []
     plan = house.coordinator.plan
 
@@ -877,12 +1098,16 @@ def flickering(house: House, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("reads", [None, READS])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_draft_that_is_asked_now_and_then_gets_all_that_was_committed_meanwhile(reads: Reads | None, seed: int) -> None:
+def test_a_draft_that_is_asked_now_and_then_gets_all_that_was_committed_meanwhile(
+    reads: Reads | None, seed: int
+) -> None:
     house = House(reads=reads)
     flickering(house, seed)
     prompts = {house.submit((i, 9), max_tokens=40): (i, 9) for i in range(1, 4)}
     finished = [r for r in house.replies() if isinstance(r, Finished)]
-    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 40) for request, prompt in prompts.items()}
+    assert {r.request: list(r.result.token_ids) for r in finished} == {
+        request: continuation(prompt, 40) for request, prompt in prompts.items()
+    }
     assert house.draft is not None
     orders = [c for c in house.draft.seen if isinstance(c, Draft)]
     assert any(order.more for order in orders)
@@ -890,22 +1115,30 @@ def test_a_draft_that_is_asked_now_and_then_gets_all_that_was_committed_meanwhil
     assert house.report().refused == 0  # the scripted draft checks every token and every row
 
 
-def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(answers, "MAX_HELD_BYTES", 10 * READS.row * 2)
     house = House(reads=READS)
     house.coordinator.plan = lambda live: None  # type: ignore[method-assign]
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     report = house.report()
-    assert [line for line in report.decisions if "gives its draft up" in line] == [report.decisions[-1]]
+    assert [line for line in report.decisions if "gives its draft up" in line] == [
+        report.decisions[-1]
+    ]
     assert house.draft is not None
     assert house.draft.logs == {}
 
 
-def test_a_draft_whose_session_ends_is_not_given_up_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_whose_session_ends_is_not_given_up_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     house = House(reads=READS)
     house.coordinator.plan = lambda live: None  # type: ignore[method-assign]
     rounds = 20
-    monkeypatch.setattr(answers, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2)  # the last verdict is the first that is too much
+    monkeypatch.setattr(
+        answers, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2
+    )  # the last verdict is the first that is too much
     house.complete(max_tokens=1 + rounds)
     report = house.report()
     assert report.decisions == ()
@@ -917,10 +1150,16 @@ class Boastful(ScriptedDraft):
 
     def propose(self, command: Draft, log: list[int]) -> Drafted:
         drafted = super().propose(command, log)
-        return drafted.model_copy(update={"scores": (1e300,) * len(drafted.tokens)}) if command.session == 2 else drafted
+        return (
+            drafted.model_copy(update={"scores": (1e300,) * len(drafted.tokens)})
+            if command.session == 2
+            else drafted
+        )
 
 
-def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_others_nothing() -> None:
+def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_others_nothing() -> (
+    None
+):
     house = House(draft=False)
     house.add(Boastful, "draft")
     tree = TreeSettings(policy="goodput")
@@ -928,7 +1167,9 @@ def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_oth
     house.coordinator.plan = lambda live: Plan()  # type: ignore[method-assign]
     prompts = {house.submit((i, 9), max_tokens=30, tree=tree): (i, 9) for i in range(1, 5)}
     finished = [r for r in house.replies() if isinstance(r, Finished)]
-    assert {r.request: list(r.result.token_ids) for r in finished} == {request: continuation(prompt, 30) for request, prompt in prompts.items()}
+    assert {r.request: list(r.result.token_ids) for r in finished} == {
+        request: continuation(prompt, 30) for request, prompt in prompts.items()
+    }
     assert house.report().refused == 1
 
 
@@ -942,7 +1183,9 @@ def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_oth
         (None, {"cores": (1,)}, True),
     ],
 )
-def test_drafting_goes_on_ahead_where_it_is_asked_for_or_no_device_is_shared(asked: bool | None, there: dict[str, object], expected: bool) -> None:
+def test_drafting_goes_on_ahead_where_it_is_asked_for_or_no_device_is_shared(
+    asked: bool | None, there: dict[str, object], expected: bool
+) -> None:
     house = House(draft=False, target=False)
     house.add(ScriptedTarget, "target", cores=(0,))
     draft = house.add(ScriptedDraft, "draft", **{"cores": (0,), **there})
@@ -955,7 +1198,9 @@ def test_what_is_drawn_at_random_is_never_drafted_ahead() -> None:
     house.submit(ahead=True, tree=TreeSettings(policy="static", insist=True), sampling=REJECTION)
     house.run()
     assert house.draft is not None
-    assert [c.ahead for c in house.draft.seen if isinstance(c, Draft)] == [False]  # the scripted draft draws nothing, and is done without after it
+    assert [c.ahead for c in house.draft.seen if isinstance(c, Draft)] == [
+        False
+    ]  # the scripted draft draws nothing, and is done without after it
 
 
 def test_every_round_is_recorded_after_its_tokens_and_before_the_end() -> None:

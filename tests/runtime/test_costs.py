@@ -11,12 +11,22 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.runtime.costs import FIRST_ROWS, KEPT, Average, Lags, PairCosts, RowCosts, bucket
 
 PROFILE = tuple(
-    ContextCurve(context=context, t_v=RowsSeconds(rows=(1, 4, 8, 16, 32), seconds=tuple(0.02 + 0.001 * rows + 1e-5 * context for rows in (1, 4, 8, 16, 32))))
+    ContextCurve(
+        context=context,
+        t_v=RowsSeconds(
+            rows=(1, 4, 8, 16, 32),
+            seconds=tuple(0.02 + 0.001 * rows + 1e-5 * context for rows in (1, 4, 8, 16, 32)),
+        ),
+    )
     for context in (128, 512, 2048)
 )
 
 
-def seen(cost: Callable[[int, float], float], passes: list[tuple[int, float]], curves: tuple[ContextCurve, ...] = ()) -> RowCosts:
+def seen(
+    cost: Callable[[int, float], float],
+    passes: list[tuple[int, float]],
+    curves: tuple[ContextCurve, ...] = (),
+) -> RowCosts:
     costs = RowCosts(curves)
     for rows, context in passes:
         costs.observe(rows, cost(rows, context), context)
@@ -33,7 +43,9 @@ def test_nothing_is_known_of_nothing() -> None:
 def test_a_profile_is_believed_until_passes_are_seen() -> None:
     costs = RowCosts(PROFILE)
     for rows, context in ((1, 128), (6, 320), (16, 512), (48, 2048), (4, 4096), (4, 16)):
-        assert costs.at(rows, context) == pytest.approx(0.02 + 0.001 * rows + 1e-5 * max(128, context))
+        assert costs.at(rows, context) == pytest.approx(
+            0.02 + 0.001 * rows + 1e-5 * max(128, context)
+        )
 
 
 def test_of_two_profiles_at_one_length_of_the_cache_the_last_one_counts() -> None:
@@ -42,17 +54,23 @@ def test_of_two_profiles_at_one_length_of_the_cache_the_last_one_counts() -> Non
 
 
 def test_a_machine_that_is_slower_than_its_profile_is_slower_for_all_rows() -> None:
-    costs = seen(lambda rows, context: 1.5 * (0.02 + 0.001 * rows + 1e-5 * context), [(8, 300)] * 10, PROFILE)
+    costs = seen(
+        lambda rows, context: 1.5 * (0.02 + 0.001 * rows + 1e-5 * context), [(8, 300)] * 10, PROFILE
+    )
     for rows in (1, 8, 16, 64):
         assert costs.at(rows, 300) == pytest.approx(1.5 * (0.02 + 0.001 * rows + 0.003), rel=0.03)
 
 
 def test_what_was_measured_counts_and_what_lies_between_follows() -> None:
     costs = seen(lambda rows, _: 0.02 + 0.001 * rows, [(1, 10), (9, 10), (17, 10)] * 8, PROFILE[:1])
-    assert [costs.at(rows, 10) for rows in (1, 5, 9, 13, 17)] == pytest.approx([0.021, 0.025, 0.029, 0.033, 0.037], rel=0.05)
+    assert [costs.at(rows, 10) for rows in (1, 5, 9, 13, 17)] == pytest.approx(
+        [0.021, 0.025, 0.029, 0.033, 0.037], rel=0.05
+    )
 
 
-def test_without_a_profile_rows_that_were_not_tried_are_thought_cheap_and_beyond_those_that_were_as_dear() -> None:
+def test_without_a_profile_rows_that_were_not_tried_are_thought_cheap_and_beyond_those_that_were_as_dear() -> (  # noqa: E501
+    None
+):
     costs = seen(lambda rows, _: 0.01 * rows, [(1, 10), (11, 10)] * 4)
     assert 0.01 < costs.at(6, 10) < 0.06
     assert costs.at(21, 10) >= 0.2
@@ -62,7 +80,9 @@ def test_without_a_profile_rows_that_were_not_tried_are_thought_cheap_and_beyond
 def test_interruptions_do_not_count() -> None:
     rng = random.Random(3)
     passes = [(rows, 50.0) for rows in (1, 5, 9) for _ in range(KEPT)]
-    costs = seen(lambda rows, _: (0.02 + 0.001 * rows) * (20.0 if rng.random() < 0.15 else 1.0), passes)
+    costs = seen(
+        lambda rows, _: (0.02 + 0.001 * rows) * (20.0 if rng.random() < 0.15 else 1.0), passes
+    )
     for rows in (1, 5, 9):
         assert costs.at(rows, 50) == pytest.approx(0.02 + 0.001 * rows, rel=0.05)
 
@@ -84,9 +104,17 @@ def test_passes_get_dearer_with_the_context_as_they_were_seen_to() -> None:
         assert costs.at(rows, context) == pytest.approx(cost(rows, context), rel=0.1)
 
 
-@given(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-6, 10.0), st.floats(0.0, 4096.0)), max_size=40), st.booleans(), st.floats(0.0, 8192.0))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.floats(1e-6, 10.0), st.floats(0.0, 4096.0)), max_size=40
+    ),
+    st.booleans(),
+    st.floats(0.0, 8192.0),
+)
 @settings(max_examples=50, deadline=None)
-def test_a_pass_over_more_rows_never_takes_less(passes: list[tuple[int, float, float]], profiled: bool, context: float) -> None:
+def test_a_pass_over_more_rows_never_takes_less(
+    passes: list[tuple[int, float, float]], profiled: bool, context: float
+) -> None:
     costs = RowCosts(PROFILE if profiled else ())
     for rows, seconds, where in passes:
         costs.observe(rows, seconds, where)
@@ -97,7 +125,16 @@ def test_a_pass_over_more_rows_never_takes_less(passes: list[tuple[int, float, f
 
 
 def test_numbers_of_rows_are_told_apart_as_far_as_it_matters() -> None:
-    assert [bucket(rows) for rows in (1, 2, 31, 32, 33, 34, 70, 1023)] == [1, 2, 31, 32, 32, 34, 68, 992]
+    assert [bucket(rows) for rows in (1, 2, 31, 32, 33, 34, 70, 1023)] == [
+        1,
+        2,
+        31,
+        32,
+        32,
+        34,
+        68,
+        992,
+    ]
 
 
 def test_a_round_takes_its_passes_its_hops_and_the_coordinator() -> None:
@@ -105,7 +142,13 @@ def test_a_round_takes_its_passes_its_hops_and_the_coordinator() -> None:
     for _ in range(8):
         pair.target.observe(1, 0.02)
         pair.target.observe(5, 0.03)
-    for average, value in ((pair.exposed_s, 0.01), (pair.draft_hop_s, 0.001), (pair.target_hop_s, 0.002), (pair.host_s, 0.0005), (pair.plain_host_s, 0.0002)):
+    for average, value in (
+        (pair.exposed_s, 0.01),
+        (pair.draft_hop_s, 0.001),
+        (pair.target_hop_s, 0.002),
+        (pair.host_s, 0.0005),
+        (pair.plain_host_s, 0.0002),
+    ):
         average.add(value)
     assert pair.round_s(rows=5, context=0, exposed_s=0.011) == pytest.approx(0.0435)
     assert pair.round_s(rows=5, context=0, exposed_s=0.0) == pytest.approx(0.0322)

@@ -1,4 +1,5 @@
-"""The detokenizer beside the library's own decoding of all ids at once: every decoder of the library, alone and in chains, and any ids in any order."""
+"""The detokenizer beside the library's own decoding of all ids at once: every decoder of the
+library, alone and in chains, and any ids in any order."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,27 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from dovetail.runtime.text import Detokenizer
 
 PIECES = [
-    *("a", "b", " ", "  ", "", "\u2581", "\u2581a", "a\u2581", "\u2581\u2581b", "##c", "##", "d##", "e</w>", "</w>", "</w></w>", "f</w>g", "|", "|h", "h|"),
+    *(
+        "a",
+        "b",
+        " ",
+        "  ",
+        "",
+        "\u2581",
+        "\u2581a",
+        "a\u2581",
+        "\u2581\u2581b",
+        "##c",
+        "##",
+        "d##",
+        "e</w>",
+        "</w>",
+        "</w></w>",
+        "f</w>g",
+        "|",
+        "|h",
+        "h|",
+    ),
     *(
         ".",
         " .",
@@ -34,8 +55,38 @@ PIECES = [
         "ab",
         "ba",
     ),
-    *("<0x", "<0xZZ>", "<0x+A>", "<0x\u00e9>", "<pad>", "<unk>", "\ufffd", "\x00", "'", "do", "\u0130"),
-    *(f"<0x{byte:02X}>" for byte in (0x0A, 0x20, 0x41, 0xE4, 0xB8, 0x96, 0xF0, 0x9F, 0x98, 0x80, 0xC0, 0xED, 0xA0, 0xFF)),
+    *(
+        "<0x",
+        "<0xZZ>",
+        "<0x+A>",
+        "<0x\u00e9>",
+        "<pad>",
+        "<unk>",
+        "\ufffd",
+        "\x00",
+        "'",
+        "do",
+        "\u0130",
+    ),
+    *(
+        f"<0x{byte:02X}>"
+        for byte in (
+            0x0A,
+            0x20,
+            0x41,
+            0xE4,
+            0xB8,
+            0x96,
+            0xF0,
+            0x9F,
+            0x98,
+            0x80,
+            0xC0,
+            0xED,
+            0xA0,
+            0xFF,
+        )
+    ),
 ]
 BYTES = [index for index, piece in enumerate(PIECES) if piece.startswith("<0x") and len(piece) == 6]
 SPECIAL, ADDED = len(PIECES), len(PIECES) + 1
@@ -69,7 +120,9 @@ GEMMA = ("Replace", "ByteFallback", "Fuse")
 
 
 def tokenizer(decoder: Any) -> Tokenizer:
-    made = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(PIECES)}, "<unk>"))
+    made = Tokenizer(
+        models.WordLevel({piece: index for index, piece in enumerate(PIECES)}, "<unk>")
+    )
     made.add_special_tokens([AddedToken("<end>", special=True)])
     made.add_tokens([AddedToken("<added>", special=False)])
     if decoder is not None:
@@ -81,8 +134,12 @@ def chain(names: Sequence[str]) -> Tokenizer:
     return tokenizer(decoders.Sequence([ALONE[name]() for name in names]))
 
 
-ids = st.lists(st.sampled_from([*range(len(PIECES)), *BYTES * 3, SPECIAL, ADDED, *BEYOND]), max_size=24)
-chains = st.lists(st.sampled_from([name for name in ALONE if name != "none"]), min_size=1, max_size=5)
+ids = st.lists(
+    st.sampled_from([*range(len(PIECES)), *BYTES * 3, SPECIAL, ADDED, *BEYOND]), max_size=24
+)
+chains = st.lists(
+    st.sampled_from([name for name in ALONE if name != "none"]), min_size=1, max_size=5
+)
 TOKENIZERS = {name: tokenizer(make()) for name, make in ALONE.items()}
 
 
@@ -106,7 +163,9 @@ def whole(made: Tokenizer, tokens: Sequence[int]) -> str | None:
 @pytest.mark.parametrize("name", ALONE)
 @given(tokens=ids)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-def test_pushed_and_flushed_every_decoder_of_the_library_brings_what_decoding_at_once_does(name: str, tokens: list[int]) -> None:
+def test_pushed_and_flushed_every_decoder_of_the_library_brings_what_decoding_at_once_does(
+    name: str, tokens: list[int]
+) -> None:
     made = TOKENIZERS[name]
     text, expected = streamed(made, tokens), whole(made, tokens)
     assert expected is None or text == expected
@@ -124,10 +183,18 @@ def byte(value: int) -> int:
     return PIECES.index(f"<0x{value:02X}>")
 
 
-def test_a_run_of_bytes_that_turns_out_to_be_no_text_raises_nothing_and_the_stream_goes_on() -> None:
+def test_a_run_of_bytes_that_turns_out_to_be_no_text_raises_nothing_and_the_stream_goes_on() -> (
+    None
+):
     made = chain(LLAMA)
     detokenizer = Detokenizer(made)
-    tokens = [byte(0x0A), byte(0xF0), PIECES.index("\u2581a"), PIECES.index("\u2581a"), PIECES.index("b")]
+    tokens = [
+        byte(0x0A),
+        byte(0xF0),
+        PIECES.index("\u2581a"),
+        PIECES.index("\u2581a"),
+        PIECES.index("b"),
+    ]
     assert [detokenizer.push(token) for token in tokens] == ["", "", "\ufffd\ufffd a", " a", "b"]
     assert streamed(made, tokens) == made.decode(tokens)
 
@@ -152,7 +219,11 @@ def test_what_is_certain_is_shown_at_once() -> None:
 def test_characters_spelt_in_bytes_are_foreseen_before_they_are_certain() -> None:
     detokenizer = Detokenizer(chain(LLAMA))
     assert (detokenizer.push(byte(0x0A)), detokenizer.fresh, detokenizer.peek()) == ("", "\n", "\n")
-    assert (detokenizer.push(byte(0xE4)), detokenizer.fresh, detokenizer.peek()) == ("", "", "\ufffd\ufffd")
+    assert (detokenizer.push(byte(0xE4)), detokenizer.fresh, detokenizer.peek()) == (
+        "",
+        "",
+        "\ufffd\ufffd",
+    )
     assert [detokenizer.push(byte(value)) for value in (0xB8, 0x96)] == ["", ""]
     assert (detokenizer.fresh, detokenizer.peek()) == ("\u4e16", "\n\u4e16")
     assert detokenizer.push(PIECES.index("a")) == "\n\u4e16a"
@@ -169,7 +240,9 @@ def test_characters_spelt_in_bytes_are_foreseen_before_they_are_certain() -> Non
     ],
     ids=["valid bytes", "invalid bytes", "characters", "chain", "byte level"],
 )
-def test_the_cost_is_linear_in_the_reply_whatever_the_bytes(names: Sequence[str], tokens: list[int]) -> None:
+def test_the_cost_is_linear_in_the_reply_whatever_the_bytes(
+    names: Sequence[str], tokens: list[int]
+) -> None:
     made = chain(names)
     run = [byte(value) for value in tokens] if names != ["ByteLevel"] else [PIECES.index("\u0141")]
 

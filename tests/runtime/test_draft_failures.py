@@ -1,11 +1,21 @@
-"""What is said of a draft that fails: in the result of its request, in the coordinator's report and its counters, until it drafts a whole request again."""
+"""What is said of a draft that fails: in the result of its request, in the coordinator's report and
+its counters, until it drafts a whole request again."""
 
 from collections.abc import Callable
 
 import pytest
 
 from dovetail.protocol.codec import encode
-from dovetail.protocol.messages import Command, Draft, DraftFailure, Event, Failed, Feed, Finished, Open
+from dovetail.protocol.messages import (
+    Command,
+    Draft,
+    DraftFailure,
+    Event,
+    Failed,
+    Feed,
+    Finished,
+    Open,
+)
 from support.houses import DYNAMIC, PROMPT, House
 from support.scripted import READS, ScriptedDraft, continuation
 
@@ -19,14 +29,24 @@ class FailingDraft(ScriptedDraft):
 
     def work(self, command: Command) -> list[Event]:
         if self.fails(command) and isinstance(command, Open | Feed | Draft):
-            return [Failed(epoch=self.epoch, session=command.session, round=command.round, code="internal", text=WORDS)]
+            return [
+                Failed(
+                    epoch=self.epoch,
+                    session=command.session,
+                    round=command.round,
+                    code="internal",
+                    text=WORDS,
+                )
+            ]
         return super().work(command)
 
 
 def house_of(fails: Callable[[Command], bool], *, head: bool = False) -> House:
     house = House(draft=False)
     FailingDraft.fails = staticmethod(fails)  # type: ignore[assignment]
-    house.draft = house.add(FailingDraft, "draft", **({"reads": READS, "vocabulary": None} if head else {}))
+    house.draft = house.add(
+        FailingDraft, "draft", **({"reads": READS, "vocabulary": None} if head else {})
+    )
     return house
 
 

@@ -1,6 +1,8 @@
-"""Coordinator and workers in virtual time, and all that may happen to them: no schedule of requests and faults breaks a promise (`support/schedules.py`).
+"""Coordinator and workers in virtual time, and all that may happen to them: no schedule of requests
+and faults breaks a promise (`support/schedules.py`).
 
-`FAULT_SCHEDULES` says how many are drawn in the long run, `FAULT_SEED` which. What fails is printed in its shortest form, and `play` plays it again.
+`FAULT_SCHEDULES` says how many are drawn in the long run, `FAULT_SEED` which. What fails is printed
+in its shortest form, and `play` plays it again.
 """
 
 import math
@@ -22,8 +24,11 @@ PHASES = (Phase.generate, Phase.shrink)
 LONG = Wish(tokens=40)
 LONG_PROMPT = tuple(range(3, 25))
 FOUND = {
-    "the target goes while the prompt is read, and the draft reads features": Schedule(reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))),
-    "a draft that has just joined in has forgotten what the session goes on from, and its first order waits": Schedule(
+    "the target goes while the prompt is read, and the draft reads features": Schedule(
+        reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
+    ),
+    "a draft that has just joined in has forgotten what the session goes on from, and its "
+    "first order waits": Schedule(
         targets=2,
         drafts=2,
         steps=(
@@ -38,9 +43,16 @@ FOUND = {
             (25, Wish(prompt=LONG_PROMPT, tokens=120, policy="goodput")),
         ),
     ),
-    "the only draft refuses, and nobody asks for anything afterwards": Schedule(steps=((0, LONG), (20, Fault("refuse", who=1)))),
+    "the only draft refuses, and nobody asks for anything afterwards": Schedule(
+        steps=((0, LONG), (20, Fault("refuse", who=1)))
+    ),
     "a draft that has failed is let go": Schedule(
-        steps=((0, Wish(tokens=120, policy="goodput")), (0, Fault("refuse", who=3)), (20, Wish(tokens=1)), (5, Fault("drain", who=3)))
+        steps=(
+            (0, Wish(tokens=120, policy="goodput")),
+            (0, Fault("refuse", who=3)),
+            (20, Wish(tokens=1)),
+            (5, Fault("drain", who=3)),
+        )
     ),
 }
 """Schedules that broke a promise once."""
@@ -48,7 +60,9 @@ FOUND = {
 
 @given(schedule=schedules())
 @settings(max_examples=EVERYDAY, derandomize=True, database=None, deadline=None, phases=PHASES)
-def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_something_behind(schedule: Schedule) -> None:
+def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_something_behind(
+    schedule: Schedule,
+) -> None:
     play(schedule)
 
 
@@ -69,7 +83,7 @@ def test_what_was_found_stays_mended(schedule: Schedule) -> None:
     play(schedule)
 
 
-# -- what a fault costs ------------------------------------------------------------------------------------------------------------------------
+# -- what a fault costs ----------------------------------------------------------------------------
 
 
 def pause_ms(world: World) -> float:
@@ -84,7 +98,9 @@ def test_a_stream_whose_target_dies_pauses_while_another_one_reads_its_log(reads
     costs = world.processes[1].costs
     prefill_ms = costs.open_ms + costs.token_ms * (len(LONG.prompt) + LONG.tokens)
     assert moves(world) == 1
-    assert pause_ms(world) <= undisturbed + prefill_ms + costs.pass_ms + 2.0  # until the death is seen, and three hops
+    assert (
+        pause_ms(world) <= undisturbed + prefill_ms + costs.pass_ms + 2.0
+    )  # until the death is seen, and three hops
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -108,7 +124,7 @@ def moves(world: World) -> int:
     return end.result.moves
 
 
-# -- that a broken promise is seen -------------------------------------------------------------------------------------------------------------
+# -- that a broken promise is seen -----------------------------------------------------------------
 
 
 class Wandering(CarefulTarget):
@@ -150,20 +166,28 @@ KILLED = Schedule(targets=2, drafts=0, steps=((0, LONG), (40, Fault("kill", who=
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "worker_lost")], ids=["wandering", "hoarding", "silent"]
+    ("kind", "words"),
+    [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "worker_lost")],
+    ids=["wandering", "hoarding", "silent"],
 )
 def test_a_broken_promise_is_told(kind: type[CarefulTarget], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         play(KILLED, {**CAREFUL, "target": kind})
 
 
-def test_a_target_that_says_nothing_more_when_it_has_read_is_lost_and_recovered_from_again_and_again() -> None:
+def test_a_target_that_says_nothing_more_when_it_has_read_is_lost_and_recovered_from_again_and_again() -> (  # noqa: E501
+    None
+):
     world = play(KILLED, {**CAREFUL, "target": Reading})
     assert moves(world) > 20  # each brings the token behind the log
 
 
 def test_a_schedule_may_have_faults_of_the_coordinator_about_one_session() -> None:
-    steps = ((0, LONG), (0, Wish(prompt=(9,), tokens=40)), *((12, Fault("fault", who=who, for_ms=7 * who + 1)) for who in range(3)))
+    steps = (
+        (0, LONG),
+        (0, Wish(prompt=(9,), tokens=40)),
+        *((12, Fault("fault", who=who, for_ms=7 * who + 1)) for who in range(3)),
+    )
     assert play(Schedule(steps=steps)).loud.contained
 
 

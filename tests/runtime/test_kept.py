@@ -1,4 +1,5 @@
-"""What is kept of ended sessions, as values: packed logs in, sessions to go on from and sessions to let go out."""
+"""What is kept of ended sessions, as values: packed logs in, sessions to go on from and sessions to
+let go out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,11 @@ from hypothesis import strategies as st
 from dovetail.runtime.kept import MAX_KEPT, WORTH, Base, Kept, Shelf, bases, common_tokens, pack
 
 LOG = tuple(range(100, 140))
-logs = st.builds(lambda alike, rest: [1] * alike + rest, st.integers(0, 40), st.lists(st.integers(0, 2), max_size=20))
+logs = st.builds(
+    lambda alike, rest: [1] * alike + rest,
+    st.integers(0, 40),
+    st.lists(st.integers(0, 2), max_size=20),
+)
 
 
 def kept(session: int, log: Sequence[int], rows: int | None = None) -> Kept:
@@ -25,7 +30,10 @@ def shelf(*sessions: Kept, limit: int = 1 << 20) -> Shelf:
 
 @given(logs, logs)
 def test_packed_logs_begin_alike_as_far_as_the_logs_do(one: list[int], other: list[int]) -> None:
-    alike = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    alike = next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     assert common_tokens(pack(one), pack(other)) == alike
 
 
@@ -109,7 +117,9 @@ def test_a_row_of_a_draft_that_reads_its_target_counts_only_with_the_token_behin
 
 
 @given(st.lists(st.tuples(logs, st.integers(0, 60)), max_size=8), logs, st.booleans())
-def test_whatever_is_found_has_the_rows_that_the_prompt_begins_with(held: list[tuple[list[int], int]], prompt: list[int], reads: bool) -> None:
+def test_whatever_is_found_has_the_rows_that_the_prompt_begins_with(
+    held: list[tuple[list[int], int]], prompt: list[int], reads: bool
+) -> None:
     sessions = {number: (log, min(rows, len(log))) for number, (log, rows) in enumerate(held)}
     target, draft = Shelf(100), Shelf(1000)
     for number, (log, rows) in sessions.items():

@@ -1,6 +1,8 @@
-"""Speculation under load, in virtual time: whatever runs at once, no load is slower than without a draft, and what one load taught says nothing of another.
+"""Speculation under load, in virtual time: whatever runs at once, no load is slower than without a
+draft, and what one load taught says nothing of another.
 
-The same streams are decoded with and without a draft, each in turn, by workers that compute at once and wait for each other.
+The same streams are decoded with and without a draft, each in turn, by workers that compute at once
+and wait for each other.
 """
 
 import pytest
@@ -21,12 +23,22 @@ PACES = {
     "a slow draft": Pace(level_s=0.008),
     "a remote draft": Pace(hop_s=0.004),
     "a tiny target": Pace(pass_s=lambda rows: 0.0015 + 0.00005 * rows, level_s=0.0006),
-    "texts of which every second is predictable": Pace(right=lambda prompt, _: 0.9 if prompt % 2 else 0.2),
+    "texts of which every second is predictable": Pace(
+        right=lambda prompt, _: 0.9 if prompt % 2 else 0.2
+    ),
     "a draft that is never right": Pace(right=lambda *_: 0.0, belief=0.6),
 }
 
 
-def over_plain(house: Crowded, streams: int, *, tree: TreeSettings = GOODPUT, turn: int = 0, tokens: int = 64, apart_s: float = 0.0) -> float:
+def over_plain(
+    house: Crowded,
+    streams: int,
+    *,
+    tree: TreeSettings = GOODPUT,
+    turn: int = 0,
+    tokens: int = 64,
+    apart_s: float = 0.0,
+) -> float:
     """The rate of streams with a draft over that of the same without."""
     prompt = 8 + 20 * turn
     plain = rate(house.run(streams, tokens, speculate=False, prompt=prompt, apart_s=apart_s))
@@ -42,7 +54,12 @@ def middle(ratios: list[float]) -> float:
 def test_at_no_load_a_draft_makes_streams_slower(pace: str, tree: TreeSettings) -> None:
     house = Crowded(PACES[pace])
     for streams in (3, 8):
-        assert middle([over_plain(house, streams, tree=tree, turn=turn, tokens=48) for turn in range(3)]) >= 0.97
+        assert (
+            middle(
+                [over_plain(house, streams, tree=tree, turn=turn, tokens=48) for turn in range(3)]
+            )
+            >= 0.97
+        )
 
 
 def test_streams_that_come_one_after_the_other_are_not_slower_either() -> None:
@@ -52,11 +69,16 @@ def test_streams_that_come_one_after_the_other_are_not_slower_either() -> None:
 
 def test_where_drafting_pays_at_a_load_it_is_done() -> None:
     house = Crowded(Pace(right=lambda *_: 0.9, level_s=0.0004))
-    assert [over_plain(house, streams, tokens=128) > least for streams, least in ((2, 2.5), (4, 2.0), (8, 1.4))] == [True] * 3
+    assert [
+        over_plain(house, streams, tokens=128) > least
+        for streams, least in ((2, 2.5), (4, 2.0), (8, 1.4))
+    ] == [True] * 3
 
 
 @pytest.mark.parametrize("tree", [GOODPUT, FIXED], ids=lambda tree: tree.policy)
-def test_after_a_burst_a_lone_session_is_drafted_for_within_its_first_reply(tree: TreeSettings) -> None:
+def test_after_a_burst_a_lone_session_is_drafted_for_within_its_first_reply(
+    tree: TreeSettings,
+) -> None:
     house = Crowded(DEAR)
     alone = rate(house.run(1, speculate=False))
     house.run(16, tree=tree)
@@ -81,7 +103,9 @@ def test_a_verdict_dies_when_the_load_changes() -> None:
     assert drafted(pair) > 0.6 * sum(stream.result.rounds for stream in pair)
 
 
-def test_a_draft_that_is_not_asked_at_this_load_reads_no_prompts_and_catches_up_when_it_is() -> None:
+def test_a_draft_that_is_not_asked_at_this_load_reads_no_prompts_and_catches_up_when_it_is() -> (
+    None
+):
     """Drafting is off for eight; the two of them that go on for longer are drafted for."""
     house = Crowded(DEAR)
     house.run(8)
@@ -97,20 +121,31 @@ def test_a_fixed_tree_is_a_bound_under_load_and_is_taken_whole_where_the_request
         house.run(8, tree=tree)
         house.target.passes.clear()
         house.run(8, tree=tree)
-        nodes = [len(item.tokens) for command in house.target.passes for item in command.items if item.prefix < 60]
+        nodes = [
+            len(item.tokens)
+            for command in house.target.passes
+            for item in command.items
+            if item.prefix < 60
+        ]
         assert (min(nodes) >= 7) == whole
         assert (sum(nodes) / len(nodes) > 4) == whole
 
 
 def test_a_node_is_priced_by_everybody_who_waits_for_its_row() -> None:
-    """Drafting is as good as free, and always paying: what a row costs a pass is what bounds the tree."""
+    """Drafting is as good as free, and always paying: what a row costs a pass is what bounds the
+    tree."""
     house = Crowded(Pace(level_s=1e-5, pass_s=lambda rows: 0.01 + 0.0005 * rows), profiled=True)
     sizes = []
     for streams in (1, 2, 8):
         house.run(streams)
         house.target.passes.clear()
         house.run(streams)
-        nodes = [len(item.tokens) for command in house.target.passes for item in command.items if item.tokens and len(command.items) == streams]
+        nodes = [
+            len(item.tokens)
+            for command in house.target.passes
+            for item in command.items
+            if item.tokens and len(command.items) == streams
+        ]
         sizes.append(sum(nodes) / len(nodes))
     assert sizes[0] > 1.1 * sizes[1] > 1.1 * 1.1 * sizes[2]
 
@@ -124,7 +159,8 @@ def test_a_pass_waits_for_proposals_that_are_nearly_there() -> None:
 
 
 def test_a_pass_does_not_wait_for_a_draft_that_stands_still() -> None:
-    """Two sessions are in the hands of the draft when it begins to take seconds for an order; the third one, which has none, goes on."""
+    """Two sessions are in the hands of the draft when it begins to take seconds for an order; the
+    third one, which has none, goes on."""
     house = Crowded(Pace(level_s=0.0004, right=lambda *_: 0.9))
     alone = rate(house.run(1, 40, speculate=False))
     house.run(2, 100)
@@ -144,7 +180,7 @@ def test_a_pass_does_not_wait_for_a_draft_that_stands_still() -> None:
         ((0.0,), 8, 0.0),
     ],
 )
-def test_how_long_a_pass_waits_is_what_it_saves_those_who_come_over_what_it_costs_those_who_are_there(
+def test_how_long_a_pass_waits_is_what_it_saves_those_who_come_over_what_it_costs_those_who_are_there(  # noqa: E501
     waits: tuple[float, ...], ready: int, wait: float | None
 ) -> None:
     assert worth_waiting(waits, ready=ready, pass_s=0.02) == wait
@@ -161,7 +197,11 @@ def test_many_begin_without_a_draft_and_are_told_what_a_try_of_all_of_them_broug
     switch, words = Switch(Experience(), many=True), list[str]()
     for _ in range(200):
         state = switch.state
-        said = switch.drafted(3.0, 0.03, 0.02, among=4) if switch.drafting else switch.plain(0.02, 0.02, among=4)
+        said = (
+            switch.drafted(3.0, 0.03, 0.02, among=4)
+            if switch.drafting
+            else switch.plain(0.02, 0.02, among=4)
+        )
         words += [said] if said else []
         assert (switch.state != state) == (said is not None)
     assert words[0] == "drafting is tried after 2 rounds without a draft, which bring 50.0 tokens/s"
@@ -170,7 +210,10 @@ def test_many_begin_without_a_draft_and_are_told_what_a_try_of_all_of_them_broug
 
 
 def test_every_pair_comes_with_a_tree_that_adapts_itself() -> None:
-    embedded, own = configure(environment={}), configure(flags={"target.model": "/models/mine"}, environment={})
+    embedded, own = (
+        configure(environment={}),
+        configure(flags={"target.model": "/models/mine"}, environment={}),
+    )
     assert [settings.settings.tree.policy for settings in (embedded, own)] == ["goodput", "goodput"]
     assert not embedded.settings.tree.insist
 

@@ -1,4 +1,5 @@
-"""`goodput` in virtual time: whatever drafting costs and brings, a reply takes hardly longer than with the target alone, nor than with the best fixed tree.
+"""`goodput` in virtual time: whatever drafting costs and brings, a reply takes hardly longer than
+with the target alone, nor than with the best fixed tree.
 
 Workers take the time that they are told to take; nothing here depends on the machine.
 """
@@ -19,12 +20,14 @@ NEVER_RIGHT = Costs(right=lambda _: 0.0, belief=lambda _: 0.5)
 
 
 def best_fixed(costs: Costs) -> float:
-    """Tokens a second with the best chain of a fixed length, in expectation: not on a text that happens to suit it."""
+    """Tokens a second with the best chain of a fixed length, in expectation: not on a text that
+    happens to suit it."""
     return max(expected(costs, length) for length in range(1, 16))
 
 
 def expected(costs: Costs, length: int) -> float:
-    """Tokens a second with a chain of this length: the coordinator looks twice at a round's messages."""
+    """Tokens a second with a chain of this length: the coordinator looks twice at a round's
+    messages."""
     tokens = sum(costs.right(0) ** depth for depth in range(length + 1))
     work_s = (1.0 + costs.noise) * costs.pass_s(1 + length, 0) + length * costs.level_s(0)
     return tokens / (work_s + costs.target_hop_s + costs.draft_hop_s + 2 * HOST_S)
@@ -32,7 +35,9 @@ def expected(costs: Costs, length: int) -> float:
 
 def test_the_expectation_is_what_a_fixed_chain_does() -> None:
     costs = Costs(right=lambda _: 0.6)
-    assert TimedHouse(costs).rate(600, policy="static", gamma=3, depth=3) == pytest.approx(expected(costs, 3), rel=0.04)
+    assert TimedHouse(costs).rate(600, policy="static", gamma=3, depth=3) == pytest.approx(
+        expected(costs, 3), rel=0.04
+    )
 
 
 def stretched(house: TimedHouse, replies: int = 2) -> float:
@@ -47,12 +52,23 @@ def stretched(house: TimedHouse, replies: int = 2) -> float:
         pytest.param(NEVER_RIGHT, id="a draft that is never right"),
         pytest.param(Costs(draft_hop_s=0.08), id="a slow link"),
         pytest.param(Costs(right=lambda _: 0.5, level_s=lambda _: 0.015), id="a slow draft"),
-        pytest.param(Costs(level_s=lambda context: 2e-4 * context), id="a draft that the context slows down"),
-        pytest.param(Costs(right=lambda _: 0.3, pass_s=lambda rows, context: 0.01 + 1e-5 * context + 0.01 * rows), id="rows that are dear"),
+        pytest.param(
+            Costs(level_s=lambda context: 2e-4 * context), id="a draft that the context slows down"
+        ),
+        pytest.param(
+            Costs(
+                right=lambda _: 0.3,
+                pass_s=lambda rows, context: 0.01 + 1e-5 * context + 0.01 * rows,
+            ),
+            id="rows that are dear",
+        ),
     ],
 )
 def test_where_drafting_does_not_pay_next_to_nothing_is_lost(costs: Costs) -> None:
-    replies = [TimedHouse(costs).rate(TOKENS, prompt=8 + TOKENS * reply, speculate=False) for reply in range(2)]
+    replies = [
+        TimedHouse(costs).rate(TOKENS, prompt=8 + TOKENS * reply, speculate=False)
+        for reply in range(2)
+    ]
     alone = len(replies) / sum(1.0 / rate for rate in replies)
     assert stretched(TimedHouse(costs)) >= 0.95 * alone
 
@@ -61,8 +77,13 @@ def test_where_drafting_does_not_pay_next_to_nothing_is_lost(costs: Costs) -> No
     "costs",
     [
         pytest.param(Costs(right=lambda _: 0.6), id="guesses that are often right"),
-        pytest.param(Costs(right=lambda _: 0.8, level_s=lambda _: 0.012), id="a slow draft that is right"),
-        pytest.param(Costs(right=lambda _: 0.9, pass_s=lambda rows, _: 0.01 + 0.008 * rows), id="rows that are dear"),
+        pytest.param(
+            Costs(right=lambda _: 0.8, level_s=lambda _: 0.012), id="a slow draft that is right"
+        ),
+        pytest.param(
+            Costs(right=lambda _: 0.9, pass_s=lambda rows, _: 0.01 + 0.008 * rows),
+            id="rows that are dear",
+        ),
         pytest.param(Costs(right=lambda _: 0.8, noise=0.2), id="passes that vary"),
     ],
 )
@@ -105,7 +126,10 @@ def test_drafting_comes_back_where_text_becomes_predictable_and_every_change_is_
 
 def test_rounds_that_only_measure_the_target_are_counted_where_no_profile_tells() -> None:
     curve = ContextCurve(context=0, t_v=RowsSeconds(rows=(1, 64), seconds=(0.02, 0.15)))
-    unknown, profiled = (TimedHouse(Costs(right=lambda _: 0.9), target={"curves": curves}).complete(TOKENS).result for curves in ((), (curve,)))
+    unknown, profiled = (
+        TimedHouse(Costs(right=lambda _: 0.9), target={"curves": curves}).complete(TOKENS).result
+        for curves in ((), (curve,))
+    )
     assert (unknown.control_rounds, profiled.control_rounds) == (2, 0)
     assert unknown.plain_rounds > unknown.control_rounds
 
@@ -131,17 +155,28 @@ def test_while_drafting_is_off_status_says_why(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Session, "verified", look)
     house.complete(20)
-    assert [reason for reason in reports[0].reasons if "session 2 is decoded without a draft" in reason]
+    assert [
+        reason for reason in reports[0].reasons if "session 2 is decoded without a draft" in reason
+    ]
     assert not reports[0].degraded
-    (beginning,) = (line for line in reports[0].decisions if "session 2 begins without a draft" in line)
-    assert re.search(r"drafting was slower: it last brought \d+\.\d tokens/s, and 4\d\.\d come without it$", beginning)
+    (beginning,) = (
+        line for line in reports[0].decisions if "session 2 begins without a draft" in line
+    )
+    assert re.search(
+        r"drafting was slower: it last brought \d+\.\d tokens/s, and 4\d\.\d come without it$",
+        beginning,
+    )
     assert house.client.status().reasons == ()
     (pair,) = house.client.status().pairs
     assert not pair.speculating
-    assert pair.alone_tokens_per_s == pytest.approx(TimedHouse(NEVER_RIGHT).rate(TOKENS, speculate=False), rel=0.03)
+    assert pair.alone_tokens_per_s == pytest.approx(
+        TimedHouse(NEVER_RIGHT).rate(TOKENS, speculate=False), rel=0.03
+    )
 
 
-def test_status_is_told_however_long_the_names_of_workers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_told_however_long_the_names_of_workers_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     house = TimedHouse(NEVER_RIGHT, target={"name": "t" * 500}, draft={"name": "d" * 500})
     house.complete(200)
     told = []
@@ -163,9 +198,18 @@ def test_a_round_is_predicted_before_it_is_made_and_its_times_add_up() -> None:
     records, finished = house.records(TOKENS)
     result = finished.result
     assert result.predicted_tokens_per_s == pytest.approx(result.tokens_per_s, rel=0.1)
-    parts = [record.draft_ns + record.verify_ns + record.transport_ns + record.queue_ns + record.coordinator_ns for record in records]
+    parts = [
+        record.draft_ns
+        + record.verify_ns
+        + record.transport_ns
+        + record.queue_ns
+        + record.coordinator_ns
+        for record in records
+    ]
     assert sum(parts) / 1e9 == pytest.approx(result.wall_s - result.time_to_first_token_s, rel=0.02)
-    assert sum(record.draft_ns for record in records) / 1e9 == pytest.approx(result.draft_exposed_s, rel=1e-6)
+    assert sum(record.draft_ns for record in records) / 1e9 == pytest.approx(
+        result.draft_exposed_s, rel=1e-6
+    )
     assert result.predicted_tokens_per_s is not None
     (pair,) = house.client.status().pairs
     assert pair.t_v is not None
@@ -176,7 +220,9 @@ def test_a_round_is_predicted_before_it_is_made_and_its_times_add_up() -> None:
 
 def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target() -> None:
     house = TimedHouse(Costs(ahead_slows=1.4), target={"cores": (0,)}, draft={"cores": (0,)})
-    while not (found := [line for line in house.client.status().decisions if "drafting ahead" in line]):
+    while not (
+        found := [line for line in house.client.status().decisions if "drafting ahead" in line]
+    ):
         house.complete(TOKENS)
     assert "is off because" in found[0]
     house.draft.orders.clear()
@@ -184,9 +230,13 @@ def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target(
     assert not any(order.ahead for order in house.draft.orders)
 
 
-def together(house: TimedHouse, trees: Sequence[TreeSettings], tokens: int = TOKENS) -> list[Result]:
+def together(
+    house: TimedHouse, trees: Sequence[TreeSettings], tokens: int = TOKENS
+) -> list[Result]:
     """The results of requests that come at once, in their order."""
-    requests = [house.client.submit(tokens=[3] * 8, max_tokens=tokens, seed=1, tree=tree) for tree in trees]
+    requests = [
+        house.client.submit(tokens=[3] * 8, max_tokens=tokens, seed=1, tree=tree) for tree in trees
+    ]
     finished: dict[int, Result] = {}
     while len(finished) < len(requests):
         reply = house.client.receive(0)
@@ -197,7 +247,9 @@ def together(house: TimedHouse, trees: Sequence[TreeSettings], tokens: int = TOK
 
 
 def test_sessions_that_begin_together_draft_though_no_pass_has_a_single_row() -> None:
-    for result in together(TimedHouse(Costs(right=lambda _: 0.8)), [TreeSettings(policy="goodput")] * 2):
+    for result in together(
+        TimedHouse(Costs(right=lambda _: 0.8)), [TreeSettings(policy="goodput")] * 2
+    ):
         assert result.tau is not None
         assert result.tau > 3.0
         assert result.plain_rounds <= 4
@@ -207,11 +259,23 @@ def test_sessions_that_share_a_pass_are_cut_together_and_one_that_insists_is_lef
     house = TimedHouse(Costs(right=lambda _: 0.8, pass_s=lambda rows, _: 0.01 + 0.004 * rows))
     house.complete(TOKENS)
     house.target.seen.clear()
-    trees = [TreeSettings(policy=policy, gamma=6, depth=6, insist=policy == "static") for policy in ("goodput", "goodput", "static")]
+    trees = [
+        TreeSettings(policy=policy, gamma=6, depth=6, insist=policy == "static")
+        for policy in ("goodput", "goodput", "static")
+    ]
     results = together(house, trees, 60)
     assert len({result.token_ids for result in results}) == 1
-    passes = [command for command in house.target.seen if isinstance(command, Verify) and len(command.items) > 1]
+    passes = [
+        command
+        for command in house.target.seen
+        if isinstance(command, Verify) and len(command.items) > 1
+    ]
     static = results[-1]
     assert passes
-    assert {len(item.tokens) for command in passes for item in command.items if item.session == 4 and item.prefix < 8 + 60 - 7} == {6}
+    assert {
+        len(item.tokens)
+        for command in passes
+        for item in command.items
+        if item.session == 4 and item.prefix < 8 + 60 - 7
+    } == {6}
     assert static.drafted_tokens > 1.2 * results[0].drafted_tokens

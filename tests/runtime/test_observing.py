@@ -1,4 +1,5 @@
-"""What has happened lately: rounds and spans in one numbering, asked for again and again; fine spans while somebody looks."""
+"""What has happened lately: rounds and spans in one numbering, asked for again and again; fine
+spans while somebody looks."""
 
 import itertools
 import time
@@ -10,7 +11,19 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import MAX_SEEN_SPANS, Drafted, Look, Observe, Probed, RoundRecord, Seen, SeenSpan, Submit, Verified, VerifiedItem
+from dovetail.protocol.messages import (
+    MAX_SEEN_SPANS,
+    Drafted,
+    Look,
+    Observe,
+    Probed,
+    RoundRecord,
+    Seen,
+    SeenSpan,
+    Submit,
+    Verified,
+    VerifiedItem,
+)
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, ClockOffset, Span
 from dovetail.runtime.client import Client
@@ -25,7 +38,16 @@ PARTS = ("handle", "queue", "link", "lost")
 
 
 def record(round: int) -> RoundRecord:
-    return RoundRecord(round=round, prefix=3, tokens=(5, 6), parents=(-1, 0), scores=(-1.0, -2.0), verified=2, accepted=(0,), bonus=7)
+    return RoundRecord(
+        round=round,
+        prefix=3,
+        tokens=(5, 6),
+        parents=(-1, 0),
+        scores=(-1.0, -2.0),
+        verified=2,
+        accepted=(0,),
+        bonus=7,
+    )
 
 
 def worker(role: str = "target", *, epoch: int = 1, clock: ClockOffset | None = None) -> Worker:
@@ -37,7 +59,9 @@ def worker(role: str = "target", *, epoch: int = 1, clock: ClockOffset | None = 
 
 
 def look(observing: Observing, after: int = 0, *, spans: bool = False, **options: Any) -> Seen:
-    return observing.look(Look(epoch=1, request=1, after=after, spans=spans), EPOCH, [], lambda _: "", **options)
+    return observing.look(
+        Look(epoch=1, request=1, after=after, spans=spans), EPOCH, [], lambda _: "", **options
+    )
 
 
 def everything(client: Client, *, spans: bool = False) -> tuple[list[Any], list[SeenSpan]]:
@@ -51,11 +75,13 @@ def everything(client: Client, *, spans: bool = False) -> tuple[list[Any], list[
         seen = client.look(seen.next, spans=spans)
 
 
-# -- the ring ----------------------------------------------------------------------------------------------------------------------------------
+# -- the ring --------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(1, 3)), max_size=40), st.data())
-def test_who_asks_again_with_the_last_number_hears_of_everything_once_and_in_order(steps: list[int], data: st.DataObject) -> None:
+def test_who_asks_again_with_the_last_number_hears_of_everything_once_and_in_order(
+    steps: list[int], data: st.DataObject
+) -> None:
     """A step of 0 is a round, one of n a message with n spans."""
     observing, expected, heard, after = Observing(lambda: 0), list[str](), list[str](), 0
     target = worker()
@@ -65,16 +91,29 @@ def test_who_asks_again_with_the_last_number_hears_of_everything_once_and_in_ord
             expected.append(f"round {place}")
         else:
             spans: tuple[Span, ...] = tuple(("verify", 10 * place + n, 1) for n in range(step))
-            observing.event(target, Verified(epoch=1, items=(VerifiedItem(session=place, round=1, accepted=(), bonus=1, margins=(1.0,)),), spans=spans))
+            observing.event(
+                target,
+                Verified(
+                    epoch=1,
+                    items=(
+                        VerifiedItem(session=place, round=1, accepted=(), bonus=1, margins=(1.0,)),
+                    ),
+                    spans=spans,
+                ),
+            )
             expected += [f"span {place} {n}" for n in range(step)]
         if data.draw(st.booleans()):
             seen = look(observing, after, spans=True)
             assert (seen.missed, seen.more) == (0, False)
-            heard += [f"round {r.session}" for r in seen.rounds] + [f"span {s.session} {s.span[1] - 10 * (s.session or 0)}" for s in seen.spans]
+            heard += [f"round {r.session}" for r in seen.rounds] + [
+                f"span {s.session} {s.span[1] - 10 * (s.session or 0)}" for s in seen.spans
+            ]
             assert len(heard) == seen.next == len(expected)
             after = seen.next
     last = look(observing, after, spans=True)
-    heard += [f"round {r.session}" for r in last.rounds] + [f"span {s.session} {s.span[1] - 10 * (s.session or 0)}" for s in last.spans]
+    heard += [f"round {r.session}" for r in last.rounds] + [
+        f"span {s.session} {s.span[1] - 10 * (s.session or 0)}" for s in last.spans
+    ]
     assert sorted(heard) == sorted(expected)
 
 
@@ -92,7 +131,20 @@ def test_what_is_gone_is_counted() -> None:
 def test_one_answer_is_bounded_and_says_that_there_is_more() -> None:
     observing, target = Observing(lambda: 0), worker()
     for n in range(10):
-        observing.event(target, Drafted(epoch=1, session=1, round=n, tokens=(), parents=(), scores=(), grown=0, hit=False, spans=(("draft", n, 1),) * 250))
+        observing.event(
+            target,
+            Drafted(
+                epoch=1,
+                session=1,
+                round=n,
+                tokens=(),
+                parents=(),
+                scores=(),
+                grown=0,
+                hit=False,
+                spans=(("draft", n, 1),) * 250,
+            ),
+        )
     seen, spans = look(observing, spans=True), 0
     while seen.more:
         assert 0 < len(seen.spans) <= MAX_SEEN_SPANS
@@ -107,7 +159,10 @@ def test_tokens_that_are_kept_from_whoever_looks_are_said_to_be() -> None:
         observing.round_ended(session, None, target, 0, lambda: record(1))
     own, other = observing.look(Look(epoch=1, request=1), 1, [], lambda _: "", own={1}).rounds
     assert (own.readable, own.record) == (True, record(1))
-    assert (other.readable, other.record) == (False, record(1).model_copy(update={"tokens": (0, 0), "bonus": 0}))
+    assert (other.readable, other.record) == (
+        False,
+        record(1).model_copy(update={"tokens": (0, 0), "bonus": 0}),
+    )
 
 
 def test_a_number_from_before_a_restart_gets_what_comes_from_now_on() -> None:
@@ -119,21 +174,49 @@ def test_a_number_from_before_a_restart_gets_what_comes_from_now_on() -> None:
 
 def test_a_pass_for_several_sessions_is_there_once_and_says_which() -> None:
     observing, target = Observing(lambda: 0), worker()
-    items = tuple(VerifiedItem(session=n, round=4, accepted=(), bonus=1, margins=(1.0,)) for n in (3, 5))
+    items = tuple(
+        VerifiedItem(session=n, round=4, accepted=(), bonus=1, margins=(1.0,)) for n in (3, 5)
+    )
     observing.event(target, Verified(epoch=1, items=items, spans=(("verify", 10, 20),)))
     (seen,) = look(observing, spans=True).spans
-    assert (seen.process, seen.session, seen.round, seen.shared, seen.span) == ("target", None, None, ((3, 4), (5, 4)), ("verify", 10, 20))
+    assert (seen.process, seen.session, seen.round, seen.shared, seen.span) == (
+        "target",
+        None,
+        None,
+        ((3, 4), (5, 4)),
+        ("verify", 10, 20),
+    )
 
 
 def test_what_a_worker_did_beside_its_commands_is_what_it_was_about() -> None:
     observing, draft = Observing(lambda: 0), worker("draft")
     beside = ((3, 7, ("grow", 40, 5)), (None, None, ("send", 50, 1)))
-    observing.event(draft, Drafted(epoch=1, session=9, round=2, tokens=(), parents=(), scores=(), grown=0, hit=False, spans=(("draft", 60, 5),), beside=beside))
-    assert [(s.session, s.round, s.span[0]) for s in look(observing, spans=True).spans] == [(9, 2, "draft"), (3, 7, "grow"), (None, None, "send")]
+    observing.event(
+        draft,
+        Drafted(
+            epoch=1,
+            session=9,
+            round=2,
+            tokens=(),
+            parents=(),
+            scores=(),
+            grown=0,
+            hit=False,
+            spans=(("draft", 60, 5),),
+            beside=beside,
+        ),
+    )
+    assert [(s.session, s.round, s.span[0]) for s in look(observing, spans=True).spans] == [
+        (9, 2, "draft"),
+        (3, 7, "grow"),
+        (None, None, "send"),
+    ]
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_the_spans_of_another_machine_stand_where_they_were_within_the_bound(ahead: int, there_ns: int, back_ns: int) -> None:
+def test_the_spans_of_another_machine_stand_where_they_were_within_the_bound(
+    ahead: int, there_ns: int, back_ns: int
+) -> None:
     now = 10**13
     clock = ClockOffset()
     clock.add(now, now + there_ns + ahead, now + there_ns + back_ns)
@@ -147,9 +230,30 @@ def test_the_spans_of_another_machine_stand_where_they_were_within_the_bound(ahe
 def test_a_clock_that_jumps_keeps_nobody_from_being_seen(jumped_ns: int) -> None:
     now_ns, observing, target = 10**15, Observing(lambda: 10**15), worker()
     target.clock.add(now_ns, LATEST_NS - jumped_ns, now_ns)
-    target.probed = Probed(epoch=1, sent_ns=now_ns, clock_ns=jumped_ns, busy_ns=LATEST_NS, stale=0, sessions=0, rss_bytes=1)
+    target.probed = Probed(
+        epoch=1,
+        sent_ns=now_ns,
+        clock_ns=jumped_ns,
+        busy_ns=LATEST_NS,
+        stale=0,
+        sessions=0,
+        rss_bytes=1,
+    )
     spans = (("draft", jumped_ns, LATEST_NS),)
-    observing.event(target, Drafted(epoch=1, session=1, round=1, tokens=(), parents=(), scores=(), grown=0, hit=False, spans=spans))
+    observing.event(
+        target,
+        Drafted(
+            epoch=1,
+            session=1,
+            round=1,
+            tokens=(),
+            parents=(),
+            scores=(),
+            grown=0,
+            hit=False,
+            spans=spans,
+        ),
+    )
     seen = observing.look(Look(epoch=1, request=1, spans=True), EPOCH, [target], lambda _: "")
     assert REPLY.decode(encode(seen)) == seen
 
@@ -161,7 +265,7 @@ def test_processes_that_may_have_one_clock_have_one() -> None:
     assert offset(clock) == 0
 
 
-# -- a coordinator -------------------------------------------------------------------------------------------------------------------------------
+# -- a coordinator ---------------------------------------------------------------------------------
 
 
 def test_rounds_are_seen_with_what_was_offered_and_what_came_of_it() -> None:
@@ -190,14 +294,19 @@ def test_a_round_seen_is_the_round_recorded() -> None:
 
 
 def test_a_rounds_spans_add_up_to_its_time() -> None:
-    """Of one session: handling, the way to a worker, its work and the way back follow each other without a gap."""
+    """Of one session: handling, the way to a worker, its work and the way back follow each other
+    without a gap."""
     house = House()
     house.client.look(spans=True)
     house.complete()
     rounds, spans = everything(house.client, spans=True)
     assert len(rounds) > 5
     for before, this in itertools.pairwise(rounds):
-        coordinator = [s.span for s in spans if s.round == this.record.round and s.process == "coordinator" and s.span[0] in PARTS]
+        coordinator = [
+            s.span
+            for s in spans
+            if s.round == this.record.round and s.process == "coordinator" and s.span[0] in PARTS
+        ]
         work = this.record.draft_ns + this.record.verify_ns
         assert sum(duration for _, _, duration in coordinator) + work == this.at_ns - before.at_ns
 
@@ -236,7 +345,13 @@ def test_a_request_that_is_traced_has_fine_spans_and_all_its_spans_are_its_own()
     other = house.submit((9, 8, 7))
     finished = house.complete(trace=True)
     assert other != finished.request
-    assert {seen.span[0] for seen in finished.spans} >= {"handle", "link", "receive", "detokenise", "verify"}
+    assert {seen.span[0] for seen in finished.spans} >= {
+        "handle",
+        "link",
+        "receive",
+        "detokenise",
+        "verify",
+    }
     assert len({seen.session for seen in finished.spans}) == 1
     assert {seen.round for seen in finished.spans} >= set(range(1, finished.result.rounds))
     house.coordinator.tick()
@@ -247,12 +362,18 @@ def test_a_request_that_is_traced_has_fine_spans_and_all_its_spans_are_its_own()
 def test_a_worker_is_seen_with_what_it_waits_for() -> None:
     house = House()
     house.run()
-    assert {seen.name: seen.waiting for seen in house.client.look().workers} == {"draft": "no work", "target": "no work"}
+    assert {seen.name: seen.waiting for seen in house.client.look().workers} == {
+        "draft": "no work",
+        "target": "no work",
+    }
     silent = house.connect()
     for w in house.workers:  # from now on nobody answers
         w.step = lambda: 0  # type: ignore[method-assign]
     house.submit()
-    assert {seen.name: seen.waiting for seen in silent.look().workers} == {"draft": "", "target": ""}
+    assert {seen.name: seen.waiting for seen in silent.look().workers} == {
+        "draft": "",
+        "target": "",
+    }
 
 
 def test_a_client_on_another_machine_reads_the_tokens_of_its_own_requests_alone() -> None:
@@ -262,7 +383,9 @@ def test_a_client_on_another_machine_reads_the_tokens_of_its_own_requests_alone(
     guest = Client(pumped(house, house.hub.connect(key)))
     strange = everything(guest)[0]
     known = everything(house.client)[0]
-    assert [len(seen.record.tokens) for seen in strange] == [len(seen.record.tokens) for seen in known]
+    assert [len(seen.record.tokens) for seen in strange] == [
+        len(seen.record.tokens) for seen in known
+    ]
     assert {token for seen in strange for token in (*seen.record.tokens, seen.record.bonus)} == {0}
     assert {token for seen in known for token in seen.record.tokens} != {0}
 
@@ -274,7 +397,9 @@ def test_trials_are_in_no_round() -> None:
     assert before
     target = next(w for w in house.coordinator.registry.workers.values() if w.plays("target"))
     heard: list[object] = []
-    submit = Submit(epoch=1, request=1, tokens=PROMPT, sampling=Sampling(), max_tokens=5, tree=TreeSettings())
+    submit = Submit(
+        epoch=1, request=1, tokens=PROMPT, sampling=Sampling(), max_tokens=5, tree=TreeSettings()
+    )
     house.coordinator.try_out(submit, target, None, heard.append)
     house.run()
     assert heard

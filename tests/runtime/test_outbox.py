@@ -1,14 +1,30 @@
 """What waits for a client, and in what order it leaves."""
 
 from dovetail.protocol.errors import PeerBusy
-from dovetail.protocol.messages import Emitted, Failed, Message, PromptScored, Recorded, RoundRecord, TokenLogprobs
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    Message,
+    PromptScored,
+    Recorded,
+    RoundRecord,
+    TokenLogprobs,
+)
 from dovetail.runtime.outbox import EMIT_EVERY_NS, MAX_JOINED, RECORD_EVERY_NS, Outbox
 
-RECORD = RoundRecord(round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5)
+RECORD = RoundRecord(
+    round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5
+)
 
 
 def emitted(*tokens: int, request: int = 1) -> Emitted:
-    return Emitted(epoch=1, request=request, tokens=tokens, drafted=(True,) * len(tokens), text="".join(f"w{t} " for t in tokens))
+    return Emitted(
+        epoch=1,
+        request=request,
+        tokens=tokens,
+        drafted=(True,) * len(tokens),
+        text="".join(f"w{t} " for t in tokens),
+    )
 
 
 def test_text_of_a_request_that_waits_becomes_one_message() -> None:
@@ -23,11 +39,17 @@ def test_text_of_a_request_that_waits_becomes_one_message() -> None:
 def test_log_probabilities_stay_beside_their_tokens() -> None:
     box, sent = Outbox(), list[Message]()
     for token in (3, 4):
-        box.add(emitted(token).model_copy(update={"logprobs": (TokenLogprobs(logprob=-token, top=((token, -token),)),)}))
+        box.add(
+            emitted(token).model_copy(
+                update={"logprobs": (TokenLogprobs(logprob=-token, top=((token, -token),)),)}
+            )
+        )
     box.send(sent.append, 1)
     (message,) = sent
     assert isinstance(message, Emitted)
-    assert [(token, said.logprob) for token, said in zip(message.tokens, message.logprobs, strict=True)] == [(3, -3), (4, -4)]
+    assert [
+        (token, said.logprob) for token, said in zip(message.tokens, message.logprobs, strict=True)
+    ] == [(3, -3), (4, -4)]
 
 
 def test_text_never_passes_what_was_said_of_its_request_before() -> None:
@@ -97,8 +119,13 @@ def test_what_is_told_in_one_piece_is_bounded_and_every_token_that_waits_is_coun
     assert box.tokens == 20_000
     box.send(sent.append, 1)
     assert box.tokens == 0
-    assert max(len(message.tokens) for message in sent if isinstance(message, Emitted)) < MAX_JOINED + 1000
-    assert sum((message.tokens for message in sent if isinstance(message, Emitted)), ()) == tokens * 20
+    assert (
+        max(len(message.tokens) for message in sent if isinstance(message, Emitted))
+        < MAX_JOINED + 1000
+    )
+    assert (
+        sum((message.tokens for message in sent if isinstance(message, Emitted)), ()) == tokens * 20
+    )
 
 
 def test_what_cannot_be_said_is_dropped_with_all_else_of_its_request() -> None:

@@ -11,7 +11,16 @@ from dovetail.runtime.costs import PairCosts
 from dovetail.runtime.metrics import RoundTimes
 from dovetail.runtime.pilot import Pair, Pilot, Round
 
-PROPOSAL = Drafted(epoch=1, session=1, round=1, tokens=(4, 5, 6), parents=(-1, 0, 1), scores=(-0.1, -0.2, -0.3), grown=3, hit=False)
+PROPOSAL = Drafted(
+    epoch=1,
+    session=1,
+    round=1,
+    tokens=(4, 5, 6),
+    parents=(-1, 0, 1),
+    scores=(-0.1, -0.2, -0.3),
+    grown=3,
+    hit=False,
+)
 ROW_NS = 1_000_000
 
 
@@ -22,7 +31,15 @@ def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Pi
         for _ in range(8):
             costs.target.observe(rows, rows * ROW_NS / 1e9)
     pair = Pair("draft", "target", costs, shared=False)
-    pilot = Pilot(1, tree=TreeSettings(policy="goodput"), pair=pair, costs=costs, greedy=True, ahead=None, say=lambda _: None)
+    pilot = Pilot(
+        1,
+        tree=TreeSettings(policy="goodput"),
+        pair=pair,
+        costs=costs,
+        greedy=True,
+        ahead=None,
+        say=lambda _: None,
+    )
     for _ in range(rounds):
         pilot.sends(100, PROPOSAL.scores, other_rows + 3)
         times = RoundTimes(verify_ns=(other_rows + 3) * ROW_NS, target_queue_ns=queue_ns)
@@ -35,15 +52,20 @@ def test_drafting_is_not_blamed_for_the_rows_that_other_sessions_have_in_a_pass(
     assert after(40, tokens=2, other_rows=1).off is not None
 
 
-def test_drafting_is_blamed_for_the_pass_that_it_made_a_session_miss_and_not_for_a_prompt_that_was_read() -> None:
-    assert after(40, tokens=3, other_rows=1).off is not None  # three further rows take four times as long
+def test_drafting_is_blamed_for_the_pass_that_it_made_a_session_miss_and_not_for_a_prompt_that_was_read() -> (  # noqa: E501
+    None
+):
+    assert (
+        after(40, tokens=3, other_rows=1).off is not None
+    )  # three further rows take four times as long
     assert after(40, tokens=2, other_rows=40).off is None
     assert after(40, tokens=2, other_rows=40, queue_ns=43 * ROW_NS).off is not None
     assert after(40, tokens=3, other_rows=40, queue_ns=10**12).off is None
 
 
 def pair_of(*, alone_s: float = 0.01, tokens: int = 0, reads: bool = False) -> Pair:
-    """A pair whose rounds have brought so many tokens in 1.5 times what a round of the target alone takes."""
+    """A pair whose rounds have brought so many tokens in 1.5 times what a round of the target alone
+    takes."""
     costs = PairCosts()
     for _ in range(8):
         costs.target.observe(1, alone_s)
@@ -54,13 +76,32 @@ def pair_of(*, alone_s: float = 0.01, tokens: int = 0, reads: bool = False) -> P
     return pair
 
 
-def pilot_of(pair: Pair, *, policy: Literal["goodput", "dynamic"] = "goodput", say: Callable[[str], None] = lambda _: None) -> Pilot:
-    return Pilot(1, tree=TreeSettings(policy=policy, insist=policy != "goodput"), pair=pair, costs=pair.costs, greedy=True, ahead=None, say=say)
+def pilot_of(
+    pair: Pair,
+    *,
+    policy: Literal["goodput", "dynamic"] = "goodput",
+    say: Callable[[str], None] = lambda _: None,
+) -> Pilot:
+    return Pilot(
+        1,
+        tree=TreeSettings(policy=policy, insist=policy != "goodput"),
+        pair=pair,
+        costs=pair.costs,
+        greedy=True,
+        ahead=None,
+        say=say,
+    )
 
 
-@pytest.mark.parametrize(("tokens", "lag_s", "waits"), [(4, 0.002, True), (4, 0.008, False), (1, 0.002, False), (0, 0.002, False), (4, None, False)])
-def test_the_first_round_waits_for_a_draft_that_has_nearly_read_the_prompt(tokens: int, lag_s: float | None, waits: bool) -> None:
-    """Where a drafted round brings 4 tokens in 15 ms, the 10 ms of a round without are worth 2.7 and bring 1."""
+@pytest.mark.parametrize(
+    ("tokens", "lag_s", "waits"),
+    [(4, 0.002, True), (4, 0.008, False), (1, 0.002, False), (0, 0.002, False), (4, None, False)],
+)
+def test_the_first_round_waits_for_a_draft_that_has_nearly_read_the_prompt(
+    tokens: int, lag_s: float | None, waits: bool
+) -> None:
+    """Where a drafted round brings 4 tokens in 15 ms, the 10 ms of a round without are worth 2.7
+    and bring 1."""
     pair = pair_of(tokens=tokens)
     if lag_s is not None:
         pilot_of(pair).draft_read(100, lag_s)
@@ -80,18 +121,30 @@ def test_a_session_begins_at_the_rate_of_its_pair_and_goes_over_to_its_own() -> 
 
 
 @pytest.mark.parametrize("faster", [1.02, 1.3])
-def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses_cost(faster: float) -> None:
+def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses_cost(
+    faster: float,
+) -> None:
     pair, said = pair_of(reads=True), list[str]()
     pilot = pilot_of(pair, policy="dynamic", say=said.append)
     for _ in range(12 * 8):
         plan = pilot.plan(100)
         assert plan is not None
         pilot.sends(100, PROPOSAL.scores, 4)
-        pilot.learn(Round(RoundTimes(verify_ns=round(1e7 / (faster if plan.ahead else 1.0))), 100, 3, verified=3, drafted=PROPOSAL))
+        pilot.learn(
+            Round(
+                RoundTimes(verify_ns=round(1e7 / (faster if plan.ahead else 1.0))),
+                100,
+                3,
+                verified=3,
+                drafted=PROPOSAL,
+            )
+        )
     plan = pilot.plan(100)
     assert plan is not None
     assert plan.ahead == (faster > 1.1)
-    assert [("drafting ahead is on" in words, "drafting ahead is off" in words) for words in said] == [(True, False) if faster > 1.1 else (False, True)]
+    assert [
+        ("drafting ahead is on" in words, "drafting ahead is off" in words) for words in said
+    ] == [(True, False) if faster > 1.1 else (False, True)]
 
 
 def test_a_draft_of_its_own_device_that_reads_no_states_always_grows_ahead() -> None:

@@ -12,16 +12,39 @@ from dovetail.runtime.pilot import Pair
 from dovetail.runtime.placement import best, candidates, draft_rate, target_rate
 from dovetail.runtime.registry import Registry, Worker
 from support.houses import House
-from support.scripted import ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello
+from support.scripted import (
+    ROOMY,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    continuation,
+    hello,
+)
 
 SMALL = Limits(context=12)
 
 
-def worker(role: str = "target", *, sessions: int = 0, row_ms: float | None = None, most: int = 64, trip_ms: float = 0.0) -> Worker:
+def worker(
+    role: str = "target",
+    *,
+    sessions: int = 0,
+    row_ms: float | None = None,
+    most: int = 64,
+    trip_ms: float = 0.0,
+) -> Worker:
     """A worker whose passes take so long a row."""
-    curve = RowsSeconds(rows=(1, 1024), seconds=(row_ms / 1e3, 1024 * row_ms / 1e3)) if row_ms is not None else None
+    curve = (
+        RowsSeconds(rows=(1, 1024), seconds=(row_ms / 1e3, 1024 * row_ms / 1e3))
+        if row_ms is not None
+        else None
+    )
     curves = (ContextCurve(context=512, t_v=curve),) if curve is not None else ()
-    found = Registry(epoch=1).admit(b"peer", hello(role, epoch=7, curves=curves, limits=Limits(context=512, sessions=most)), None, 0)
+    found = Registry(epoch=1).admit(
+        b"peer",
+        hello(role, epoch=7, curves=curves, limits=Limits(context=512, sessions=most)),
+        None,
+        0,
+    )
     assert isinstance(found, Worker)
     found.sessions, found.round_trip_ns = sessions, round(1e6 * trip_ms)
     return found
@@ -35,7 +58,9 @@ def chosen(*targets: Worker) -> int:
 
 def test_where_not_all_is_known_the_worker_with_the_fewest_sessions_gets_the_next() -> None:
     assert chosen(worker(sessions=2, row_ms=1), worker(sessions=1), worker(sessions=3)) == 1
-    assert chosen(worker(row_ms=1), worker(), worker()) == 1, "it would never be known else where one request comes after the other"
+    assert chosen(worker(row_ms=1), worker(), worker()) == 1, (
+        "it would never be known else where one request comes after the other"
+    )
     assert best([], []) is None
 
 
@@ -52,9 +77,15 @@ def test_the_way_to_a_worker_counts() -> None:
 
 def test_a_draft_is_chosen_by_what_it_brought_and_by_who_else_waits_for_it() -> None:
     target = worker(row_ms=1)
-    better, worse = pair(target, tokens=4.0, exposed_ms=2.0), pair(target, tokens=2.0, exposed_ms=1.0)
+    better, worse = (
+        pair(target, tokens=4.0, exposed_ms=2.0),
+        pair(target, tokens=2.0, exposed_ms=1.0),
+    )
     idle = [worker("draft"), worker("draft")]
-    rates = [draft_rate(draft, target, known, 0) for draft, known in zip(idle, (better, worse), strict=True)]
+    rates = [
+        draft_rate(draft, target, known, 0)
+        for draft, known in zip(idle, (better, worse), strict=True)
+    ]
     assert rates[0] > rates[1]
     busy = worker("draft", sessions=10)
     assert draft_rate(busy, target, better, 0) < rates[1]
@@ -76,28 +107,59 @@ def test_who_is_full_or_owes_an_answer_for_too_long_gets_nothing() -> None:
 
 
 def sessions_of(house: House, workers: Sequence[ScriptedWorker]) -> list[int]:
-    return [next(state.sessions for state in house.report().workers if state.worker_epoch == worker.epoch) for worker in workers]
+    return [
+        next(
+            state.sessions for state in house.report().workers if state.worker_epoch == worker.epoch
+        )
+        for worker in workers
+    ]
 
 
-def test_sessions_spread_over_several_drafts_and_targets_and_each_gets_its_own_continuation() -> None:
+def test_sessions_spread_over_several_drafts_and_targets_and_each_gets_its_own_continuation() -> (
+    None
+):
     house = House()
-    targets = [house.target, *(house.add(ScriptedTarget, "target", name=f"target-{i}") for i in range(2))]
-    drafts = [house.draft, *(house.add(ScriptedDraft, "draft", name=f"draft-{i}") for i in range(2))]
+    targets = [
+        house.target,
+        *(house.add(ScriptedTarget, "target", name=f"target-{i}") for i in range(2)),
+    ]
+    drafts = [
+        house.draft,
+        *(house.add(ScriptedDraft, "draft", name=f"draft-{i}") for i in range(2)),
+    ]
     house.coordinator.pump()
-    requests = {house.submit((i, 3), max_tokens=40, tree=TreeSettings(policy="dynamic", insist=True)): (i, 3) for i in range(1, 10)}
+    requests = {
+        house.submit((i, 3), max_tokens=40, tree=TreeSettings(policy="dynamic", insist=True)): (
+            i,
+            3,
+        )
+        for i in range(1, 10)
+    }
     house.coordinator.pump()
-    held = [[worker.sessions for worker in house.coordinator.registry.workers.values() if worker.plays(role)] for role in ("target", "draft")]
+    held = [
+        [
+            worker.sessions
+            for worker in house.coordinator.registry.workers.values()
+            if worker.plays(role)
+        ]
+        for role in ("target", "draft")
+    ]
     assert held == [[3, 3, 3], [3, 3, 3]]
     for request, prompt in requests.items():
         assert list(house.client.complete(request).result.token_ids) == continuation(prompt, 40)
-    assert sessions_of(house, [worker for worker in (*targets, *drafts) if worker is not None]) == [0] * 6
+    assert (
+        sessions_of(house, [worker for worker in (*targets, *drafts) if worker is not None])
+        == [0] * 6
+    )
 
 
-# -- contexts of different lengths ---------------------------------------------------------------------------------------------------------------
+# -- contexts of different lengths -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("smaller_first", [True, False])
-def test_how_long_a_request_may_be_hangs_on_the_target_with_the_longest_context_alone(smaller_first: bool) -> None:
+def test_how_long_a_request_may_be_hangs_on_the_target_with_the_longest_context_alone(
+    smaller_first: bool,
+) -> None:
     house = House(target=False)
     sizes = (SMALL, ROOMY) if smaller_first else (ROOMY, SMALL)
     for place, limits in enumerate(sizes):
@@ -105,6 +167,14 @@ def test_how_long_a_request_may_be_hangs_on_the_target_with_the_longest_context_
     prompts = [tuple(range(3, 3 + count)) for count in (2, 20, 2, 20, 2)]
     requests = {house.submit(prompt, max_tokens=8): prompt for prompt in prompts}
     ends = {reply.request: reply for reply in house.replies() if isinstance(reply, Finished)}
-    assert {request: list(end.result.token_ids) for request, end in ends.items()} == {r: continuation(prompt, 8) for r, prompt in requests.items()}
-    served = {len(command.prompt) for worker in house.workers if worker.limits == SMALL for command in worker.seen if isinstance(command, Open)}
+    assert {request: list(end.result.token_ids) for request, end in ends.items()} == {
+        r: continuation(prompt, 8) for r, prompt in requests.items()
+    }
+    served = {
+        len(command.prompt)
+        for worker in house.workers
+        if worker.limits == SMALL
+        for command in worker.seen
+        if isinstance(command, Open)
+    }
     assert served == {2}, "the smaller one has its share of what it can hold"

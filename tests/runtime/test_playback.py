@@ -1,4 +1,5 @@
-"""Recordings in the session logic of today. Those in `tests/recorded` have to go as they went; where one goes another way, the first difference is named."""
+"""Recordings in the session logic of today. Those in `tests/recorded` have to go as they went;
+where one goes another way, the first difference is named."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ def play(path: Path) -> Playback:
 
 
 def altered(recording: Recording, out: Path, change: Callable[[Any], Any]) -> Difference | None:
-    """What a recording comes to in which each entry is what `change` makes of it; None of it: left out."""
+    """What a recording comes to in which each entry is what `change` makes of it; None of it: left
+    out."""
     entries = tuple(new for entry in recording.entries if (new := change(entry)) is not None)
     return Playback(Recording(out, recording.begin, entries)).play()
 
@@ -59,7 +61,9 @@ def test_what_was_recorded_goes_as_it_went(path: Path) -> None:
 def test_any_request_goes_as_it_went(tmp_path: Path, asked: dict[str, Any], reads: Any) -> None:
     recorder = Recorder(tmp_path)
     house = House(reads=reads, limits=ROOMY, recorder=recorder)
-    tokens = [house.complete(**asked).result.token_ids for _ in range(2)]  # the second goes on from the first
+    tokens = [
+        house.complete(**asked).result.token_ids for _ in range(2)
+    ]  # the second goes on from the first
     recorder.close()
     played = [play(path) for path in sorted(tmp_path.iterdir())]
     assert [playback.difference for playback in played] == [None, None]
@@ -120,22 +124,37 @@ def play_schedule(schedule: Schedule, folder: Path, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_sessions_under_faults_go_as_they_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+def test_sessions_under_faults_go_as_they_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
     long = Wish(tokens=40)
-    faults = [(40, Fault("kill", who=0)), (30, Fault("cut", who=2)), (20, Fault("stop", who=1, for_ms=4000)), (9, Fault("babble", who=2)), (9, Fault("cancel"))]
-    schedule = Schedule(targets=2, drafts=1, reads=reads, steps=((0, long), (3, Wish(prompt=(9, 9), tokens=24)), *faults))
+    faults = [
+        (40, Fault("kill", who=0)),
+        (30, Fault("cut", who=2)),
+        (20, Fault("stop", who=1, for_ms=4000)),
+        (9, Fault("babble", who=2)),
+        (9, Fault("cancel")),
+    ]
+    schedule = Schedule(
+        targets=2,
+        drafts=1,
+        reads=reads,
+        steps=((0, long), (3, Wish(prompt=(9, 9), tokens=24)), *faults),
+    )
     assert play_schedule(schedule, tmp_path, monkeypatch) >= 2
 
 
 @pytest.mark.slow
 @given(schedule=schedules.schedules())
 @settings(max_examples=500, database=None, deadline=None, phases=(Phase.generate, Phase.shrink))
-def test_sessions_under_any_faults_go_as_they_went(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule) -> None:
+def test_sessions_under_any_faults_go_as_they_went(
+    tmp_path_factory: pytest.TempPathFactory, schedule: Schedule
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         play_schedule(schedule, tmp_path_factory.mktemp("schedule"), patch)
 
 
-# -- differences -------------------------------------------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------
 
 
 def is_said(entry: object, direction: str, kind: bytes) -> bool:
@@ -144,20 +163,28 @@ def is_said(entry: object, direction: str, kind: bytes) -> bool:
 
 def test_another_verdict_brings_other_tokens_and_that_is_named(tmp_path: Path) -> None:
     recording = read_recording(SKY)
-    place = next(at for at, entry in enumerate(recording.entries, start=1) if is_said(entry, "in", b"verified"))
+    place = next(
+        at
+        for at, entry in enumerate(recording.entries, start=1)
+        if is_said(entry, "in", b"verified")
+    )
 
     def change(entry: Any) -> Any:
         if entry is not recording.entries[place - 1]:
             return entry
         event: Any = EVENT.decode(entry.frames)
         (item,) = event.items
-        other = event.model_copy(update={"items": (item.model_copy(update={"bonus": item.bonus + 1}),)})
+        other = event.model_copy(
+            update={"items": (item.model_copy(update={"bonus": item.bonus + 1}),)}
+        )
         return entry.model_copy(update={"frames": tuple(encode(other))})
 
     difference = altered(recording, tmp_path / "x", change)
     assert difference is not None
     assert difference.entry > place
-    assert difference.where == "step verified of round 1" or difference.where.startswith("step verified")
+    assert difference.where == "step verified of round 1" or difference.where.startswith(
+        "step verified"
+    )
     assert "emit" in difference.recorded
     assert "emit" in difference.now
 
@@ -171,7 +198,9 @@ def test_another_command_is_named_with_the_field_that_differs(tmp_path: Path) ->
         command: Any = COMMAND.decode(entry.frames)
         if command.round != 2:
             return entry
-        return entry.model_copy(update={"frames": tuple(encode(command.model_copy(update={"max_width": 3})))})
+        return entry.model_copy(
+            update={"frames": tuple(encode(command.model_copy(update={"max_width": 3})))}
+        )
 
     difference = altered(recording, tmp_path / "x", change)
     assert difference is not None
@@ -182,7 +211,11 @@ def test_another_command_is_named_with_the_field_that_differs(tmp_path: Path) ->
 def test_a_command_that_nothing_asks_for_is_named(tmp_path: Path) -> None:
     recording = read_recording(SKY)
     first = next(entry for entry in recording.entries if is_said(entry, "out", b"verify"))
-    twice = [new for entry in recording.entries for new in ((entry, entry) if entry is first else (entry,))]
+    twice = [
+        new
+        for entry in recording.entries
+        for new in ((entry, entry) if entry is first else (entry,))
+    ]
     difference = Playback(Recording(tmp_path / "x", recording.begin, tuple(twice))).play()
     assert difference is not None
     assert (difference.recorded, difference.now) == ("a command", "none")
@@ -195,7 +228,11 @@ def test_other_words_to_the_client_are_named(tmp_path: Path) -> None:
         if not is_said(entry, "out", b"emitted"):
             return entry
         told = Emitted.model_validate(schedules.REPLY.decode(entry.frames))
-        return entry.model_copy(update={"frames": tuple(encode(told.model_copy(update={"text": told.text.upper() + "!"})))})
+        return entry.model_copy(
+            update={
+                "frames": tuple(encode(told.model_copy(update={"text": told.text.upper() + "!"})))
+            }
+        )
 
     difference = altered(recording, tmp_path / "x", change)
     assert difference is not None
@@ -204,15 +241,23 @@ def test_other_words_to_the_client_are_named(tmp_path: Path) -> None:
 
 def test_a_step_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     recording = read_recording(SKY)
-    second = [entry for entry in recording.entries if isinstance(entry, Step) and entry.name == "verified"][1]
-    assert altered(recording, tmp_path / "x", lambda entry: None if entry is second else entry) is not None
+    second = [
+        entry for entry in recording.entries if isinstance(entry, Step) and entry.name == "verified"
+    ][1]
+    assert (
+        altered(recording, tmp_path / "x", lambda entry: None if entry is second else entry)
+        is not None
+    )
 
 
-# -- a failing schedule becomes a test ---------------------------------------------------------------------------------------------------------
+# -- a failing schedule becomes a test -------------------------------------------------------------
 
 
-def test_a_recording_of_a_fault_of_ours_is_kept_as_a_test_of_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session logic goes wrong in a round, is recorded, and mended: what is kept passes with the mended logic alone."""
+def test_a_recording_of_a_fault_of_ours_is_kept_as_a_test_of_what_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session logic goes wrong in a round, is recorded, and mended: what is kept passes with
+    the mended logic alone."""
     right = Session._order
 
     def wrong(self: Session, brief: Any, plan: Any) -> Any:
@@ -240,7 +285,9 @@ def test_a_recording_of_a_fault_of_ours_is_kept_as_a_test_of_what_is_right(tmp_p
     assert again.recorded == difference.now
 
 
-def test_a_recording_of_an_exception_of_ours_is_kept_as_a_test_of_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_of_an_exception_of_ours_is_kept_as_a_test_of_what_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Session._commit
 
     def wrong(self: Session, *arguments: Any, **named: Any) -> Any:

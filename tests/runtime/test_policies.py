@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from dovetail.runtime.policies import MOST_FLOOR, cut, floor_of
 
-OFFER = st.lists(st.floats(-6.0, -0.01), max_size=5).map(lambda scores: sorted(scores, reverse=True))
+OFFER = st.lists(st.floats(-6.0, -0.01), max_size=5).map(
+    lambda scores: sorted(scores, reverse=True)
+)
 
 
 def flat(rows: int) -> float:
@@ -23,17 +25,25 @@ def flat(rows: int) -> float:
     fixed=st.integers(0, 5),
     most=st.none() | st.integers(0, 24),
 )
-def test_nothing_is_worth_more_than_what_is_cut(offers: list[list[float]], rate: float, steps: list[float], fixed: int, most: int | None) -> None:
+def test_nothing_is_worth_more_than_what_is_cut(
+    offers: list[list[float]], rate: float, steps: list[float], fixed: int, most: int | None
+) -> None:
     def seconds(rows: int) -> float:
         return 0.01 + sum(steps[:rows])
 
     def worth(counts: tuple[int, ...]) -> float:
-        tokens = sum(sum(map(exp, offer[:count])) for offer, count in zip(offers, counts, strict=True))
+        tokens = sum(
+            sum(map(exp, offer[:count])) for offer, count in zip(offers, counts, strict=True)
+        )
         return tokens - rate * seconds(fixed + len(offers) + sum(counts))
 
     base = fixed + len(offers)
     chosen = cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=most)
-    allowed = [counts for counts in product(*(range(len(offer) + 1) for offer in offers)) if most is None or base + sum(counts) <= max(most, base)]
+    allowed = [
+        counts
+        for counts in product(*(range(len(offer) + 1) for offer in offers))
+        if most is None or base + sum(counts) <= max(most, base)
+    ]
     assert chosen in allowed
     assert worth(chosen) == pytest.approx(max(map(worth, allowed)), abs=1e-9)
 

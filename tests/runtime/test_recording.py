@@ -1,4 +1,5 @@
-"""What a coordinator records of its sessions: everything, in order, for its owner alone, within bounds, and in nobody's way."""
+"""What a coordinator records of its sessions: everything, in order, for its owner alone, within
+bounds, and in nobody's way."""
 
 import inspect
 import stat
@@ -49,18 +50,30 @@ def said(found: Recording, direction: str, role: str) -> list[Any]:
     """The messages of one direction, to or from peers of this role."""
     dialects = {("in", "client"): REQUEST, ("out", "client"): REPLY}
     dialect: Any = dialects.get((direction, role), EVENT if direction == "in" else COMMAND)
-    entries = [entry for entry in found.entries if isinstance(entry, Said) and entry.type == direction]
-    return [dialect.decode(entry.frames) for entry in entries if role in found.peers[entry.peer].roles]
+    entries = [
+        entry for entry in found.entries if isinstance(entry, Said) and entry.type == direction
+    ]
+    return [
+        dialect.decode(entry.frames) for entry in entries if role in found.peers[entry.peer].roles
+    ]
 
 
 def test_every_method_that_changes_a_session_is_a_step() -> None:
-    methods = {name: method for name, method in vars(Session).items() if inspect.isfunction(method) and not name.startswith("_") and name != "seek"}
+    methods = {
+        name: method
+        for name, method in vars(Session).items()
+        if inspect.isfunction(method) and not name.startswith("_") and name != "seek"
+    }
     returned = {name: get_type_hints(method)["return"] for name, method in methods.items()}
-    assert {name for name, what in returned.items() if what in (list[Action], list[Ask], type(None))} == set(STEPS)
+    assert {
+        name for name, what in returned.items() if what in (list[Action], list[Ask], type(None))
+    } == set(STEPS)
 
 
 @pytest.mark.parametrize("reads", [None, READS])
-def test_a_recording_has_all_messages_of_its_session_as_they_were(tmp_path: Path, reads: Any) -> None:
+def test_a_recording_has_all_messages_of_its_session_as_they_were(
+    tmp_path: Path, reads: Any
+) -> None:
     with recording(tmp_path / "made", reads=reads) as house:
         request = house.submit(record=True)
         replies = [reply for reply in house.replies() if not isinstance(reply, Welcome)]
@@ -68,7 +81,9 @@ def test_a_recording_has_all_messages_of_its_session_as_they_were(tmp_path: Path
     (found,) = read_all(tmp_path / "made")
     assert found.whole
     for worker in house.workers:
-        assert said(found, "out", worker.role) == [command for command in worker.seen if not isinstance(command, Probe | Welcome)]
+        assert said(found, "out", worker.role) == [
+            command for command in worker.seen if not isinstance(command, Probe | Welcome)
+        ]
         assert said(found, "in", worker.role)
     assert said(found, "out", "client") == replies
     (submit,) = said(found, "in", "client")
@@ -87,9 +102,19 @@ def test_sessions_that_share_passes_have_files_of_their_own(tmp_path: Path) -> N
         house.replies()
     found = read_all(tmp_path)
     assert [one.begin.session for one in found] == [1, 2, 3]
-    assert any(len(verify.items) > 1 for one in found for verify in said(one, "out", "target") if verify.type == "verify")
+    assert any(
+        len(verify.items) > 1
+        for one in found
+        for verify in said(one, "out", "target")
+        if verify.type == "verify"
+    )
     for one, prompt in zip(found, prompts, strict=True):
-        told = [token for reply in said(one, "out", "client") if isinstance(reply, Emitted) for token in reply.tokens]
+        told = [
+            token
+            for reply in said(one, "out", "client")
+            if isinstance(reply, Emitted)
+            for token in reply.tokens
+        ]
         assert told == continuation(prompt, 60)
 
 
@@ -130,7 +155,9 @@ def test_a_session_that_ended_is_closed_and_one_that_follows_has_its_own(tmp_pat
     assert [found.whole for found in read_all(tmp_path)] == [True] * 3
 
 
-def test_a_recording_that_grows_too_large_ends_and_its_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_grows_too_large_ends_and_its_session_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tape, "MAX_FILE_BYTES", 6000)
     with recording(tmp_path) as house:
         assert list(house.complete().result.token_ids) == continuation((5, 6, 7), 60)
@@ -159,14 +186,20 @@ def test_the_oldest_recordings_make_room(tmp_path: Path, monkeypatch: pytest.Mon
     assert other.exists()
 
 
-def test_a_disk_that_refuses_costs_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_refuses_costs_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with recording(tmp_path / "made") as house:
         (tmp_path / "made").rmdir()
         assert list(house.complete().result.token_ids) == continuation((5, 6, 7), 60)
-    assert [record.getMessage().split(":")[-1].strip() for record in caplog.records] == ["No such file or directory"]
+    assert [record.getMessage().split(":")[-1].strip() for record in caplog.records] == [
+        "No such file or directory"
+    ]
 
 
-def test_what_cannot_be_removed_stays_and_costs_no_later_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_removed_stays_and_costs_no_later_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stays = tmp_path / f"a{tape.SUFFIX}"
     stays.mkdir()
     monkeypatch.setattr(scribe, "MAX_FOLDER_BYTES", 0)
@@ -180,20 +213,29 @@ def test_what_cannot_be_removed_stays_and_costs_no_later_recording(tmp_path: Pat
     writer._queue.put(scribe._Piece(one, 1, fail))
     writer.add(other, [b"more"])
     writer.close()
-    assert f"the recording {stays} should make room for others and stays: Is a directory" in caplog.text
+    assert (
+        f"the recording {stays} should make room for others and stays: Is a directory"
+        in caplog.text
+    )
     assert "ends early: no space left" in caplog.text
     assert stays.is_dir()
     assert writer._written == 9, "the thread has gone on"
 
 
-def test_a_disk_that_does_not_keep_up_costs_the_recording_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_keep_up_costs_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scribe, "MAX_WAITING_BYTES", 0)
     with recording(tmp_path) as house:
         assert list(house.complete().result.token_ids) == continuation((5, 6, 7), 60)
-    assert not any(read_recording(path).whole for path in tmp_path.iterdir() if path.stat().st_size > 10_000)
+    assert not any(
+        read_recording(path).whole for path in tmp_path.iterdir() if path.stat().st_size > 10_000
+    )
 
 
-def test_what_cannot_be_recorded_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_recorded_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(entry: object) -> bytes:
         raise OverflowError("a bug")
 
@@ -215,7 +257,12 @@ def test_no_key_of_a_link_is_in_a_recording(tmp_path: Path) -> None:
     """Over tcp, where everybody has one."""
     folder = tmp_path / "keys"
     keys.generate_keys(folder)
-    secrets = [part.encode() for path in folder.iterdir() for part in path.read_text().replace('"', " ").split() if len(part) >= 40]
+    secrets = [
+        part.encode()
+        for path in folder.iterdir()
+        for part in path.read_text().replace('"', " ").split()
+        if len(part) >= 40
+    ]
     assert len(secrets) >= 4
     recorder = Recorder(tmp_path / "made")
     hub = open_hub("tcp://127.0.0.1:*", keys=folder)
@@ -267,7 +314,7 @@ def test_no_key_of_the_http_api_is_in_a_recording(tmp_path: Path) -> None:
     assert secret.encode() not in content
 
 
-# -- reading it back ---------------------------------------------------------------------------------------------------------------------------
+# -- reading it back -------------------------------------------------------------------------------
 
 
 def test_a_file_that_ends_anywhere_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -287,7 +334,9 @@ def test_a_file_that_ends_anywhere_is_read_as_far_as_it_goes(tmp_path: Path) -> 
 
 @given(place=st.integers(0, SKY.stat().st_size - 1), value=st.integers(0, 255))
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
-def test_a_file_that_was_tampered_with_is_refused_in_a_line_or_read(tmp_path_factory: pytest.TempPathFactory, place: int, value: int) -> None:
+def test_a_file_that_was_tampered_with_is_refused_in_a_line_or_read(
+    tmp_path_factory: pytest.TempPathFactory, place: int, value: int
+) -> None:
     content = bytearray(SKY.read_bytes())
     content[place] = value
     path = tmp_path_factory.mktemp("tampered") / SKY.name
@@ -300,7 +349,17 @@ def test_a_file_that_was_tampered_with_is_refused_in_a_line_or_read(tmp_path_fac
     assert "\n" not in complaint
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 100, b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, tape.pack_entry({"type": "recording", "format": 99})])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\x00" * 100,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        tape.pack_entry({"type": "recording", "format": 99}),
+    ],
+)
 def test_something_else_is_no_recording(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(UserError, match="recording"):

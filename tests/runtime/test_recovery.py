@@ -1,5 +1,5 @@
-"""Workers that are lost under running sessions, and others that take over. The oracle is the same session without a loss: what its client is told is the same,
-token by token and text by text.
+"""Workers that are lost under running sessions, and others that take over. The oracle is the same
+session without a loss: what its client is told is the same, token by token and text by text.
 """
 
 import random
@@ -30,11 +30,25 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.live import MOST_BREAKS, MOST_LOSSES
 from support.houses import PROMPT, House
-from support.scripted import READS, ROOMY, DrawingDraft, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
+from support.scripted import (
+    READS,
+    ROOMY,
+    DrawingDraft,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    continuation,
+)
 
 LONG = 200
-"""Tokens, so that a draft is still worth its while when it comes in the midst. The scripted language ends sooner than that with some prompts."""
-ENDLESS = next((i, j, 4) for i in range(1, 97) for j in range(1, 97) if len(continuation((i, j, 4), LONG)) == LONG)
+"""Tokens, so that a draft is still worth its while when it comes in the midst. The scripted
+language ends sooner than that with some prompts."""
+ENDLESS = next(
+    (i, j, 4)
+    for i in range(1, 97)
+    for j in range(1, 97)
+    if len(continuation((i, j, 4), LONG)) == LONG
+)
 OTHER = Fingerprint(checkpoint="1" * 64, weights="fp32", kernels="scripted")
 
 
@@ -47,8 +61,11 @@ def small_steps(house: House, count: int) -> None:
             house.workers[turn // 2 % len(house.workers)].step()
 
 
-def told(house: House, request: int) -> tuple[list[int], str, list[object], list[tuple[int, object]], Finished]:
-    """What a client is told of a request: tokens, text, their log-probabilities, those of the prompt, and the end."""
+def told(
+    house: House, request: int
+) -> tuple[list[int], str, list[object], list[tuple[int, object]], Finished]:
+    """What a client is told of a request: tokens, text, their log-probabilities, those of the
+    prompt, and the end."""
     tokens: list[int] = []
     text, said, scored = "", list[object](), list[tuple[int, object]]()
     while True:
@@ -79,10 +96,14 @@ def check_all_is_over(house: House) -> None:
     house.run()
     assert all(not worker.logs for worker in house.workers)
     report = house.report()
-    assert (report.sessions, report.failed, [worker.sessions for worker in report.workers]) == (0, 0, [0] * len(report.workers))
+    assert (report.sessions, report.failed, [worker.sessions for worker in report.workers]) == (
+        0,
+        0,
+        [0] * len(report.workers),
+    )
 
 
-# -- the target ---------------------------------------------------------------------------------------------------------------------------------
+# -- the target ------------------------------------------------------------------------------------
 
 
 ASKED: list[dict[str, Any]] = [
@@ -98,7 +119,9 @@ ASKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("warm", [True, False], ids=["spare", "restarted"])
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
-@pytest.mark.parametrize("asked", ASKED, ids=["plain", "logprobs", "scored", "goodput", "stop", "without-draft"])
+@pytest.mark.parametrize(
+    "asked", ASKED, ids=["plain", "logprobs", "scored", "goodput", "stop", "without-draft"]
+)
 def test_a_target_that_is_lost_at_any_moment_is_followed_by_another_and_nobody_notices(
     asked: dict[str, Any], reads: Reads | None, warm: bool, every: int
 ) -> None:
@@ -117,7 +140,10 @@ def test_a_target_that_is_lost_at_any_moment_is_followed_by_another_and_nobody_n
             another_target(house)
         *said, finished = told(house, request)
         assert tuple(said) == undisturbed[:4]
-        assert (finished.result.text, finished.result.finish_reason) == (undisturbed[4].result.text, undisturbed[4].result.finish_reason)
+        assert (finished.result.text, finished.result.finish_reason) == (
+            undisturbed[4].result.text,
+            undisturbed[4].result.finish_reason,
+        )
         assert finished.margins == undisturbed[4].margins
         assert finished.result.moves <= 1
         assert not finished.result.fingerprints
@@ -134,11 +160,17 @@ def test_the_draft_of_a_session_whose_target_is_lost_drafts_for_the_next_one() -
         house.lose(house.target)
         result = told(house, request)[4].result
         assert result.moves == 1
-        assert result.plain_rounds == 1, "only the round that was lost went by without what was drafted"
-        assert sum(isinstance(command, Open) for command in house.workers[0].seen) == 1, "the draft read the prompt once more"
+        assert result.plain_rounds == 1, (
+            "only the round that was lost went by without what was drafted"
+        )
+        assert sum(isinstance(command, Open) for command in house.workers[0].seen) == 1, (
+            "the draft read the prompt once more"
+        )
 
 
-def test_another_target_reads_the_log_under_its_round_and_says_nothing_of_the_prompt_again() -> None:
+def test_another_target_reads_the_log_under_its_round_and_says_nothing_of_the_prompt_again() -> (
+    None
+):
     house = House(reads=READS)
     assert house.target is not None
     spare = another_target(house)
@@ -165,7 +197,14 @@ def test_every_nanosecond_of_a_session_that_moved_is_accounted_for() -> None:
     house.run()
     another_target(house)
     result = told(house, request)[4].result
-    parts = result.prefill_s + result.draft_exposed_s + result.verify_s + result.transport_s + result.queue_s + result.coordinator_s
+    parts = (
+        result.prefill_s
+        + result.draft_exposed_s
+        + result.verify_s
+        + result.transport_s
+        + result.queue_s
+        + result.coordinator_s
+    )
     assert parts + result.unaccounted_s == pytest.approx(result.wall_s, abs=1e-9)
     assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
     assert result.tau == (result.completion_tokens - 1) / result.rounds
@@ -180,12 +219,18 @@ def test_a_round_that_was_lost_is_recorded_with_what_it_committed() -> None:
     house.lose(house.target)
     records = [reply.record for reply in house.replies() if isinstance(reply, Recorded)]
     assert [record.round for record in records] == [*range(1, len(records) + 1)]
-    tokens = [token for record in records for token in (*(record.tokens[node] for node in record.accepted), record.bonus)]
+    tokens = [
+        token
+        for record in records
+        for token in (*(record.tokens[node] for node in record.accepted), record.bonus)
+    ]
     expected = continuation(PROMPT, 60)[1:]
     assert tokens[: len(expected)] == expected
 
 
-def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited_long_enough() -> None:
+def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited_long_enough() -> (
+    None
+):
     house = House(settings=CoordinatorSettings(recovery_s=20.0))
     assert house.target is not None
     request = house.submit()
@@ -195,7 +240,11 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
     report = house.report()
     assert report.degraded
     assert report.sessions == 1
-    waits = next(reason for reason in report.reasons if reason.startswith("session 1 waits for a target, for "))
+    waits = next(
+        reason
+        for reason in report.reasons
+        if reason.startswith("session 1 waits for a target, for ")
+    )
     assert "the target worker target (pid 1 on here) has gone after" in waits
     house.submit()
     house.later_ns = 19 * 10**9
@@ -213,7 +262,9 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
 
 
 @pytest.mark.parametrize(("setting", "waits_s"), [("auto", 30 + 2 * 200), (10.0, 10)])
-def test_a_session_waits_as_long_as_its_target_took_to_load_unless_a_setting_says_otherwise(setting: float | Literal["auto"], waits_s: int) -> None:
+def test_a_session_waits_as_long_as_its_target_took_to_load_unless_a_setting_says_otherwise(
+    setting: float | Literal["auto"], waits_s: int
+) -> None:
     house = House(target=False, settings=CoordinatorSettings(recovery_s=setting))
     lost = house.add(ScriptedTarget, "target", load_s=200.0)
     request = house.submit()
@@ -232,14 +283,24 @@ def test_a_session_waits_as_long_as_its_target_took_to_load_unless_a_setting_say
 
 def test_what_a_supervisor_says_of_the_parts_is_reported_as_time_goes_by() -> None:
     house = House()
-    fault = Fault(part="draft worker", why="ended with exit code 1: no device", since_s=3.0, retry_s=5.0)
+    fault = Fault(
+        part="draft worker", why="ended with exit code 1: no device", since_s=3.0, retry_s=5.0
+    )
     house.coordinator.supervised(Supervised(faults=(fault,)))
     house.later_ns = 2 * 10**9
     report = house.report()
     (told,) = report.faults
-    assert (told.part, told.why, round(told.since_s), round(told.retry_s or 0)) == (fault.part, fault.why, 5, 3)
+    assert (told.part, told.why, round(told.since_s), round(told.retry_s or 0)) == (
+        fault.part,
+        fault.why,
+        5,
+        3,
+    )
     assert report.degraded
-    words = "the draft worker has not been working for 5.0 s: ended with exit code 1: no device; next start in 3.0 s"
+    words = (
+        "the draft worker has not been working for 5.0 s: ended with exit code 1: no "
+        "device; next start in 3.0 s"
+    )
     assert words in report.reasons
     house.later_ns = 60 * 10**9
     assert house.report().faults[0].retry_s == 0.0
@@ -255,7 +316,12 @@ def test_a_draft_that_nobody_looks_after_is_a_fault_from_its_loss_until_there_is
     house.run()
     house.later_ns = 7 * 10**9
     (fault,) = house.report().faults
-    assert (fault.part, fault.why, round(fault.since_s), fault.retry_s) == ("draft worker", "has gone", 7, None)
+    assert (fault.part, fault.why, round(fault.since_s), fault.retry_s) == (
+        "draft worker",
+        "has gone",
+        7,
+        None,
+    )
     another_draft(house)
     assert house.report().faults == ()
 
@@ -275,7 +341,10 @@ def test_a_service_that_gives_up_ends_what_waits_finishes_what_runs_and_takes_no
     late = house.submit((7, 8))
     replies = house.replies()
     failed = {reply.session: reply for reply in replies if isinstance(reply, Failed)}
-    assert {request: reply.code for request, reply in failed.items()} == {waiting: "ending", late: "ending"}
+    assert {request: reply.code for request, reply in failed.items()} == {
+        waiting: "ending",
+        late: "ending",
+    }
     assert "and the service is ending: the target worker ended 6 times" in failed[waiting].text
     assert failed[late].text == "the service is ending: the target worker ended 6 times"
     (finished,) = (reply for reply in replies if isinstance(reply, Finished))
@@ -302,7 +371,9 @@ def test_a_session_that_waits_can_be_cancelled_and_goes_with_its_client() -> Non
     check_all_is_over(house)
 
 
-def test_a_target_of_another_fingerprint_takes_over_only_where_that_is_allowed_and_the_reply_says_so() -> None:
+def test_a_target_of_another_fingerprint_takes_over_only_where_that_is_allowed_and_the_reply_says_so() -> (  # noqa: E501
+    None
+):
     for move in ("same", "any"):
         house = House(settings=CoordinatorSettings(recovery_s=5.0, move=move))
         assert house.target is not None
@@ -320,7 +391,10 @@ def test_a_target_of_another_fingerprint_takes_over_only_where_that_is_allowed_a
         house.later_ns = 6 * 10**9
         house.coordinator.tick()
         (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
-        assert "none of its fingerprint was free: start one, or let requests go on on another with coordinator.move = 'any'" in failed.text
+        assert (
+            "none of its fingerprint was free: start one, or let requests go on on another "
+            "with coordinator.move = 'any'" in failed.text
+        )
 
 
 def test_a_session_that_has_said_nothing_yet_goes_on_wherever_its_tokens_are_tokens() -> None:
@@ -342,7 +416,11 @@ def test_what_ends_every_target_that_reads_it_is_not_given_to_the_next_one() -> 
     request = house.submit()
     for _ in range(MOST_LOSSES):
         house.coordinator.pump()
-        reader = next(worker for worker in spares if worker is not None and worker in house.workers and has_been_asked(house, worker))
+        reader = next(
+            worker
+            for worker in spares
+            if worker is not None and worker in house.workers and has_been_asked(house, worker)
+        )
         house.lose(reader)
         house.coordinator.look_around()
     (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
@@ -352,7 +430,9 @@ def test_what_ends_every_target_that_reads_it_is_not_given_to_the_next_one() -> 
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
 
 
-def test_a_session_goes_on_however_often_the_connection_of_its_target_breaks_unless_it_never_comes_to_a_token() -> None:
+def test_a_session_goes_on_however_often_the_connection_of_its_target_breaks_unless_it_never_comes_to_a_token() -> (  # noqa: E501
+    None
+):
     for breaks in (MOST_BREAKS - 1, MOST_BREAKS):
         house = House()
         request = house.submit()
@@ -389,7 +469,11 @@ def test_targets_that_went_unnoticed_are_no_reason_to_give_a_session_up() -> Non
 
 def has_been_asked(house: House, worker: ScriptedWorker) -> bool:
     """Whether a worker owes an answer."""
-    return any(known.turns.owed for known in house.coordinator.registry.workers.values() if known.hello.epoch == worker.epoch)
+    return any(
+        known.turns.owed
+        for known in house.coordinator.registry.workers.values()
+        if known.hello.epoch == worker.epoch
+    )
 
 
 def test_a_target_that_goes_while_a_prompt_is_read_is_replaced_or_waited_for() -> None:
@@ -397,7 +481,9 @@ def test_a_target_that_goes_while_a_prompt_is_read_is_replaced_or_waited_for() -
         house = House()
         assert house.target is not None
         reading: list[Callable[[], None]] = []
-        house.coordinator._defer = lambda work, done, reading=reading: reading.append(lambda: done(work()))  # type: ignore[misc]
+        house.coordinator._defer = lambda work, done, reading=reading: reading.append(
+            lambda: done(work())
+        )  # type: ignore[misc]
         request = house.submit()
         house.run()
         house.lose(house.target)
@@ -424,7 +510,13 @@ def test_a_target_that_has_forgotten_a_session_reads_it_anew() -> None:
     def refuse(asked: Sequence[Any], reads: Reads | None) -> object:
         if asked[0].session in house.target.logs:  # type: ignore[union-attr]
             return forgot(asked, reads)
-        return Failed(epoch=house.target.epoch, session=asked[0].session, round=asked[0].round, code="session", text="not open here")  # type: ignore[union-attr]
+        return Failed(
+            epoch=house.target.epoch,
+            session=asked[0].session,
+            round=asked[0].round,
+            code="session",
+            text="not open here",
+        )  # type: ignore[union-attr]
 
     house.target.verify = refuse  # type: ignore[attr-defined]
     tokens, *_, finished = told(house, request)
@@ -437,7 +529,10 @@ def test_a_session_goes_on_from_what_the_other_target_has_of_its_conversation() 
     house = House(limits=ROOMY)
     assert house.target is not None
     spare = another_target(house, limits=ROOMY)
-    turns = [house.submit(prompt=ENDLESS, max_tokens=40), house.submit(prompt=ENDLESS, max_tokens=40)]
+    turns = [
+        house.submit(prompt=ENDLESS, max_tokens=40),
+        house.submit(prompt=ENDLESS, max_tokens=40),
+    ]
     house.run()
     assert len([1 for reply in house.replies() if isinstance(reply, Finished)]) == len(turns)
     both = [worker for worker in (house.target, spare) if worker.kept]
@@ -448,7 +543,12 @@ def test_a_session_goes_on_from_what_the_other_target_has_of_its_conversation() 
         if worker.logs:
             house.lose(worker)
     assert told(house, request)[0] == continuation(ENDLESS, 80)
-    last = [command for worker in house.workers for command in worker.seen if isinstance(command, Open) and command.replied]
+    last = [
+        command
+        for worker in house.workers
+        for command in worker.seen
+        if isinstance(command, Open) and command.replied
+    ]
     assert [command.kept > 0 for command in last] == [True]
 
 
@@ -458,7 +558,12 @@ def test_a_session_that_draws_at_random_goes_on_with_its_draft_too() -> None:
     house.add(DrawingDraft, "draft")
     another_target(house)
     tree = TreeSettings(policy="static", insist=True, gamma=6, depth=3, width=2)
-    request = house.submit(prompt=ENDLESS, max_tokens=60, sampling=Sampling(temperature=1.0, acceptance="rejection"), tree=tree)
+    request = house.submit(
+        prompt=ENDLESS,
+        max_tokens=60,
+        sampling=Sampling(temperature=1.0, acceptance="rejection"),
+        tree=tree,
+    )
     small_steps(house, 30)
     house.lose(house.target)
     tokens, *_, finished = told(house, request)
@@ -466,11 +571,15 @@ def test_a_session_that_draws_at_random_goes_on_with_its_draft_too() -> None:
     assert (finished.result.moves, finished.result.plain_rounds) == (1, 1)
 
 
-# -- the draft ----------------------------------------------------------------------------------------------------------------------------------
+# -- the draft -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [12, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("asked", [{}, {"tree": TreeSettings()}, {"logprobs": 1, "record": True}], ids=["plain", "goodput", "logprobs"])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"tree": TreeSettings()}, {"logprobs": 1, "record": True}],
+    ids=["plain", "goodput", "logprobs"],
+)
 @pytest.mark.parametrize("later", [None, READS], ids=["then-alone", "then-reads"])
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
 def test_a_draft_that_is_lost_is_followed_by_another_in_the_midst_of_the_session(
@@ -508,11 +617,15 @@ def test_a_session_that_began_without_a_draft_takes_the_first_that_comes() -> No
     alone = house.submit(prompt=ENDLESS, max_tokens=LONG, speculate=False)
     small_steps(house, 20)
     another_draft_now(house, READS)
-    results = {reply.request: reply.result for reply in house.replies() if isinstance(reply, Finished)}
+    results = {
+        reply.request: reply.result for reply in house.replies() if isinstance(reply, Finished)
+    }
     assert {result.token_ids for result in results.values()} == {tuple(continuation(ENDLESS, LONG))}
     assert results[request].accepted_tokens > 100
     assert results[alone].drafted_tokens == 0
-    assert house.report().decisions[-1].startswith("session 1 is drafted for by draft-1 from token ")
+    assert (
+        house.report().decisions[-1].startswith("session 1 is drafted for by draft-1 from token ")
+    )
 
 
 def test_features_are_computed_anew_from_the_log_for_a_draft_that_reads_them() -> None:
@@ -528,7 +641,9 @@ def test_features_are_computed_anew_from_the_log_for_a_draft_that_reads_them() -
     assert refeed.prefix == len(opened.prompt) + 1
     assert opened.prompt == (*ENDLESS, *tokens[: opened.replied])
     first = next(command for command in draft.seen if isinstance(command, Draft))
-    assert (*first.accepted, first.bonus, *first.more) == tuple(tokens[opened.replied : first.prefix - len(ENDLESS)])
+    assert (*first.accepted, first.bonus, *first.more) == tuple(
+        tokens[opened.replied : first.prefix - len(ENDLESS)]
+    )
 
 
 def test_a_session_does_not_wait_for_a_draft_that_reads_its_log() -> None:
@@ -556,7 +671,9 @@ def test_a_session_does_not_go_back_to_a_draft_that_sent_what_cannot_be() -> Non
     house = House()
     assert isinstance(house.draft, ScriptedDraft)
     propose = house.draft.propose
-    house.draft.propose = lambda command, log: propose(command, log).model_copy(update={"scores": ()})  # type: ignore[method-assign]
+    house.draft.propose = lambda command, log: propose(command, log).model_copy(
+        update={"scores": ()}
+    )  # type: ignore[method-assign]
     request = house.submit(prompt=ENDLESS, max_tokens=LONG)
     small_steps(house, 24)
     another = another_draft_now(house, None)
@@ -567,13 +684,17 @@ def test_a_session_does_not_go_back_to_a_draft_that_sent_what_cannot_be() -> Non
 
 
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
-def test_a_draft_that_is_not_available_any_more_hands_its_sessions_over_at_their_next_rounds(reads: Reads | None) -> None:
+def test_a_draft_that_is_not_available_any_more_hands_its_sessions_over_at_their_next_rounds(
+    reads: Reads | None,
+) -> None:
     house = House()
     request = house.submit(prompt=ENDLESS, max_tokens=LONG)
     small_steps(house, 20)
     other = another_draft_now(house, reads)
     house.coordinator.pump()
-    first, second = (worker for worker in house.coordinator.registry.workers.values() if worker.plays("draft"))
+    first, second = (
+        worker for worker in house.coordinator.registry.workers.values() if worker.plays("draft")
+    )
     assert house.draft is not None
     before = len(house.draft.seen)
     first.stuck = True
@@ -584,7 +705,9 @@ def test_a_draft_that_is_not_available_any_more_hands_its_sessions_over_at_their
     assert (first.sessions, second.sessions) == (0, 0)
 
 
-def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its_next_stay() -> None:
+def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its_next_stay() -> (
+    None
+):
     house = House()
     assert house.draft is not None
     assert house.target is not None
@@ -599,20 +722,33 @@ def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its
     house.coordinator.pump()
     assert house.coordinator._dropped.stale == 1
     assert told(house, request)[0] == continuation(ENDLESS, LONG)
-    assert [command.keep for command in house.target.seen if isinstance(command, Close)][:1] == [False]
+    assert [command.keep for command in house.target.seen if isinstance(command, Close)][:1] == [
+        False
+    ]
 
 
-# -- both, at random ----------------------------------------------------------------------------------------------------------------------------
+# -- both, at random -------------------------------------------------------------------------------
 
 
-@given(seed=st.integers(0, 2**32), reads=st.sampled_from([None, READS]), temperature=st.sampled_from([0.0, 1.0]))
+@given(
+    seed=st.integers(0, 2**32),
+    reads=st.sampled_from([None, READS]),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
 @settings(max_examples=80, deadline=None)
-def test_no_schedule_of_losses_changes_what_a_client_is_told(seed: int, reads: Reads | None, temperature: float) -> None:
+def test_no_schedule_of_losses_changes_what_a_client_is_told(
+    seed: int, reads: Reads | None, temperature: float
+) -> None:
     rng = random.Random(seed)
     house = House(reads=reads)
     policies = ["dynamic", "goodput", "dynamic", "goodput"]
     prompts = {
-        house.submit((i, 9), max_tokens=120, sampling=Sampling(temperature=temperature), tree=TreeSettings(policy=policy)): (i, 9)
+        house.submit(
+            (i, 9),
+            max_tokens=120,
+            sampling=Sampling(temperature=temperature),
+            tree=TreeSettings(policy=policy),
+        ): (i, 9)
         for i, policy in enumerate(policies, 1)
     }
     for _ in range(rng.randint(2, 12)):

@@ -1,14 +1,35 @@
-"""What a client may ask for beside a reply: what the target is, replies of their own, other ends, log-probabilities; and what the requests come to in all."""
+"""What a client may ask for beside a reply: what the target is, replies of their own, other ends,
+log-probabilities; and what the requests come to in all."""
 
 from collections import Counter
 
 import pytest
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Command, Emitted, Event, Failed, Finished, Open, Opened, PromptScored, Scored, TokenLogprobs, Verified
+from dovetail.protocol.messages import (
+    Command,
+    Emitted,
+    Event,
+    Failed,
+    Finished,
+    Open,
+    Opened,
+    PromptScored,
+    Scored,
+    TokenLogprobs,
+    Verified,
+)
 from dovetail.runtime.text import TextCodec
 from support.houses import PROMPT, House
-from support.scripted import END, ROOMY, VOCABULARY, ScriptedTarget, continuation, logprobs, tokenizer_bytes
+from support.scripted import (
+    END,
+    ROOMY,
+    VOCABULARY,
+    ScriptedTarget,
+    continuation,
+    logprobs,
+    tokenizer_bytes,
+)
 
 
 def failure(house: House, **options: object) -> Failed:
@@ -22,7 +43,11 @@ def test_a_client_is_told_what_it_needs_to_read_and_write_the_targets_tokens() -
     described = house.client.describe()
     text = TextCodec(described.tokenizer.data, described.vocabulary)
     assert described.tokenizer.data == tokenizer_bytes()
-    assert (described.model, described.limits.context, described.vocabulary.end) == ("scripted-target", 512, (END,))
+    assert (described.model, described.limits.context, described.vocabulary.end) == (
+        "scripted-target",
+        512,
+        (END,),
+    )
     tokens = text.encode("w5 w6 w7")
     result = house.complete(prompt=tokens, vocabulary=described.vocabulary.digest).result
     assert list(result.token_ids) == continuation(tokens, 60)
@@ -44,11 +69,16 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"end": (3, VOCABULARY)}, f"token id {VOCABULARY} of end is beyond the target's vocabulary of {VOCABULARY}"),
+        (
+            {"end": (3, VOCABULARY)},
+            f"token id {VOCABULARY} of end is beyond the target's vocabulary of {VOCABULARY}",
+        ),
         ({"scored": True}, "say how many alternatives, 0 for none"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_by_name(options: dict[str, object], words: str) -> None:
+def test_what_cannot_be_asked_for_is_refused_by_name(
+    options: dict[str, object], words: str
+) -> None:
     failed = failure(House(), **options)
     assert failed.code == "settings"
     assert words in failed.text
@@ -71,7 +101,9 @@ def test_a_reply_ends_with_the_ids_that_the_client_names() -> None:
     first = whole.index(whole[4])
     assert (list(result.token_ids), result.finish_reason) == (whole[: first + 1], "stop")
     assert house.target is not None
-    assert [command.end for command in house.target.seen if isinstance(command, Open)] == [(whole[4], 1)]
+    assert [command.end for command in house.target.seen if isinstance(command, Open)] == [
+        (whole[4], 1)
+    ]
     ended = next(prompt for i in range(1, 90) if END in continuation(prompt := (i, 3), 60))
     endless = house.complete(prompt=ended, end=()).result
     assert (endless.completion_tokens, endless.finish_reason) == (60, "length")
@@ -81,7 +113,12 @@ def test_a_reply_ends_with_the_ids_that_the_client_names() -> None:
 def test_a_prompt_that_is_only_read_brings_no_token_and_opens_no_draft() -> None:
     house = House()
     result = house.complete(max_tokens=0).result
-    assert (result.token_ids, result.text, result.finish_reason, result.rounds) == ((), "", "length", 0)
+    assert (result.token_ids, result.text, result.finish_reason, result.rounds) == (
+        (),
+        "",
+        "length",
+        0,
+    )
     assert 0 < result.time_to_first_token_s <= result.wall_s
     assert house.draft is not None
     assert not any(isinstance(command, Open) for command in house.draft.seen)
@@ -91,12 +128,16 @@ def test_a_prompt_that_is_only_read_brings_no_token_and_opens_no_draft() -> None
     assert house.report().sessions == 0
 
 
-# -- log-probabilities --------------------------------------------------------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("top", [0, 3])
-@pytest.mark.parametrize("options", [{}, {"speculate": False}, {"stop": ("w4",)}, {"max_tokens": 7}, {"max_tokens": 1}])
-def test_every_token_comes_with_what_the_target_thinks_of_it(top: int, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"speculate": False}, {"stop": ("w4",)}, {"max_tokens": 7}, {"max_tokens": 1}]
+)
+def test_every_token_comes_with_what_the_target_thinks_of_it(
+    top: int, options: dict[str, object]
+) -> None:
     house = House()
     house.submit(logprobs=top, **options)  # type: ignore[arg-type]
     replies = house.replies()
@@ -104,7 +145,9 @@ def test_every_token_comes_with_what_the_target_thinks_of_it(top: int, options: 
     emitted = [reply for reply in replies if isinstance(reply, Emitted)]
     assert all(len(reply.logprobs) == len(reply.tokens) for reply in emitted)
     log = [*PROMPT, *result.token_ids]
-    assert [said for reply in emitted for said in reply.logprobs] == [logprobs(log, place, top) for place in range(len(PROMPT), len(log))]
+    assert [said for reply in emitted for said in reply.logprobs] == [
+        logprobs(log, place, top) for place in range(len(PROMPT), len(log))
+    ]
 
 
 def test_what_was_not_asked_for_does_not_come() -> None:
@@ -122,11 +165,15 @@ def test_the_prompt_is_scored_in_order_and_ahead_of_the_reply(max_tokens: int, r
     house = House(repeat=repeat)
     prompt = (5, 6, 7, 8, 9, 10)
     house.submit(prompt, max_tokens=max_tokens, logprobs=2, scored=True)
-    replies = [reply for reply in house.replies() if isinstance(reply, PromptScored | Emitted | Finished)]
+    replies = [
+        reply for reply in house.replies() if isinstance(reply, PromptScored | Emitted | Finished)
+    ]
     scored = [reply for reply in replies if isinstance(reply, PromptScored)]
     assert replies[: len(scored)] == scored
     assert [reply.start for reply in scored] == [1, 3, 5]
-    assert [said for reply in scored for said in reply.logprobs] == [logprobs(prompt, place, 2) for place in range(1, len(prompt))]
+    assert [said for reply in scored for said in reply.logprobs] == [
+        logprobs(prompt, place, 2) for place in range(1, len(prompt))
+    ]
     assert isinstance(replies[-1], Finished)
     assert replies[-1].result.completion_tokens == max_tokens
 
@@ -163,14 +210,27 @@ class Careless(ScriptedTarget):
         if isinstance(event, Scored):
             return event.model_copy(update={"logprobs": self.said})
         assert isinstance(event, Verified)
-        return event.model_copy(update={"items": tuple(item.model_copy(update={"logprobs": self.said}) for item in event.items)})
+        return event.model_copy(
+            update={
+                "items": tuple(
+                    item.model_copy(update={"logprobs": self.said}) for item in event.items
+                )
+            }
+        )
 
 
 @pytest.mark.parametrize(
     ("spoiled", "said"),
-    [(kind, said) for kind in (Opened, Scored, Verified) for said in NONSENSE.values() if (kind, said) != (Opened, NONSENSE["too-many"])],
+    [
+        (kind, said)
+        for kind in (Opened, Scored, Verified)
+        for said in NONSENSE.values()
+        if (kind, said) != (Opened, NONSENSE["too-many"])
+    ],
 )
-def test_log_probabilities_that_cannot_be_end_the_request_with_an_error(spoiled: type[Event], said: tuple[TokenLogprobs, ...]) -> None:
+def test_log_probabilities_that_cannot_be_end_the_request_with_an_error(
+    spoiled: type[Event], said: tuple[TokenLogprobs, ...]
+) -> None:
     house = House(target=False)
     target = house.add(Careless, "target")
     assert isinstance(target, Careless)
@@ -191,17 +251,25 @@ class Silent(ScriptedTarget):
 def test_a_prompt_that_was_to_be_scored_and_was_not_ends_the_request_with_an_error() -> None:
     house = House(target=False)
     house.add(Silent, "target")
-    assert "log-probabilities of 0 tokens of a prompt of 3" in failure(house, logprobs=0, scored=True).text
+    assert (
+        "log-probabilities of 0 tokens of a prompt of 3"
+        in failure(house, logprobs=0, scored=True).text
+    )
 
 
-# -- what it all came to ------------------------------------------------------------------------------------------------------------------------
+# -- what it all came to ---------------------------------------------------------------------------
 
 
 def test_the_totals_are_the_sums_of_the_results() -> None:
     house = House(limits=ROOMY)
     prompt = tuple(range(5, 30))
     for number in range(20):
-        house.submit((*prompt[: 20 + number % 3], number), max_tokens=number, speculate=bool(number % 4), stop=("w7",))
+        house.submit(
+            (*prompt[: 20 + number % 3], number),
+            max_tokens=number,
+            speculate=bool(number % 4),
+            stop=("w7",),
+        )
     house.submit((3,) * 600)
     house.client.cancel(house.submit())
     results = [reply.result for reply in house.replies() if isinstance(reply, Finished)]
@@ -214,9 +282,16 @@ def test_the_totals_are_the_sums_of_the_results() -> None:
     assert totals.drafts == sum(result.rounds - result.plain_rounds for result in results) > 0
     depths: Counter[int] = Counter()
     for result in results:
-        depths.update({depth: round(share * result.rounds) for depth, share in enumerate(result.accepted_per_position)})
+        depths.update(
+            {
+                depth: round(share * result.rounds)
+                for depth, share in enumerate(result.accepted_per_position)
+            }
+        )
     assert totals.accepted_per_depth == tuple(depths[depth] for depth in range(len(depths)))
-    assert dict(totals.reasons) == Counter(result.finish_reason for result in results) + Counter({"error": 1})
+    assert dict(totals.reasons) == Counter(result.finish_reason for result in results) + Counter(
+        {"error": 1}
+    )
 
 
 def test_the_totals_grow_while_a_reply_does() -> None:

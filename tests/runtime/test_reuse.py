@@ -1,5 +1,6 @@
-"""Conversations whose turns go on from what the workers still hold. The scripted workers check that they have the rows that they are told to go on from, and a
-draft that reads its target every row of features; what the target alone writes is the oracle."""
+"""Conversations whose turns go on from what the workers still hold. The scripted workers check that
+they have the rows that they are told to go on from, and a draft that reads its target every row of
+features; what the target alone writes is the oracle."""
 
 import random
 from collections.abc import Sequence
@@ -14,9 +15,20 @@ from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettin
 from dovetail.runtime.client import Client
 from dovetail.runtime.kept import WORTH
 from support.houses import DYNAMIC, House, pumped
-from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
+from support.scripted import (
+    READS,
+    ROOMY,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    continuation,
+)
 
-PROMPT = next(prompt for first in range(1, 60) if len(continuation(prompt := tuple(range(first, first + 30)), 60)) == 60)
+PROMPT = next(
+    prompt
+    for first in range(1, 60)
+    if len(continuation(prompt := tuple(range(first, first + 30)), 60)) == 60
+)
 REJECTION = Sampling(temperature=1.0, acceptance="rejection")
 STATIC = TreeSettings(policy="static", insist=True, gamma=6, depth=3, width=2)
 
@@ -41,7 +53,9 @@ def held(house: House) -> list[int]:
 
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
 @pytest.mark.parametrize("repeat", [1, 3])
-def test_the_next_turn_of_a_conversation_reads_only_what_is_new(reads: Reads | None, repeat: int) -> None:
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(
+    reads: Reads | None, repeat: int
+) -> None:
     house = House(limits=ROOMY, reads=reads, repeat=repeat)
     log = [*PROMPT]
     for number in range(1, 5):
@@ -71,7 +85,9 @@ def test_features_for_a_draft_that_reads_its_target_begin_where_the_kept_rows_en
 
 
 @pytest.mark.parametrize(("reads", "kept"), [(None, 28), (READS, 27)], ids=["alone", "reads"])
-def test_a_prompt_that_goes_another_way_in_the_middle_reuses_what_is_before(reads: Reads | None, kept: int) -> None:
+def test_a_prompt_that_goes_another_way_in_the_middle_reuses_what_is_before(
+    reads: Reads | None, kept: int
+) -> None:
     house = House(limits=ROOMY, reads=reads)
     turn(house, PROMPT, max_tokens=8)
     assert turn(house, (*PROMPT[:28], 90, 91, 92)).result.reused_tokens == kept
@@ -115,7 +131,9 @@ def test_the_oldest_conversation_is_let_go_where_there_is_no_more_room() -> None
     prompts = [tuple((7 * number + place) % 90 + 1 for place in range(30)) for number in range(3)]
     for prompt in prompts:
         turn(house, prompt, max_tokens=8)
-    assert [turn(house, prompt, max_tokens=8).result.reused_tokens for prompt in reversed(prompts)] == [29, 29, 0]
+    assert [
+        turn(house, prompt, max_tokens=8).result.reused_tokens for prompt in reversed(prompts)
+    ] == [29, 29, 0]
     assert held(house) == [2, 2]
 
 
@@ -139,13 +157,17 @@ def test_a_draft_that_holds_less_than_its_target_reads_more() -> None:
     assert held(house) == [1, 1]
 
 
-@pytest.mark.parametrize(("reads", "reuses"), [(None, True), (READS, False)], ids=["alone", "reads"])
+@pytest.mark.parametrize(
+    ("reads", "reuses"), [(None, True), (READS, False)], ids=["alone", "reads"]
+)
 def test_another_draft_has_nothing_to_go_on_from(reads: Reads | None, reuses: bool) -> None:
     house = House(limits=ROOMY, reads=reads)
     turn(house, PROMPT)
     assert house.draft is not None
     house.lose(house.draft)
-    assert turn(house, (*PROMPT, 1)).result.reused_tokens > 0, "the target alone has all that it needs"
+    assert turn(house, (*PROMPT, 1)).result.reused_tokens > 0, (
+        "the target alone has all that it needs"
+    )
     head = {"reads": reads, "vocabulary": None} if reads else {}
     draft = house.add(ScriptedDraft, "draft", limits=ROOMY, **head)
     assert (turn(house, (*PROMPT, 2)).result.reused_tokens > 0) is reuses
@@ -163,7 +185,9 @@ def test_another_target_has_nothing_to_go_on_from() -> None:
 
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
 @pytest.mark.parametrize("forgetful", [["target"], ["draft"], ["target", "draft"]], ids="-".join)
-def test_a_worker_that_does_not_have_what_it_was_to_go_on_from_reads_the_whole_prompt(reads: Reads | None, forgetful: list[str]) -> None:
+def test_a_worker_that_does_not_have_what_it_was_to_go_on_from_reads_the_whole_prompt(
+    reads: Reads | None, forgetful: list[str]
+) -> None:
     house = House(limits=ROOMY, reads=reads)
     turn(house, PROMPT)
     for worker in house.workers:
@@ -177,7 +201,11 @@ def test_a_worker_that_does_not_have_what_it_was_to_go_on_from_reads_the_whole_p
     assert result.time_to_first_token_s < result.wall_s
     assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
     report = house.report()
-    assert (report.failed, report.refused, [worker.sessions for worker in report.workers]) == (0, 0, [0, 0])
+    assert (report.failed, report.refused, [worker.sessions for worker in report.workers]) == (
+        0,
+        0,
+        [0, 0],
+    )
     assert turn(house, (*PROMPT, 2)).result.reused_tokens > 0 or (reads and "draft" in forgetful)
 
 
@@ -191,7 +219,9 @@ def test_what_is_drawn_with_the_draft_and_what_is_scored_begins_anew_and_is_kept
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
-def test_a_reply_that_is_cancelled_is_gone_on_from_once_its_prompt_has_been_read(steps: int, reads: Reads | None) -> None:
+def test_a_reply_that_is_cancelled_is_gone_on_from_once_its_prompt_has_been_read(
+    steps: int, reads: Reads | None
+) -> None:
     house = House(limits=ROOMY, reads=reads)
     request = house.submit(PROMPT)
     for _ in range(steps):
@@ -217,25 +247,40 @@ def test_what_was_to_be_gone_on_from_is_there_for_others_when_the_session_never_
     waiting = house.submit((*PROMPT, 1))
     house.coordinator.pump()
     house.client.cancel(waiting)
-    assert {reply.request for reply in house.replies() if isinstance(reply, Finished)} == {busy, waiting}
+    assert {reply.request for reply in house.replies() if isinstance(reply, Finished)} == {
+        busy,
+        waiting,
+    }
     assert house.report().totals.kept == held(house)[0] == 1
     assert turn(house, (*PROMPT, 1)).result.reused_tokens == len(PROMPT)
 
 
-@given(data=st.data(), reads=st.sampled_from([None, READS]), room=st.sampled_from([0, 90, 250, 1 << 16]))
+@given(
+    data=st.data(),
+    reads=st.sampled_from([None, READS]),
+    room=st.sampled_from([0, 90, 250, 1 << 16]),
+)
 @settings(max_examples=40, deadline=None)
-def test_no_interleaving_of_conversations_changes_a_token(data: st.DataObject, reads: Reads | None, room: int) -> None:
+def test_no_interleaving_of_conversations_changes_a_token(
+    data: st.DataObject, reads: Reads | None, room: int
+) -> None:
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     house = House(reads=reads, limits=Limits(context=512, kept=room))
     logs = [[*PROMPT, 40 + number] if number % 2 else [50 + number, *PROMPT] for number in range(4)]
     running: dict[int, tuple[int, tuple[int, ...]]] = {}
     turns = reused = 0
     while turns < 25 or running:
-        free = [number for number in range(4) if number not in {conversation for conversation, _ in running.values()}]
+        free = [
+            number
+            for number in range(4)
+            if number not in {conversation for conversation, _ in running.values()}
+        ]
         if free and turns < 25:
             conversation = rng.choice(free)
             prompt = tuple(logs[conversation])
-            running[house.submit(prompt, max_tokens=rng.randint(0, 12), speculate=rng.random() < 0.8)] = conversation, prompt
+            running[
+                house.submit(prompt, max_tokens=rng.randint(0, 12), speculate=rng.random() < 0.8)
+            ] = conversation, prompt
             turns += 1
         if running and rng.random() < 0.15:
             house.client.cancel(rng.choice([*running]))
@@ -249,16 +294,22 @@ def test_no_interleaving_of_conversations_changes_a_token(data: st.DataObject, r
                 tokens = [*reply.result.token_ids]
                 assert tokens == continuation(prompt, len(tokens)) if tokens else True
                 reused += reply.result.reused_tokens
-                logs[conversation] = [*prompt, *tokens, rng.randint(1, 90)] if rng.random() < 0.8 else [*prompt[: rng.randint(20, 31)], rng.randint(1, 90)]
+                logs[conversation] = (
+                    [*prompt, *tokens, rng.randint(1, 90)]
+                    if rng.random() < 0.8
+                    else [*prompt[: rng.randint(20, 31)], rng.randint(1, 90)]
+                )
     house.run()
     report = house.report()
-    assert held(house) == [len(worker.shelf) for worker in house.coordinator.registry.workers.values()]
+    assert held(house) == [
+        len(worker.shelf) for worker in house.coordinator.registry.workers.values()
+    ]
     assert (report.sessions, report.refused, report.failed) == (0, 0, 0)
     assert report.totals.reused_tokens == reused
     assert bool(reused) is (room > 0) or room == 90
 
 
-# -- between users -----------------------------------------------------------------------------------------------------------------------------
+# -- between users ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
@@ -267,13 +318,18 @@ def test_what_one_user_has_sent_is_kept_from_the_others_and_for_itself(reads: Re
     assert turn(house, PROMPT, owner="alice").result.reused_tokens == 0
     assert turn(house, (*PROMPT, 5), owner="bob").result.reused_tokens == 0
     assert turn(house, (*PROMPT, 5)).result.reused_tokens == 0
-    assert all(command.base is None for worker in (house.target, house.draft) for command in opens(worker))
+    assert all(
+        command.base is None for worker in (house.target, house.draft) for command in opens(worker)
+    )
     assert turn(house, (*PROMPT, 6), owner="alice").result.reused_tokens >= len(PROMPT) - 1
 
 
 def test_the_keys_of_links_are_users_too() -> None:
     house = House(limits=ROOMY)
-    far = [Client(pumped(house, house.hub.connect(PeerKey(name, ("client",), name[0] * 40)))) for name in ("laptop", "desktop")]
+    far = [
+        Client(pumped(house, house.hub.connect(PeerKey(name, ("client",), name[0] * 40))))
+        for name in ("laptop", "desktop")
+    ]
 
     def ask(client: Client, *more: int) -> int:
         request = client.submit(tokens=(*PROMPT, *more), max_tokens=12, seed=1, tree=DYNAMIC)

@@ -1,4 +1,5 @@
-"""Turns on a worker: one command at a time, verdicts together, answers matched by what they answer."""
+"""Turns on a worker: one command at a time, verdicts together, answers matched by what they
+answer."""
 
 import pytest
 
@@ -28,7 +29,9 @@ from dovetail.workers.speculation.rejection import CANDIDATES
 
 
 def item(session: int, nodes: int = 0) -> VerifyItem:
-    return VerifyItem(session=session, round=1, prefix=3, tokens=tuple(range(nodes)), parents=(-1,) * nodes)
+    return VerifyItem(
+        session=session, round=1, prefix=3, tokens=tuple(range(nodes)), parents=(-1,) * nodes
+    )
 
 
 def verify(*sessions: int) -> Verify:
@@ -36,21 +39,53 @@ def verify(*sessions: int) -> Verify:
 
 
 def drawn(session: int, nodes: int, width: int) -> Verify:
-    """The order to verify a tree whose nodes were drawn from `width` candidates each, which say the session's number."""
-    rows = Array(dtype="int32", shape=(1 + nodes, width), data=session.to_bytes(4, "little") * (1 + nodes) * width)
-    return Verify(epoch=1, items=(item(session, nodes),), candidates=rows, probabilities=rows.model_copy(update={"dtype": "float32"}))
+    """The order to verify a tree whose nodes were drawn from `width` candidates each, which say the
+    session's number."""
+    rows = Array(
+        dtype="int32",
+        shape=(1 + nodes, width),
+        data=session.to_bytes(4, "little") * (1 + nodes) * width,
+    )
+    return Verify(
+        epoch=1,
+        items=(item(session, nodes),),
+        candidates=rows,
+        probabilities=rows.model_copy(update={"dtype": "float32"}),
+    )
 
 
 def order(session: int, round_: int = 1) -> Draft:
-    return Draft(epoch=1, session=session, round=round_, prefix=3, accepted=(), bonus=1, max_nodes=4, max_depth=2, max_width=2)
+    return Draft(
+        epoch=1,
+        session=session,
+        round=round_,
+        prefix=3,
+        accepted=(),
+        bonus=1,
+        max_nodes=4,
+        max_depth=2,
+        max_width=2,
+    )
 
 
 def feed(session: int, start: int) -> Feed:
-    return Feed(epoch=1, session=session, start=start, features=Array(dtype="float16", shape=(1, 1), data=b"ab"))
+    return Feed(
+        epoch=1,
+        session=session,
+        start=start,
+        features=Array(dtype="float16", shape=(1, 1), data=b"ab"),
+    )
 
 
 def refeed(session: int) -> Refeed:
-    return Refeed(epoch=1, session=session, round=1, start=0, prefix=3, features=Reads(width=1, dtype="float16", vocabulary_size=9))
+    return Refeed(
+        epoch=1,
+        session=session,
+        round=1,
+        start=0,
+        prefix=3,
+        features=Reads(width=1, dtype="float16", vocabulary_size=9),
+    )
 
 
 def test_a_worker_gets_nothing_while_it_owes_an_answer() -> None:
@@ -89,16 +124,23 @@ def test_drawn_trees_go_out_with_others_drawn_from_as_many_candidates() -> None:
     together, plain, alone = (command for command, _ in sent)
     assert isinstance(together, Verify)
     assert together.items == (item(1, 2), item(3))
-    assert together.candidates == Array(dtype="int32", shape=(4, 4), data=b"\1\0\0\0" * 12 + b"\3\0\0\0" * 4)
+    assert together.candidates == Array(
+        dtype="int32", shape=(4, 4), data=b"\1\0\0\0" * 12 + b"\3\0\0\0" * 4
+    )
     assert together.probabilities is not None
-    assert (together.probabilities.dtype, together.probabilities.data) == ("float32", together.candidates.data)
+    assert (together.probabilities.dtype, together.probabilities.data) == (
+        "float32",
+        together.candidates.data,
+    )
     assert plain == verify(2, 5)
     assert alone == drawn(4, 1, 5)
 
 
 def test_a_message_that_cannot_be_built_is_owed_by_nobody() -> None:
     turns = Turns(epoch=1)
-    unlike = drawn(1, 0, 4).model_copy(update={"candidates": Array(dtype="int64", shape=(1, 4), data=bytes(32))})
+    unlike = drawn(1, 0, 4).model_copy(
+        update={"candidates": Array(dtype="int64", shape=(1, 4), data=bytes(32))}
+    )
     turns.ask(1, unlike)
     turns.ask(2, drawn(2, 0, 4))
     with pytest.raises(ValueError, match="bytes"):
@@ -111,7 +153,11 @@ def test_a_message_that_cannot_be_built_is_owed_by_nobody() -> None:
 def test_the_laws_of_as_many_trees_as_a_pass_may_have_can_travel_together() -> None:
     assert CANDIDATES <= MAX_CANDIDATES
     numbers = MAX_SESSIONS * MAX_NODES * MAX_CANDIDATES
-    assert numbers * (ITEM_BYTES["int32"] + ITEM_BYTES["float32"]) <= MAX_ARRAY_BYTES <= MAX_MESSAGE_BYTES - MAX_BODY_BYTES
+    assert (
+        numbers * (ITEM_BYTES["int32"] + ITEM_BYTES["float32"])
+        <= MAX_ARRAY_BYTES
+        <= MAX_MESSAGE_BYTES - MAX_BODY_BYTES
+    )
     assert MAX_GAMMA + 1 <= MAX_NODES
 
 
@@ -181,7 +227,16 @@ def test_what_a_session_does_not_want_any_more_is_withdrawn_by_its_type() -> Non
 
 def test_a_prompt_that_was_put_off_is_read_in_its_turn_once_it_is_wanted() -> None:
     turns = Turns(epoch=1)
-    read = Open(epoch=1, session=1, key=bytes(16), prompt=(1, 2), capacity=9, vocabulary_size=9, sampling=Sampling(), tree=TreeSettings())
+    read = Open(
+        epoch=1,
+        session=1,
+        key=bytes(16),
+        prompt=(1, 2),
+        capacity=9,
+        vocabulary_size=9,
+        sampling=Sampling(),
+        tree=TreeSettings(),
+    )
     turns.postpone(1, read)
     assert turns.next() is None
     assert (turns.busy_with(1), turns.reads(1), turns.reading) == (True, True, False)
@@ -196,7 +251,16 @@ def test_a_prompt_that_was_put_off_is_read_in_its_turn_once_it_is_wanted() -> No
 
 def test_a_prompt_that_was_put_off_is_dropped_with_its_session() -> None:
     turns = Turns(epoch=1)
-    read = Open(epoch=1, session=1, key=bytes(16), prompt=(1, 2), capacity=9, vocabulary_size=9, sampling=Sampling(), tree=TreeSettings())
+    read = Open(
+        epoch=1,
+        session=1,
+        key=bytes(16),
+        prompt=(1, 2),
+        capacity=9,
+        vocabulary_size=9,
+        sampling=Sampling(),
+        tree=TreeSettings(),
+    )
     turns.postpone(1, read)
     assert turns.withdraw(1, Refeed) == []
     assert turns.forget(1) == [read]

@@ -57,7 +57,14 @@ def new_session(
     )
     brief = Briefing(len(request.prompt)) if speculating else None
     detokenizer = Detokenizer(Tokenizer.from_buffer(tokenizer_bytes()))
-    return Session(number=1, epoch=5, request=request, detokenizer=detokenizer, accounts=Accounts(0), brief=brief)
+    return Session(
+        number=1,
+        epoch=5,
+        request=request,
+        detokenizer=detokenizer,
+        accounts=Accounts(0),
+        brief=brief,
+    )
 
 
 def opened(session: Session, bonus: int = 3) -> list[object]:
@@ -65,27 +72,61 @@ def opened(session: Session, bonus: int = 3) -> list[object]:
 
 
 def drafted(session: Session, tokens: tuple[int, ...], parents: tuple[int, ...]) -> list[object]:
-    event = Drafted(epoch=1, session=1, round=session.round, tokens=tokens, parents=parents, scores=(0.0,) * len(tokens), grown=len(tokens), hit=False)
+    event = Drafted(
+        epoch=1,
+        session=1,
+        round=session.round,
+        tokens=tokens,
+        parents=parents,
+        scores=(0.0,) * len(tokens),
+        grown=len(tokens),
+        hit=False,
+    )
     return list(session.drafted(event))
 
 
 def verdict(session: Session, accepted: tuple[int, ...], bonus: int) -> list[object]:
-    return list(session.verified(VerifiedItem(session=1, round=session.round, accepted=accepted, bonus=bonus, margins=(0.1,) * (len(accepted) + 1))))
+    return list(
+        session.verified(
+            VerifiedItem(
+                session=1,
+                round=session.round,
+                accepted=accepted,
+                bonus=bonus,
+                margins=(0.1,) * (len(accepted) + 1),
+            )
+        )
+    )
 
 
 def test_begin_opens_both_workers_and_only_the_target_without_a_draft() -> None:
-    assert [(a.role, type(a.command)) for a in new_session().begin() if isinstance(a, Ask)] == [("target", Open), ("draft", Open)]
-    assert [a.role for a in new_session(speculating=False).begin() if isinstance(a, Ask)] == ["target"]
+    assert [(a.role, type(a.command)) for a in new_session().begin() if isinstance(a, Ask)] == [
+        ("target", Open),
+        ("draft", Open),
+    ]
+    assert [a.role for a in new_session(speculating=False).begin() if isinstance(a, Ask)] == [
+        "target"
+    ]
 
 
 def test_workers_are_told_every_processor_and_what_ends_the_reply() -> None:
-    asked = SamplingSettings(temperature=0.5, top_k=3, repetition_penalty=1.2, presence_penalty=0.1, logit_bias=((4, 1.0),), min_tokens=3, max_tokens=9)
+    asked = SamplingSettings(
+        temperature=0.5,
+        top_k=3,
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        logit_bias=((4, 1.0),),
+        min_tokens=3,
+        max_tokens=9,
+    )
     for ask in new_session(sampling=asked).begin():
         assert isinstance(ask, Ask)
         assert isinstance(ask.command, Open)
         assert ask.command.end == (END,)
         assert type(ask.command.sampling) is Sampling
-        assert ask.command.sampling.model_dump() == {name: getattr(asked, name) for name in Sampling.model_fields}
+        assert ask.command.sampling.model_dump() == {
+            name: getattr(asked, name) for name in Sampling.model_fields
+        }
 
 
 def test_a_round_is_draft_then_verify_then_commit() -> None:
@@ -95,15 +136,28 @@ def test_a_round_is_draft_then_verify_then_commit() -> None:
     assert emit == Emit((3,), 0, "w3")
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
-    assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (1, 3, (), 3)
+    assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (
+        1,
+        3,
+        (),
+        3,
+    )
     (ask,) = drafted(session, (4, 5, 6), (-1, 0, -1))
     assert isinstance(ask, Ask)
-    assert ask.command == Verify(epoch=5, items=(VerifyItem(session=1, round=1, prefix=3, tokens=(4, 5, 6), parents=(-1, 0, -1)),))
+    assert ask.command == Verify(
+        epoch=5,
+        items=(VerifyItem(session=1, round=1, prefix=3, tokens=(4, 5, 6), parents=(-1, 0, -1)),),
+    )
     emit, ask = verdict(session, (0, 1), 7)
     assert emit == Emit((4, 5, 7), 2, " w4 w5 w7")
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
-    assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (2, 6, (0, 1), 7)
+    assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (
+        2,
+        6,
+        (0, 1),
+        7,
+    )
     assert session.tokens == [3, 4, 5, 7]
 
 
@@ -172,14 +226,25 @@ def test_late_and_duplicate_events_are_stale_and_change_nothing() -> None:
         drafted(session, (4,), (-1,))
     verdict(session, (0,), 5)
     with pytest.raises(StaleError):
-        session.verified(VerifiedItem(session=1, round=1, accepted=(0,), bonus=5, margins=(0.1, 0.1)))
+        session.verified(
+            VerifiedItem(session=1, round=1, accepted=(0,), bonus=5, margins=(0.1, 0.1))
+        )
     assert session.tokens == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents"), [((VOCABULARY,), (-1,)), ((1, 2), (-1, 5)), ((1, 1), (-1, -1)), ((1, 2), (-1,)), ((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3))]
+    ("tokens", "parents"),
+    [
+        ((VOCABULARY,), (-1,)),
+        ((1, 2), (-1, 5)),
+        ((1, 1), (-1, -1)),
+        ((1, 2), (-1,)),
+        ((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)),
+    ],
 )
-def test_a_proposal_that_is_no_tree_or_too_large_is_refused(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
+def test_a_proposal_that_is_no_tree_or_too_large_is_refused(
+    tokens: tuple[int, ...], parents: tuple[int, ...]
+) -> None:
     session = new_session()
     session.begin()
     opened(session)
@@ -193,11 +258,24 @@ def test_a_proposal_that_promises_more_than_certainty_is_refused() -> None:
     session.begin()
     opened(session)
     with pytest.raises(ProtocolError, match=r"the score 1e\+300"):
-        session.drafted(Drafted(epoch=1, session=1, round=1, tokens=(4, 5), parents=(-1, -1), scores=(-0.5, 1e300), grown=2, hit=False))
+        session.drafted(
+            Drafted(
+                epoch=1,
+                session=1,
+                round=1,
+                tokens=(4, 5),
+                parents=(-1, -1),
+                scores=(-0.5, 1e300),
+                grown=2,
+                hit=False,
+            )
+        )
     assert session.state is State.DRAFTING
 
 
-@pytest.mark.parametrize(("accepted", "bonus"), [((1,), 5), ((0, 0), 5), ((7,), 5), ((), VOCABULARY)])
+@pytest.mark.parametrize(
+    ("accepted", "bonus"), [((1,), 5), ((0, 0), 5), ((7,), 5), ((), VOCABULARY)]
+)
 def test_a_verdict_that_fits_no_path_is_refused(accepted: tuple[int, ...], bonus: int) -> None:
     session = new_session()
     session.begin()
@@ -228,7 +306,7 @@ def test_cancelling_twice_does_nothing_the_second_time() -> None:
     assert session.cancel() == []
 
 
-# -- workers that are lost and found ------------------------------------------------------------------------------------------------------------
+# -- workers that are lost and found ---------------------------------------------------------------
 
 
 def commands(actions: Sequence[object]) -> list[tuple[str, object]]:
@@ -236,7 +314,9 @@ def commands(actions: Sequence[object]) -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("lost_in", [State.DRAFTING, State.VERIFYING])
-def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_lost(lost_in: State) -> None:
+def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_lost(
+    lost_in: State,
+) -> None:
     session = new_session()
     session.begin()
     opened(session)
@@ -248,7 +328,12 @@ def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_
     ((role, command),) = commands(session.recovered("another"))
     assert role == "target"
     assert isinstance(command, Open)
-    assert (command.prompt, command.replied, command.round, command.capacity) == ((9, 8, 3), 1, 1, session.request.capacity)
+    assert (command.prompt, command.replied, command.round, command.capacity) == (
+        (9, 8, 3),
+        1,
+        1,
+        session.request.capacity,
+    )
     with pytest.raises(StaleError):
         session.opened(Opened(epoch=2, session=1, round=0, bonus=4), 20)
     emitted, ask = session.opened(Opened(epoch=2, session=1, round=1, bonus=4, margin=0.25), 20)
@@ -256,7 +341,13 @@ def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_
     assert (emitted.tokens, emitted.drafted) == ((4,), 0)
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
-    assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus, ask.command.more) == (2, 4, (), 4, ())
+    assert (
+        ask.command.round,
+        ask.command.prefix,
+        ask.command.accepted,
+        ask.command.bonus,
+        ask.command.more,
+    ) == (2, 4, (), 4, ())
     assert (session.moves, session.tokens, session.margins) == (1, [3, 4], [0.5, 0.25])
 
 
@@ -272,7 +363,12 @@ def test_what_was_committed_without_an_order_still_reaches_the_draft_behind_a_mo
     *_, ask = session.opened(Opened(epoch=2, session=1, round=2, bonus=5), 20)
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
-    assert (ask.command.round, ask.command.prefix, ask.command.bonus, ask.command.more) == (3, 5, 3, (4, 5))
+    assert (ask.command.round, ask.command.prefix, ask.command.bonus, ask.command.more) == (
+        3,
+        5,
+        3,
+        (4, 5),
+    )
 
 
 def test_nothing_that_the_lost_target_was_to_say_is_listened_to_any_more() -> None:
@@ -281,11 +377,19 @@ def test_nothing_that_the_lost_target_was_to_say_is_listened_to_any_more() -> No
     opened(session)
     drafted(session, (4,), (-1,))
     session.target_lost()
-    for event in (lambda: verdict(session, (0,), 5), lambda: drafted(session, (4,), (-1,)), lambda: opened(session)):
+    for event in (
+        lambda: verdict(session, (0,), 5),
+        lambda: drafted(session, (4,), (-1,)),
+        lambda: opened(session),
+    ):
         with pytest.raises(StaleError):
             event()
     session.recovered("another")
-    for event in (lambda: verdict(session, (0,), 5), lambda: drafted(session, (4,), (-1,)), lambda: opened(session)):
+    for event in (
+        lambda: verdict(session, (0,), 5),
+        lambda: drafted(session, (4,), (-1,)),
+        lambda: opened(session),
+    ):
         with pytest.raises(StaleError):
             event()
     assert session.tokens == [3]
@@ -305,10 +409,18 @@ def test_a_draft_that_is_found_reads_the_log_up_to_the_root_while_a_round_goes_b
     session.seek, session.plan = lambda: None, Plan
     ((_, order),) = commands(verdict(session, (), 5))
     assert isinstance(order, Draft)
-    assert (order.round, order.prefix, order.accepted, order.bonus, order.more) == (3, 5, (), 4, (5,))
+    assert (order.round, order.prefix, order.accepted, order.bonus, order.more) == (
+        3,
+        5,
+        (),
+        4,
+        (5,),
+    )
 
 
-def test_a_draft_that_reads_its_target_is_fed_what_is_computed_anew_and_has_the_verdicts_behind_it() -> None:
+def test_a_draft_that_reads_its_target_is_fed_what_is_computed_anew_and_has_the_verdicts_behind_it() -> (  # noqa: E501
+    None
+):
     session = new_session(speculating=False)
     session.begin()
     opened(session)
@@ -320,12 +432,20 @@ def test_a_draft_that_reads_its_target_is_fed_what_is_computed_anew_and_has_the_
     assert (refeed.round, refeed.start, refeed.prefix, refeed.features) == (2, 0, 4, READS)
     log = (9, 8, 3, 4, 5)
     session.seek = lambda: None
-    ((_, feed),) = commands(session.prefilled(Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 2, READS))))
+    ((_, feed),) = commands(
+        session.prefilled(
+            Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 2, READS))
+        )
+    )
     assert isinstance(feed, Feed)
     assert (feed.round, feed.start) == (1, 0)
     with pytest.raises(ProtocolError):
-        session.prefilled(Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 4, READS)))
-    session.prefilled(Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 3, READS)))
+        session.prefilled(
+            Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 4, READS))
+        )
+    session.prefilled(
+        Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 3, READS))
+    )
     assert session.refed(Refed(epoch=1, session=1, round=2)) == []
     item = VerifiedItem(session=1, round=2, accepted=(), bonus=5, margins=(0.1,))
     ((_, order),) = commands(session.verified(item, features(log, 3, 4, READS)))
@@ -339,7 +459,9 @@ def test_features_that_do_not_cover_the_log_are_not_taken_for_all_of_them() -> N
     opened(session)
     session.seek = lambda: Joining(READS)
     verdict(session, (), 4)
-    session.prefilled(Prefilled(epoch=1, session=1, round=2, start=0, features=features((9, 8, 3), 0, 2, READS)))
+    session.prefilled(
+        Prefilled(epoch=1, session=1, round=2, start=0, features=features((9, 8, 3), 0, 2, READS))
+    )
     with pytest.raises(ProtocolError, match="features of 2 tokens where 3 were asked for"):
         session.refed(Refed(epoch=1, session=1, round=2))
 
@@ -352,12 +474,23 @@ def test_another_target_shows_what_the_lost_one_had_not() -> None:
     session.seek = lambda: Joining(READS)
     verdict(session, (), 4)
     session.seek = lambda: None
-    session.prefilled(Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 1, READS)))
+    session.prefilled(
+        Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 1, READS))
+    )
     session.target_lost()
     ((_, command),) = commands(session.recovered("another"))
     assert isinstance(command, Open)
-    assert (command.prompt, command.round, command.features, command.features_from) == (log[:4], 2, READS, 1)
-    ((_, feed),) = commands(session.prefilled(Prefilled(epoch=2, session=1, round=2, start=1, features=features(log, 1, 4, READS))))
+    assert (command.prompt, command.round, command.features, command.features_from) == (
+        log[:4],
+        2,
+        READS,
+        1,
+    )
+    ((_, feed),) = commands(
+        session.prefilled(
+            Prefilled(epoch=2, session=1, round=2, start=1, features=features(log, 1, 4, READS))
+        )
+    )
     assert isinstance(feed, Feed)
     assert feed.features == features(log, 1, 3, READS), "the root's row belongs to the verdict"
     assert session.complete
@@ -370,14 +503,18 @@ def test_what_was_told_of_the_prompt_is_not_told_again_by_another_target() -> No
     session = new_session(logprobs=0, scored=True, prompt=(9, 8, 7, 6))
     session.begin()
     said = [TokenLogprobs(logprob=-float(place)) for place in range(4)]
-    assert session.scored(Scored(epoch=1, session=1, start=1, logprobs=(said[1], said[2]))) == [Score(1, (said[1], said[2]))]
+    assert session.scored(Scored(epoch=1, session=1, start=1, logprobs=(said[1], said[2]))) == [
+        Score(1, (said[1], said[2]))
+    ]
     assert not session.unheard
     session.target_lost()
     ((_, command),) = commands(session.recovered("another"))
     assert isinstance(command, Open)
     assert command.scored
     assert session.scored(Scored(epoch=2, session=1, start=1, logprobs=(said[1],))) == []
-    assert session.scored(Scored(epoch=2, session=1, start=2, logprobs=(said[2], said[3]))) == [Score(3, (said[3],))]
+    assert session.scored(Scored(epoch=2, session=1, start=2, logprobs=(said[2], said[3]))) == [
+        Score(3, (said[3],))
+    ]
 
 
 def test_a_reply_names_the_targets_that_differ_in_the_order_in_which_they_served() -> None:
@@ -392,11 +529,19 @@ def test_a_reply_names_the_targets_that_differ_in_the_order_in_which_they_served
     session.target_lost()
     session.recovered("three")
     result = session.result(30, "cancelled")
-    assert (result.fingerprint, result.fingerprints, result.moves) == ("one", ("one", "two", "one"), 4), "the third has not said anything"
+    assert (result.fingerprint, result.fingerprints, result.moves) == (
+        "one",
+        ("one", "two", "one"),
+        4,
+    ), "the third has not said anything"
 
 
-@pytest.mark.parametrize(("max_tokens", "bonus", "committed"), [(9, 8, None), (9, END, None), (3, 8, 2)])
-def test_the_record_of_the_last_round_says_how_much_of_its_path_is_in_the_reply(max_tokens: int, bonus: int, committed: int | None) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "bonus", "committed"), [(9, 8, None), (9, END, None), (3, 8, 2)]
+)
+def test_the_record_of_the_last_round_says_how_much_of_its_path_is_in_the_reply(
+    max_tokens: int, bonus: int, committed: int | None
+) -> None:
     session = new_session(max_tokens=max_tokens)
     session.begin()
     opened(session)
@@ -404,7 +549,11 @@ def test_the_record_of_the_last_round_says_how_much_of_its_path_is_in_the_reply(
     verdict(session, (0, 1, 2), bonus)
     assert session.ended is not None
     record = session.ended.record()
-    assert (record.committed, record.brought, len(session.tokens)) == (committed, committed or 4, 1 + (committed or 4))
+    assert (record.committed, record.brought, len(session.tokens)) == (
+        committed,
+        committed or 4,
+        1 + (committed or 4),
+    )
 
 
 def test_a_stop_within_the_path_ends_what_its_round_brought() -> None:
@@ -417,14 +566,22 @@ def test_a_stop_within_the_path_ends_what_its_round_brought() -> None:
     assert session.ended.record().brought == 2 == len(session.tokens) - 1
 
 
-# -- replies spelt in bytes --------------------------------------------------------------------------------------------------------------------
+# -- replies spelt in bytes ------------------------------------------------------------------------
 
 
 def spelt_in_bytes(stop: tuple[str, ...]) -> Session:
-    """A session over a vocabulary as Llama 2 has it: 3 is a newline, 4 the first byte of a longer character, 5 a letter."""
+    """A session over a vocabulary as Llama 2 has it: 3 is a newline, 4 the first byte of a longer
+    character, 5 a letter."""
     words = {"<end>": END, "\u2581a": 1, "\u2581b": 2, "<0x0A>": 3, "<0xF0>": 4, "<0x41>": 5}
     tokenizer = Tokenizer(models.WordLevel(words, "<end>"))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     session = new_session(speculating=False, stop=stop)
     session.detokenizer = Detokenizer(tokenizer)
     session.begin()
@@ -436,7 +593,9 @@ def shown(actions: Sequence[object]) -> str:
 
 
 @pytest.mark.parametrize("stop", ["\n", "a\n", "\nA"])
-def test_a_stop_string_spelt_in_bytes_ends_the_reply_with_the_token_that_completes_it(stop: str) -> None:
+def test_a_stop_string_spelt_in_bytes_ends_the_reply_with_the_token_that_completes_it(
+    stop: str,
+) -> None:
     session = spelt_in_bytes((stop,))
     said = shown(opened(session, bonus=1))
     for token in (3, 5, 1):
@@ -450,6 +609,8 @@ def test_a_stop_string_spelt_in_bytes_ends_the_reply_with_the_token_that_complet
 
 def test_a_stop_string_that_what_follows_takes_back_was_none() -> None:
     session = spelt_in_bytes(("\nA",))
-    said = shown(opened(session, bonus=1)) + "".join(shown(verdict(session, (), token)) for token in (3, 4, 5, 2))
+    said = shown(opened(session, bonus=1)) + "".join(
+        shown(verdict(session, (), token)) for token in (3, 4, 5, 2)
+    )
     assert session.state is State.VERIFYING
     assert said == "a\ufffd\ufffd\ufffd b"

@@ -1,6 +1,8 @@
-"""Workers that take the place of others, and workers that leave, while sessions run: over in-memory links with scripted workers.
+"""Workers that take the place of others, and workers that leave, while sessions run: over in-memory
+links with scripted workers.
 
-The oracle is the same session undisturbed; a change of workers fails no request, whatever becomes of it.
+The oracle is the same session undisturbed; a change of workers fails no request, whatever becomes
+of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +33,23 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.swap import SILENT_NS
 from support.houses import House
-from support.scripted import READS, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
+from support.scripted import (
+    READS,
+    VOCABULARY,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    continuation,
+)
 
 LONG = 160
 """Tokens: longer than the trials take, so that there is something left to move."""
-PROMPTS = [(5, j, k) for j in range(1, 40) for k in range(1, 40) if len(continuation((5, j, k), LONG)) == LONG][:8]
+PROMPTS = [
+    (5, j, k)
+    for j in range(1, 40)
+    for k in range(1, 40)
+    if len(continuation((5, j, k), LONG)) == LONG
+][:8]
 OTHER = Fingerprint(checkpoint="1" * 64, weights="int8", kernels="scripted")
 
 
@@ -51,7 +65,9 @@ class Scene:
         """A worker on standby."""
         head = {"vocabulary": None} if changes.get("reads") is not None else {}
         role = "draft" if issubclass(kind, ScriptedDraft) else "target"
-        return self.house.add(kind, role, **{"name": f"{role}-2", "standby": True, **head, **changes})  # type: ignore[arg-type]
+        return self.house.add(
+            kind, role, **{"name": f"{role}-2", "standby": True, **head, **changes}
+        )  # type: ignore[arg-type]
 
     def begin(self, *, steps: int = 60, **options: object) -> None:
         """Let sessions begin and go so far."""
@@ -62,7 +78,9 @@ class Scene:
     def swap(self, newcomer: ScriptedWorker, old: ScriptedWorker | None) -> int:
         return self.admin.swap(newcomer.epoch, None if old is None else old.epoch)
 
-    def end(self, request: int, said: Callable[[str], None] = lambda _: None) -> Swapped | Dismissed:
+    def end(
+        self, request: int, said: Callable[[str], None] = lambda _: None
+    ) -> Swapped | Dismissed:
         return self.admin.changed(request, said)
 
     def check_replies(self) -> list[Finished]:
@@ -83,7 +101,10 @@ class Scene:
         report = self.onlooker.status()
         there = {worker.worker_epoch for worker in report.workers}
         assert all(not worker.logs for worker in self.house.workers if worker.epoch in there)
-        assert (report.sessions, [worker.sessions for worker in report.workers]) == (0, [0] * len(report.workers))
+        assert (report.sessions, [worker.sessions for worker in report.workers]) == (
+            0,
+            [0] * len(report.workers),
+        )
         assert not any(worker.standby or worker.leaving for worker in report.workers)
 
     @property
@@ -117,7 +138,7 @@ def passes_of(worker: ScriptedWorker) -> int:
     return sum(isinstance(command, Verify) for command in worker.seen)
 
 
-# -- a draft ------------------------------------------------------------------------------------------------------------------------------------
+# -- a draft ---------------------------------------------------------------------------------------
 
 
 def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_end() -> None:
@@ -136,7 +157,9 @@ def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_
 
 @pytest.mark.parametrize("later", [None, READS], ids=["to-small", "to-head"])
 @pytest.mark.parametrize("reads", [None, READS], ids=["from-small", "from-head"])
-def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(reads: Reads | None, later: Reads | None) -> None:
+def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(
+    reads: Reads | None, later: Reads | None
+) -> None:
     scene = Scene(reads=reads)
     old, newcomer, said = scene.house.draft, scene.newcomer(ScriptedDraft, reads=later), list[str]()
     assert old is not None
@@ -159,7 +182,10 @@ def test_a_change_may_come_at_any_moment(role: str, every: int) -> None:
     for steps in range(0, 60, every):
         scene = Scene(reads=READS)
         old = scene.house.draft if role == "draft" else scene.house.target
-        newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
+        newcomer = scene.newcomer(
+            ScriptedDraft if role == "draft" else ScriptedTarget,
+            **({"reads": READS} if role == "draft" else {}),
+        )
         scene.begin(steps=steps)
         assert isinstance(scene.end(scene.swap(newcomer, old)), Swapped)
         scene.check_replies()
@@ -174,7 +200,11 @@ def test_a_draft_that_leaves_is_followed_by_one_that_is_there_or_by_none() -> No
         if another:
             scene.house.add(ScriptedDraft, "draft", name="draft-2")
         scene.begin()
-        held = next(worker.sessions for worker in scene.house.coordinator.registry.workers.values() if worker.name == "draft")
+        held = next(
+            worker.sessions
+            for worker in scene.house.coordinator.registry.workers.values()
+            if worker.name == "draft"
+        )
         dismissed = scene.end(scene.admin.dismiss(old.epoch))
         assert isinstance(dismissed, Dismissed)
         assert (dismissed.moved, dismissed.stayed) == (held, 0)
@@ -186,11 +216,13 @@ def test_a_draft_that_leaves_is_followed_by_one_that_is_there_or_by_none() -> No
         assert not scene.onlooker.status().degraded, "nobody is missed"
 
 
-# -- a target -----------------------------------------------------------------------------------------------------------------------------------
+# -- a target --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reads", [None, READS], ids=["small", "head"])
-def test_a_target_takes_the_place_of_one_that_decides_as_it_does_and_the_sessions_go_over_one_after_the_other(reads: Reads | None) -> None:
+def test_a_target_takes_the_place_of_one_that_decides_as_it_does_and_the_sessions_go_over_one_after_the_other(  # noqa: E501
+    reads: Reads | None,
+) -> None:
     scene = Scene(reads=reads)
     old, newcomer = scene.house.target, scene.newcomer(ScriptedTarget)
     assert old is not None
@@ -199,7 +231,14 @@ def test_a_target_takes_the_place_of_one_that_decides_as_it_does_and_the_session
     reading = list[int]()
     watch(
         newcomer,
-        lambda: reading.append(sum(live.target.name == "target-2" and not live.trial and live.session.state.value == "opening" for live in lives(scene))),
+        lambda: reading.append(
+            sum(
+                live.target.name == "target-2"
+                and not live.trial
+                and live.session.state.value == "opening"
+                for live in lives(scene)
+            )
+        ),
     )
     swapped = scene.end(request)
     assert (swapped.moved, swapped.stayed) == (len(PROMPTS), 0)
@@ -220,9 +259,15 @@ def watch(worker: ScriptedWorker, look: Callable[[], object]) -> None:
     worker.handle = lambda command: (look(), handle(command))[1]  # type: ignore[method-assign]
 
 
-def test_sessions_end_on_their_target_where_the_next_one_decides_otherwise_and_new_ones_go_to_the_next() -> None:
+def test_sessions_end_on_their_target_where_the_next_one_decides_otherwise_and_new_ones_go_to_the_next() -> (  # noqa: E501
+    None
+):
     scene = Scene()
-    old, newcomer, said = scene.house.target, scene.newcomer(ScriptedTarget, fingerprint=OTHER), list[str]()
+    old, newcomer, said = (
+        scene.house.target,
+        scene.newcomer(ScriptedTarget, fingerprint=OTHER),
+        list[str](),
+    )
     assert old is not None
     scene.begin()
     request = scene.swap(newcomer, old)
@@ -264,7 +309,11 @@ def test_the_only_target_leaves_where_that_is_said_and_ends_what_it_has() -> Non
     old = scene.house.target
     assert old is not None
     scene.begin()
-    with pytest.raises(RequestError, match=r"target is the only target: put another in its place with `dovetail swap`, or .* with --last"):
+    with pytest.raises(
+        RequestError,
+        match=r"target is the only target: put another in its place with `dovetail swap`, or "
+        r".* with --last",
+    ):
         scene.end(scene.admin.dismiss(old.epoch))
     dismissed = scene.end(scene.admin.dismiss(old.epoch, last=True))
     scene.check_replies()
@@ -274,7 +323,8 @@ def test_the_only_target_leaves_where_that_is_said_and_ends_what_it_has() -> Non
 
 
 def test_requests_that_come_while_their_target_leaves_are_served() -> None:
-    """One is being read for the old target when that gets no more sessions; the old one waits for it."""
+    """One is being read for the old target when that gets no more sessions; the old one waits for
+    it."""
     scene = Scene()
     old, newcomer = scene.house.target, scene.newcomer(ScriptedTarget, fingerprint=OTHER)
     assert old is not None
@@ -289,14 +339,17 @@ def test_requests_that_come_while_their_target_leaves_are_served() -> None:
     scene.check_replies()
 
 
-# -- a newcomer that is worth nothing -----------------------------------------------------------------------------------------------------------
+# -- a newcomer that is worth nothing --------------------------------------------------------------
 
 
 class Strange(ScriptedTarget):
     """Decides otherwise than others of its fingerprint."""
 
     def open(self, command: Open) -> list[Event]:
-        return [e.model_copy(update={"bonus": 1 + (e.bonus or 0) % 7}) if isinstance(e, Opened) else e for e in super().open(command)]
+        return [
+            e.model_copy(update={"bonus": 1 + (e.bonus or 0) % 7}) if isinstance(e, Opened) else e
+            for e in super().open(command)
+        ]
 
 
 class Fickle(ScriptedTarget):
@@ -306,7 +359,12 @@ class Fickle(ScriptedTarget):
         verified = super().verify(asked, reads)
         drafted = any(item.tokens for item in asked)
         return verified.model_copy(
-            update={"items": tuple(i.model_copy(update={"bonus": 1 + (i.bonus + drafted) % 90}) if drafted else i for i in verified.items)}
+            update={
+                "items": tuple(
+                    i.model_copy(update={"bonus": 1 + (i.bonus + drafted) % 90}) if drafted else i
+                    for i in verified.items
+                )
+            }
         )
 
 
@@ -315,13 +373,24 @@ class Broken(ScriptedTarget):
 
     def verify(self, asked: Sequence[Any], reads: Reads | None) -> Verified:
         verified = super().verify(asked, reads)
-        nan = tuple(item.model_copy(update={"margins": (float("nan"),) * len(item.margins)}) for item in verified.items)
+        nan = tuple(
+            item.model_copy(update={"margins": (float("nan"),) * len(item.margins)})
+            for item in verified.items
+        )
         return verified.model_copy(update={"items": nan})
 
 
 class Unable(ScriptedTarget):
     def open(self, command: Open) -> list[Event]:
-        return [Failed(epoch=self.epoch, session=command.session, round=command.round, code="memory", text="out of memory")]
+        return [
+            Failed(
+                epoch=self.epoch,
+                session=command.session,
+                round=command.round,
+                code="memory",
+                text="out of memory",
+            )
+        ]
 
 
 class Mute(ScriptedTarget):
@@ -333,17 +402,32 @@ class Babbling(ScriptedDraft):
     """Proposes tokens that do not exist."""
 
     def propose(self, command: Draft, log: list[int]) -> Drafted:
-        return super().propose(command, log).model_copy(update={"tokens": (VOCABULARY,), "parents": (-1,), "scores": (0.0,)})
+        return (
+            super()
+            .propose(command, log)
+            .model_copy(update={"tokens": (VOCABULARY,), "parents": (-1,), "scores": (0.0,)})
+        )
 
 
 class Helpless(ScriptedDraft):
     def work(self, command: Command) -> list[Event]:
         assert isinstance(command, Open)
-        return [Failed(epoch=self.epoch, session=command.session, round=command.round, code="memory", text="out of memory")]
+        return [
+            Failed(
+                epoch=self.epoch,
+                session=command.session,
+                round=command.round,
+                code="memory",
+                text="out of memory",
+            )
+        ]
 
 
 BAD = [
-    (Strange, "it has the fingerprint of a target that is here, and decides otherwise from token 0 on"),
+    (
+        Strange,
+        "it has the fingerprint of a target that is here, and decides otherwise from token 0 on",
+    ),
     (Fickle, "with drafted tokens it decides otherwise than without, from token "),
     (Broken, "it broke the protocol"),
     (Unable, "its trial failed: out of memory"),
@@ -353,7 +437,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("kind", "why"), BAD, ids=[kind.__name__.lower() for kind, _ in BAD])
-def test_a_newcomer_that_fails_its_trial_is_let_go_and_everything_is_as_it_was(kind: type[ScriptedWorker], why: str) -> None:
+def test_a_newcomer_that_fails_its_trial_is_let_go_and_everything_is_as_it_was(
+    kind: type[ScriptedWorker], why: str
+) -> None:
     scene = Scene()
     newcomer = scene.newcomer(kind, **({"fingerprint": OTHER} if kind is Fickle else {}))
     old = scene.house.target if issubclass(kind, ScriptedTarget) else scene.house.draft
@@ -375,7 +461,9 @@ def test_a_newcomer_of_which_nothing_is_heard_is_let_go_after_a_while() -> None:
     newcomer = scene.newcomer(Mute)
     request = scene.swap(newcomer, scene.house.target)
     scene.house.run()
-    assert "target-2 takes the place of target, it is being tried" in scene.onlooker.status().reasons
+    assert (
+        "target-2 takes the place of target, it is being tried" in scene.onlooker.status().reasons
+    )
     scene.house.later_ns = SILENT_NS + 10**9
     scene.house.coordinator.tick()
     with pytest.raises(RequestError, match="nothing came of its trial for 30 s; target stays"):
@@ -403,7 +491,10 @@ def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str, every: i
     for steps in range(1, 700, every):
         scene = Scene(reads=READS)
         old = scene.house.draft if role == "draft" else scene.house.target
-        newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
+        newcomer = scene.newcomer(
+            ScriptedDraft if role == "draft" else ScriptedTarget,
+            **({"reads": READS} if role == "draft" else {}),
+        )
         scene.begin()
         request = scene.swap(newcomer, old)
         small_steps(scene.house, steps)
@@ -417,12 +508,17 @@ def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str, every: i
             another = scene.house.add(ScriptedTarget, "target")
             assert another in scene.house.workers
         scene.check_replies()
-    whys = [f"{role}-2 {what}: it has gone; {role} stays" for what in ("was not put in place", "was in place and is let go again")]
+    whys = [
+        f"{role}-2 {what}: it has gone; {role} stays"
+        for what in ("was not put in place", "was in place and is let go again")
+    ]
     assert seen == {*whys, "in place"}
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_request(role: str) -> None:
+def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_request(
+    role: str,
+) -> None:
     scene = Scene()
     old = scene.house.draft if role == "draft" else scene.house.target
     newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget)
@@ -430,12 +526,24 @@ def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_re
 
     def refuse(command: Command) -> list[Event]:
         if isinstance(command, Open) and not newcomer.standby:
-            return [Failed(epoch=newcomer.epoch, session=command.session, round=command.round, code="memory", text="no room")]
+            return [
+                Failed(
+                    epoch=newcomer.epoch,
+                    session=command.session,
+                    round=command.round,
+                    code="memory",
+                    text="no room",
+                )
+            ]
         return work(command)
 
     newcomer.work = refuse  # type: ignore[method-assign]
     scene.begin()
-    with pytest.raises(RequestError, match=rf"{role}-2 was in place and is let go again: it failed in session \d+: no room; {role} stays"):
+    with pytest.raises(
+        RequestError,
+        match=rf"{role}-2 was in place and is let go again: it failed in session \d+: no room; "
+        rf"{role} stays",
+    ):
         scene.end(scene.swap(newcomer, old))
     newcomer.step()
     assert newcomer.drained
@@ -452,18 +560,33 @@ def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
     put_in_place(scene, newcomer)
     for prompt in PROMPTS[:3]:
         scene.requests[scene.house.submit(prompt, max_tokens=LONG)] = prompt
-    while not all(newcomer.rounds.get(number, 0) > 2 for number in newcomer.logs) or len(newcomer.logs) < 3:
+    while (
+        not all(newcomer.rounds.get(number, 0) > 2 for number in newcomer.logs)
+        or len(newcomer.logs) < 3
+    ):
         small_steps(scene.house, 2 * len(scene.house.workers))
     work = newcomer.work
 
     def refuse(command: Command) -> list[Event]:
         if isinstance(command, Open):
-            return [Failed(epoch=newcomer.epoch, session=command.session, round=command.round, code="memory", text="no room")]
+            return [
+                Failed(
+                    epoch=newcomer.epoch,
+                    session=command.session,
+                    round=command.round,
+                    code="memory",
+                    text="no room",
+                )
+            ]
         return work(command)
 
     newcomer.work = refuse  # type: ignore[method-assign]
     scene.requests[scene.house.submit(PROMPTS[3], max_tokens=LONG)] = PROMPTS[3]
-    with pytest.raises(RequestError, match=r"target-2 was in place and is let go again: it failed in session \d+: no room; target stays"):
+    with pytest.raises(
+        RequestError,
+        match=r"target-2 was in place and is let go again: it failed in session \d+: no room; "
+        r"target stays",
+    ):
         scene.end(request)
     newcomer.step()
     assert newcomer.drained
@@ -475,19 +598,26 @@ def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
 
 @pytest.mark.parametrize("every", [138, pytest.param(46, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(role: str, every: int) -> None:
+def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(
+    role: str, every: int
+) -> None:
     for steps in range(1, 700, every):
         scene = Scene(reads=READS)
         old = scene.house.draft if role == "draft" else scene.house.target
         assert old is not None
-        newcomer = scene.newcomer(ScriptedDraft if role == "draft" else ScriptedTarget, **({"reads": READS} if role == "draft" else {}))
+        newcomer = scene.newcomer(
+            ScriptedDraft if role == "draft" else ScriptedTarget,
+            **({"reads": READS} if role == "draft" else {}),
+        )
         scene.begin()
         request = scene.swap(newcomer, old)
         small_steps(scene.house, steps)
         scene.house.lose(old)
         assert isinstance(scene.end(request), Swapped)
         scene.check_replies()
-        assert sorted(scene.names) == sorted([f"{role}-2", "target" if role == "draft" else "draft"])
+        assert sorted(scene.names) == sorted(
+            [f"{role}-2", "target" if role == "draft" else "draft"]
+        )
 
 
 def test_a_worker_that_dies_while_it_leaves_is_told_of_until_its_sessions_are_elsewhere() -> None:
@@ -505,7 +635,7 @@ def test_a_worker_that_dies_while_it_leaves_is_told_of_until_its_sessions_are_el
     scene.check_replies()
 
 
-# -- standby ------------------------------------------------------------------------------------------------------------------------------------
+# -- standby ---------------------------------------------------------------------------------------
 
 
 def test_a_worker_on_standby_gets_no_sessions_and_is_missed_by_nobody() -> None:
@@ -533,10 +663,14 @@ def test_a_worker_joins_beside_those_that_are_there_and_its_trials_count_for_not
     assert all(not command.keep for command in newcomer.seen[:20] if isinstance(command, Close))
 
 
-def test_a_newcomer_that_does_not_go_together_with_who_is_there_is_refused_and_nobody_has_to_leave() -> None:
+def test_a_newcomer_that_does_not_go_together_with_who_is_there_is_refused_and_nobody_has_to_leave() -> (  # noqa: E501
+    None
+):
     scene = Scene(reads=READS)
     narrow = scene.newcomer(ScriptedTarget, states=States(width=2, layers=8))
-    assert "The draft head" in narrow.failures[0].text or "the draft head" in narrow.failures[0].text
+    assert (
+        "The draft head" in narrow.failures[0].text or "the draft head" in narrow.failures[0].text
+    )
     assert scene.names == ["target", "draft"]
 
 
@@ -545,15 +679,25 @@ def test_what_cannot_be_changed_is_said() -> None:
     old, newcomer = scene.house.target, scene.newcomer(Mute)
     draft = scene.newcomer(ScriptedDraft)
     assert old is not None
-    with pytest.raises(RequestError, match="the worker that should be put in place is not on standby here any more"):
+    with pytest.raises(
+        RequestError, match="the worker that should be put in place is not on standby here any more"
+    ):
         scene.end(scene.swap(old, None))
-    with pytest.raises(RequestError, match="the worker that should be let go is not registered any more"):
+    with pytest.raises(
+        RequestError, match="the worker that should be let go is not registered any more"
+    ):
         scene.end(scene.admin.dismiss(4711))
-    with pytest.raises(RequestError, match="target is no draft worker: name one that draft-2 can take the place of"):
+    with pytest.raises(
+        RequestError, match="target is no draft worker: name one that draft-2 can take the place of"
+    ):
         scene.end(scene.swap(draft, old))
     first = scene.swap(newcomer, old)
     scene.house.run()
-    with pytest.raises(RequestError, match="a change is under way, target-2 takes the place of target, it is being tried: wait until it is over"):
+    with pytest.raises(
+        RequestError,
+        match="a change is under way, target-2 takes the place of target, it is being tried: "
+        "wait until it is over",
+    ):
         scene.end(scene.admin.dismiss(old.epoch))
     other = scene.house.connect()
     scene.admin.close()

@@ -5,12 +5,22 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.runtime.switches import BLOCK, FIRST_PAUSE, LASTING, TURNS, AheadTrial, Experience, Switch
+from dovetail.runtime.switches import (
+    BLOCK,
+    FIRST_PAUSE,
+    LASTING,
+    TURNS,
+    AheadTrial,
+    Experience,
+    Switch,
+)
 
 ALONE_S = 0.02
 
 
-def live_through(switch: Switch, rounds: int, tokens: Callable[[int], float], seconds: Callable[[int], float]) -> tuple[float, float, list[str]]:
+def live_through(
+    switch: Switch, rounds: int, tokens: Callable[[int], float], seconds: Callable[[int], float]
+) -> tuple[float, float, list[str]]:
     """(tokens, seconds, decisions) of so many rounds, which are as said where there is drafting."""
     said, spent_s, words = 0.0, 0.0, []
     for at in range(rounds):
@@ -30,25 +40,36 @@ def test_drafting_that_loses_is_stopped_and_costs_little() -> None:
     said, spent_s, words = live_through(switch, 400, lambda _: 1.0, lambda _: 1.6 * ALONE_S)
     assert switch.state != "on"
     assert said * ALONE_S / spent_s > 0.97
-    assert words[0].startswith("drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without")
+    assert words[0].startswith(
+        "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without"
+    )
 
 
 @pytest.mark.parametrize("cost", [1.1, 2.0, 10.0, 100.0])
 def test_in_the_long_run_trying_costs_two_percent_at_most(cost: float) -> None:
     experience = Experience()
     live_through(Switch(experience), 50, lambda _: 1.0, lambda _: cost * ALONE_S)
-    said, spent_s, _ = live_through(Switch(experience), 30_000, lambda _: 1.0, lambda _: cost * ALONE_S)
+    said, spent_s, _ = live_through(
+        Switch(experience), 30_000, lambda _: 1.0, lambda _: cost * ALONE_S
+    )
     assert said * ALONE_S / spent_s >= 0.98
 
 
 def test_drafting_that_pays_is_never_stopped_by_chance_for_long() -> None:
     rng = random.Random(2)
-    said, spent_s, _ = live_through(Switch(Experience()), 3000, lambda _: float(rng.choice((1, 1, 1, 2, 2, 3, 5))), lambda _: 1.5 * ALONE_S)
+    said, spent_s, _ = live_through(
+        Switch(Experience()),
+        3000,
+        lambda _: float(rng.choice((1, 1, 1, 2, 2, 3, 5))),
+        lambda _: 1.5 * ALONE_S,
+    )
     assert said * ALONE_S / spent_s > 0.97 * (15 / 7) / 1.5
 
 
 @pytest.mark.parametrize(("stalls", "drafting"), [(1, True), (2, True), (3, False)])
-def test_one_that_has_long_paid_survives_a_machine_that_stands_still_now_and_then_and_not_for_good(stalls: int, drafting: bool) -> None:
+def test_one_that_has_long_paid_survives_a_machine_that_stands_still_now_and_then_and_not_for_good(
+    stalls: int, drafting: bool
+) -> None:
     switch = Switch(Experience())
     live_through(switch, 2 * LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
     live_through(switch, stalls, lambda _: 3.0, lambda _: 500 * ALONE_S)
@@ -74,7 +95,11 @@ def test_every_change_is_told_with_both_rates() -> None:
     states, told = [switch.state], []
     for at in range(400):
         tokens = 4.0 if at > 200 else 1.0
-        words = switch.drafted(tokens, 1.6 * ALONE_S, ALONE_S) if switch.drafting else switch.plain(ALONE_S, ALONE_S)
+        words = (
+            switch.drafted(tokens, 1.6 * ALONE_S, ALONE_S)
+            if switch.drafting
+            else switch.plain(ALONE_S, ALONE_S)
+        )
         assert (words is not None) == (switch.state != states[-1])
         if words is not None:
             states.append(switch.state)
@@ -82,10 +107,15 @@ def test_every_change_is_told_with_both_rates() -> None:
     assert {"on", "off", "try"} == {*states}
     assert told[:3] == [
         "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without",
-        "drafting is tried again after 8 rounds without a draft: it last brought 31.2 tokens/s, and 50.0 come without it",
-        "drafting was tried for 3 rounds and stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without",
+        "drafting is tried again after 8 rounds without a draft: it last brought 31.2 "
+        "tokens/s, and 50.0 come without it",
+        "drafting was tried for 3 rounds and stopped because it was slower: 31.2 tokens/s with "
+        "a draft, 50.0 without",
     ]
-    assert told[-1] == "drafting resumed because it is faster: 125.0 tokens/s with a draft, 50.0 without"
+    assert (
+        told[-1]
+        == "drafting resumed because it is faster: 125.0 tokens/s with a draft, 50.0 without"
+    )
 
 
 def test_a_session_begins_as_the_last_change_left_the_pair_and_tries_early() -> None:
@@ -104,18 +134,26 @@ def test_a_disaster_is_ended_by_its_first_round() -> None:
     assert switch.state == "off"
 
 
-def trial_of(trial: AheadTrial, rounds: int, without: float, with_: float, seed: int = 1) -> tuple[int, list[str]]:
+def trial_of(
+    trial: AheadTrial, rounds: int, without: float, with_: float, seed: int = 1
+) -> tuple[int, list[str]]:
     """(rounds ahead, decisions) where a round without and with growth ahead takes so long."""
     rng, ahead, words = random.Random(seed), 0, []
     for _ in range(rounds):
         ahead += trial.ahead
-        if (decision := trial.drafted(rng.uniform(1.5, 3.0), with_ if trial.ahead else without)) is not None:
+        if (
+            decision := trial.drafted(rng.uniform(1.5, 3.0), with_ if trial.ahead else without)
+        ) is not None:
             words.append(decision)
     return ahead, words
 
 
-@pytest.mark.parametrize(("without", "with_", "pays"), [(0.03, 0.024, True), (0.024, 0.03, False), (0.03, 0.03, False)])
-def test_growing_ahead_on_a_shared_device_is_kept_where_it_is_better(without: float, with_: float, pays: bool) -> None:
+@pytest.mark.parametrize(
+    ("without", "with_", "pays"), [(0.03, 0.024, True), (0.024, 0.03, False), (0.03, 0.03, False)]
+)
+def test_growing_ahead_on_a_shared_device_is_kept_where_it_is_better(
+    without: float, with_: float, pays: bool
+) -> None:
     trial = AheadTrial()
     _, words = trial_of(trial, BLOCK * len(TURNS), without, with_)
     assert trial.ahead == pays

@@ -1,4 +1,5 @@
-"""Chat templates: what honest ones make is jinja2's own, what hostile ones try is stopped in time, in memory, and within."""
+"""Chat templates: what honest ones make is jinja2's own, what hostile ones try is stopped in time,
+in memory, and within."""
 
 import threading
 import time
@@ -40,16 +41,32 @@ OF_EVERYTHING = """{% macro wrap() %}[{{ caller() }}]{% endmacro %}
 
 
 def values(turns: int) -> dict[str, Any]:
-    said = [{"role": ("user", "assistant")[i % 2], "content": f"hello there {i} <think>x</think> y " * 3} for i in range(turns)]
-    return {"messages": said, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>", "tools": None}
+    said = [
+        {
+            "role": ("user", "assistant")[i % 2],
+            "content": f"hello there {i} <think>x</think> y " * 3,
+        }
+        for i in range(turns)
+    ]
+    return {
+        "messages": said,
+        "add_generation_prompt": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "tools": None,
+    }
 
 
 @pytest.mark.parametrize("turns", [1, 2, 9])
 @pytest.mark.parametrize("text", [ONE_OF_TODAY, OF_EVERYTHING])
 def test_what_is_honest_renders_as_in_jinja2_itself(text: str, turns: int) -> None:
-    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    plain = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     template = ChatTemplate(text)
-    assert [template.render(**values(turns)) for _ in range(3)] == [plain.from_string(text).render(**values(turns))] * 3
+    assert [template.render(**values(turns)) for _ in range(3)] == [
+        plain.from_string(text).render(**values(turns))
+    ] * 3
 
 
 def test_a_long_conversation_is_no_attack() -> None:
@@ -64,7 +81,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_CPU_S", 0.1)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, there in EVIL.items() for name in there])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, there in EVIL.items() for name in there]
+)
 @pytest.mark.usefixtures("impatient")
 def test_what_is_evil_costs_its_request_and_nobody_else(kind: str, name: str) -> None:
     tried = try_template(kind, name, EVIL[kind][name])
@@ -91,7 +110,14 @@ def test_what_reaches_outside_raises(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{% for %}", "{{ x | center(9) }}", "{% for a in b %}" * 10_000, "{% for a in b %}" * 25 + "{% endfor %}" * 25, "{% debug %}"]
+    "text",
+    [
+        "{% for %}",
+        "{{ x | center(9) }}",
+        "{% for a in b %}" * 10_000,
+        "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+        "{% debug %}",
+    ],
 )
 def test_what_is_no_template_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^\w+: [^\n]+$"):
@@ -112,7 +138,9 @@ def test_renderings_in_other_threads_have_clocks_of_their_own() -> None:
     said: list[str] = []
     with pytest.raises(SecurityError):
         ChatTemplate(LASTING["two nested loops"]).render()
-    threads = [threading.Thread(target=lambda: said.append(template.render(n=1000))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: said.append(template.render(n=1000))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
-"""Tokenizer, template, detokenizer and stop strings, on the scripted word-level tokenizer and a byte-level one trained here."""
+"""Tokenizer, template, detokenizer and stop strings, on the scripted word-level tokenizer and a
+byte-level one trained here."""
 
 import json
 import time
@@ -14,7 +15,10 @@ from dovetail.runtime.http.reply import Tokens
 from dovetail.runtime.text import Detokenizer, StopStrings, TextCodec
 from support.scripted import tokenizer_bytes
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor "
+    "%}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def byte_level() -> Tokenizer:
@@ -22,7 +26,10 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "<assistant>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=["<s>", "<assistant>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["the quick brown fox", "世界 hello"], trainer)
     return tokenizer
@@ -54,7 +61,10 @@ def test_a_template_cannot_reach_the_interpreter() -> None:
         codec("{{ ''.__class__.__mro__[1].__subclasses__() }}").encode_turns(["a"])
 
 
-@pytest.mark.parametrize("wrong", ["messages[0]['content'] + 1", "1 / 0", "'a' * 100000000", "10 ** 10 ** 10", "strftime_now(1)"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["messages[0]['content'] + 1", "1 / 0", "'a' * 100000000", "10 ** 10 ** 10", "strftime_now(1)"],
+)
 def test_whatever_a_template_raises_concerns_the_request_alone(wrong: str) -> None:
     with pytest.raises(RequestError, match="template"):
         codec("{{ " + wrong + " }}").encode_turns(["a"])
@@ -66,7 +76,9 @@ def test_a_template_that_is_none_is_refused_as_such() -> None:
 
 
 def test_marks_for_training_change_nothing() -> None:
-    assert codec("{% generation %}hello{% endgeneration %}").encode_turns(["a"]) == codec().encode("hello")
+    assert codec("{% generation %}hello{% endgeneration %}").encode_turns(["a"]) == codec().encode(
+        "hello"
+    )
 
 
 @given(st.text(max_size=200))
@@ -95,8 +107,14 @@ def test_half_a_character_is_never_shown() -> None:
     assert "\N{REPLACEMENT CHARACTER}" in detokenizer.flush()
 
 
-@given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3), st.data())
-def test_stop_strings_cut_the_same_however_the_text_arrives(text: str, stops: list[str], data: st.DataObject) -> None:
+@given(
+    st.text(alphabet="ab", max_size=30),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
+def test_stop_strings_cut_the_same_however_the_text_arrives(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     first_end = min((text.find(s) + len(s) for s in stops if s in text), default=len(text))
     cutter, shown, position = StopStrings(stops), "", 0
@@ -136,9 +154,14 @@ class ObviousStopStrings:
         return held
 
 
-@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(st.text("abc", max_size=5), max_size=12))
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
+    st.lists(st.text("abc", max_size=5), max_size=12),
+)
 @settings(max_examples=400)
-def test_stop_strings_do_what_the_obvious_ones_do_piece_by_piece(stops: list[str], pieces: list[str]) -> None:
+def test_stop_strings_do_what_the_obvious_ones_do_piece_by_piece(
+    stops: list[str], pieces: list[str]
+) -> None:
     cutter, obvious = StopStrings(stops), ObviousStopStrings(stops)
     for piece in pieces:
         assert cutter.peek(piece) == cutter.peek(piece)
@@ -174,7 +197,9 @@ def test_stop_strings_take_time_in_proportion_to_the_text_whatever_they_are() ->
     cpu_s("a")  # what is made once
     plain = min(cpu_s("xyz" * 1000) for _ in range(3))
     for text in ("a" * 3000, ("a" * 500 + "b") * 6, "ab" * 1500, ("ab" * 500 + "a") * 3):
-        assert min(cpu_s(text) for _ in range(3)) < 12 * plain, text[:8]  # looking through 1,023 letters each time: hundreds of times
+        assert min(cpu_s(text) for _ in range(3)) < 12 * plain, text[
+            :8
+        ]  # looking through 1,023 letters each time: hundreds of times
 
 
 def test_the_scripted_tokenizer_is_a_tokenizer() -> None:
@@ -182,15 +207,38 @@ def test_the_scripted_tokenizer_is_a_tokenizer() -> None:
     assert json.loads(tokenizer_bytes())["version"] == "1.0"
 
 
-# -- messages and single tokens ----------------------------------------------------------------------------------------------------------------
+# -- messages and single tokens --------------------------------------------------------------------
 
 
 def fallback() -> Tokenizer:
-    """A vocabulary as Llama 2 has it: words begin with U+2581, and what is not in it is spelt in bytes."""
-    words = {token: index for index, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "\u2581b"])}
-    tokenizer = Tokenizer(models.BPE(words, [("\u2581", "a"), ("\u2581", "b")], unk_token="<unk>", byte_fallback=True))
+    """A vocabulary as Llama 2 has it: words begin with U+2581, and what is not in it is spelt in
+    bytes."""
+    words = {
+        token: index
+        for index, token in enumerate(
+            [
+                "<unk>",
+                *(f"<0x{byte:02X}>" for byte in range(256)),
+                "\u2581",
+                "a",
+                "b",
+                "\u2581a",
+                "\u2581b",
+            ]
+        )
+    }
+    tokenizer = Tokenizer(
+        models.BPE(words, [("\u2581", "a"), ("\u2581", "b")], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return tokenizer
 
 
@@ -198,7 +246,12 @@ def test_messages_are_rendered_with_their_roles_and_without_a_reply_where_none_i
     messages = [("system", "be brief"), ("user", "hello")]
     text = byte_level().decode(codec(TEMPLATE).encode_messages(messages), skip_special_tokens=False)
     assert text == "<s><system>be brief<user>hello<assistant>"
-    assert byte_level().decode(codec(TEMPLATE).encode_messages(messages, reply=False), skip_special_tokens=False) == "<s><system>be brief<user>hello"
+    assert (
+        byte_level().decode(
+            codec(TEMPLATE).encode_messages(messages, reply=False), skip_special_tokens=False
+        )
+        == "<s><system>be brief<user>hello"
+    )
 
 
 @given(st.text(max_size=40))
@@ -210,7 +263,10 @@ def test_the_pieces_of_tokens_are_the_bytes_of_the_text(text: str) -> None:
 @given(st.text("ab \u4e16\U0001f600", min_size=1, max_size=20))
 def test_the_pieces_of_words_and_single_bytes_are_too(text: str) -> None:
     spelt = TextCodec(fallback().to_str().encode(), VocabularyFacts(digest="", size=400))
-    assert b"".join(spelt.piece(token) for token in spelt.encode(text)) == (text if text.startswith(" ") else f" {text}").encode()
+    assert (
+        b"".join(spelt.piece(token) for token in spelt.encode(text))
+        == (text if text.startswith(" ") else f" {text}").encode()
+    )
 
 
 def test_a_special_token_is_written_out_by_itself_and_where_it_is_asked_for() -> None:

@@ -1,4 +1,5 @@
-"""What processes hold: memory, open files, threads, sessions; and whether it is as much as before."""
+"""What processes hold: memory, open files, threads, sessions; and whether it is as much as
+before."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -10,9 +11,11 @@ from dovetail.protocol.messages import Reported
 from support.fleets import Fleet, of
 
 MOST_GROWTH_MB = {"coordinator": 24.0, "worker": 96.0}
-"""A worker may keep the caches of 64 ended sessions, which are not there at first; a session that is left behind in every fault would be far more."""
+"""A worker may keep the caches of 64 ended sessions, which are not there at first; a session that
+is left behind in every fault would be far more."""
 MOST_NEW_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""asyncio's executor, in which prompts are read, starts so many as they are needed, and keeps them."""
+"""asyncio's executor, in which prompts are read, starts so many as they are needed, and keeps
+them."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Held:
     @classmethod
     def by(cls, pid: int, sessions: int) -> "Held":
         process = psutil.Process(pid)
-        return cls(process.memory_info().rss / 1e6, process.num_fds(), process.num_threads(), sessions)
+        return cls(
+            process.memory_info().rss / 1e6, process.num_fds(), process.num_threads(), sessions
+        )
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,20 @@ class Compared:
     def clean(self) -> bool:
         most_mb = MOST_GROWTH_MB["coordinator" if self.name == "coordinator" else "worker"]
         most_threads = self.before.threads + (MOST_NEW_THREADS if self.name == "coordinator" else 1)
-        held = self.after.files <= self.before.files and self.after.threads <= most_threads and self.after.sessions == 0
+        held = (
+            self.after.files <= self.before.files
+            and self.after.threads <= most_threads
+            and self.after.sessions == 0
+        )
         return held and self.after.rss_mb <= self.before.rss_mb + most_mb
 
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "before": asdict(self.before), "after": asdict(self.after), "clean": self.clean}
+        return {
+            "name": self.name,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "clean": self.clean,
+        }
 
 
 def held(fleet: Fleet, state: Reported) -> dict[str, Held]:

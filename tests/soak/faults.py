@@ -1,4 +1,5 @@
-"""Faults of real processes and of the connections between them, drawn at random, each of which is over after some time."""
+"""Faults of real processes and of the connections between them, drawn at random, each of which is
+over after some time."""
 
 import random
 import signal
@@ -11,7 +12,9 @@ from typing import Literal, get_args
 
 from support.fleets import Member
 
-Kind = Literal["kill", "stop", "partition", "delay", "corrupt", "repeat", "cut", "half-open", "fault", "drop"]
+Kind = Literal[
+    "kill", "stop", "partition", "delay", "corrupt", "repeat", "cut", "half-open", "fault", "drop"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STOP_S, SILENCE_S, DELAY_S = (0.2, 4.0), (0.3, 4.0), (0.5, 3.0)
 """How long these last: on both sides of what heartbeats bear."""

@@ -1,6 +1,8 @@
-"""Faults inside a process that is otherwise the real one: its command begins with a script that waits for SIGUSR2, so that nothing of it is in the product.
+"""Faults inside a process that is otherwise the real one: its command begins with a script that
+waits for SIGUSR2, so that nothing of it is in the product.
 
-A coordinator fails at the next step of whichever session takes one. A worker lets the next command go unanswered, and says that it is idle while it owes that.
+A coordinator fails at the next step of whichever session takes one. A worker lets the next command
+go unanswered, and says that it is idle while it owes that.
 """
 
 NAME = "Sabotage"

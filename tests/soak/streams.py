@@ -1,4 +1,5 @@
-"""Requests that run beside each other without end, each compared with what it was when nothing happened."""
+"""Requests that run beside each other without end, each compared with what it was when nothing
+happened."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,14 @@ class Case:
     seed: int
 
     def submit(self, client: Client, *, speculate: bool = True) -> int:
-        return client.submit(turns=self.turns, sampling=self.sampling, max_tokens=self.tokens, seed=self.seed, tree=TREE, speculate=speculate)
+        return client.submit(
+            turns=self.turns,
+            sampling=self.sampling,
+            max_tokens=self.tokens,
+            seed=self.seed,
+            tree=TREE,
+            speculate=speculate,
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class _Running:
 
 @dataclass
 class Streams:
-    """So many requests at a time, from cases in turn; `expected` holds what each replies undisturbed."""
+    """So many requests at a time, from cases in turn; `expected` holds what each replies
+    undisturbed."""
 
     client: Client
     cases: Sequence[Case]
@@ -61,14 +70,16 @@ class Streams:
     _running: dict[int, _Running] = field(default_factory=dict)
 
     def learn(self) -> Iterator[Case]:
-        """Have each case decoded by the target alone while nothing happens; each, when that is done."""
+        """Have each case decoded by the target alone while nothing happens; each, when that is
+        done."""
         for case in self.cases:
             result = self.client.complete(case.submit(self.client, speculate=False)).result
             self.expected[case] = result.token_ids, result.text
             yield case
 
     def run(self, seconds: float, next_cases: "cycle[Case] | None") -> None:
-        """Hear replies for so long, and ask anew for each that has ended; without `next_cases` no more."""
+        """Hear replies for so long, and ask anew for each that has ended; without `next_cases` no
+        more."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             while next_cases is not None and len(self._running) < self.together:
@@ -87,7 +98,9 @@ class Streams:
     @property
     def silent_s(self) -> float:
         """How long nothing has come of the request of which nothing has come for longest."""
-        return max((time.monotonic() - running.heard_s for running in self._running.values()), default=0.0)
+        return max(
+            (time.monotonic() - running.heard_s for running in self._running.values()), default=0.0
+        )
 
     def _hear(self, reply: Reply) -> None:
         if isinstance(reply, Emitted):
@@ -110,8 +123,18 @@ class Streams:
         self.moves += result.moves
         self.alone += not result.drafted_tokens
         if (tuple(running.tokens), running.text) != (result.token_ids, result.text):
-            self.wrong.append(Wrong(running.case, f"streamed {running.tokens}, and the result says {result.token_ids}"))
+            self.wrong.append(
+                Wrong(
+                    running.case,
+                    f"streamed {running.tokens}, and the result says {result.token_ids}",
+                )
+            )
         elif (result.token_ids, result.text) != (tokens, text):
-            self.wrong.append(Wrong(running.case, f"{result.token_ids} after {result.moves} moves, undisturbed {tokens}"))
+            self.wrong.append(
+                Wrong(
+                    running.case,
+                    f"{result.token_ids} after {result.moves} moves, undisturbed {tokens}",
+                )
+            )
         else:
             self.equal += 1

@@ -1,4 +1,5 @@
-"""Tiny checkpoints of every causal model class that the installed transformers has, made by shrinking the default configuration of each."""
+"""Tiny checkpoints of every causal model class that the installed transformers has, made by
+shrinking the default configuration of each."""
 
 import json
 import re
@@ -27,20 +28,41 @@ RULES: tuple[tuple[str, int], ...] = (
     (r".*(eos|decoder_start|forced).*(id|index)|pad_index|mask_index|lang_id", 1),
     (r".*window(_size|_len)?|local_attention|attention_chunk_size", WINDOW),
     (r"original_max_position.*", CONTEXT // 2),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length|max_.*_positions|rel_extent", CONTEXT),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length|max_.*_positions|rel_extent",
+        CONTEXT,
+    ),
     (r"num_(key_value|kv|kv_query|query)_?(heads|groups)|swa_num_key_value_heads", 2),
-    (r"(encoder_|decoder_|num_|n_|swa_|num_encoder_|num_decoder_)?(attention_|query_)?heads?|n_head|num_attention_heads|index_n_heads", 4),
+    (
+        r"(encoder_|decoder_|num_|n_|swa_|num_encoder_|num_decoder_)?(attention_|query_)?heads?|n_head|num_attention_heads|index_n_heads",
+        4,
+    ),
     (r"linear_num_.*heads|linear_num_heads", 4),
-    (r"(swa_|global_|attention_)?head_(dim|size)|v_head_dim|index_head_dim|linear_.*head_dim|attention_head_(dim|size)|kv_channels|d_head|dim_head", 16),
+    (
+        r"(swa_|global_|attention_)?head_(dim|size)|v_head_dim|index_head_dim|linear_.*head_dim|attention_head_(dim|size)|kv_channels|d_head|dim_head",
+        16,
+    ),
     (r"qk_(nope|rope)_head_dim", 8),
     (r"qk_head_dim", 16),
     (r"[qok]v?_lora_rank|.*_lora_.*|rotary_dim", 8),
     (r"hidden_size_per_layer_input|laurel_rank|.*_rank", 8),
-    (r"hidden_size|d_model|n_embd|dim|emb_dim|embedding_(size|dim)|word_embed_proj_dim|lru_width|.*_embedding_size|backbone_hidden_size|dim_model_base", 64),
-    (r".*(intermediate_size|expert_ffn_hidden_size|ffn_dim|ffn_hidden_size|feed_forward_size|inner_dim|dim_ff|dff|d_inner|intermediate_size_mlp)", 96),
+    (
+        r"hidden_size|d_model|n_embd|dim|emb_dim|embedding_(size|dim)|word_embed_proj_dim|lru_width|.*_embedding_size|backbone_hidden_size|dim_model_base",
+        64,
+    ),
+    (
+        r".*(intermediate_size|expert_ffn_hidden_size|ffn_dim|ffn_hidden_size|feed_forward_size|inner_dim|dim_ff|dff|d_inner|intermediate_size_mlp)",
+        96,
+    ),
     (r"num_kv_shared_layers|num_nextn_predict_layers", 0),
-    (r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers|num_blocks", 4),
-    (r"num_experts_per_tok(en)?|moe_topk|topk_group|n_group|moe_k|top_k_experts|num_expert_group", 2),
+    (
+        r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers|num_blocks",
+        4,
+    ),
+    (
+        r"num_experts_per_tok(en)?|moe_topk|topk_group|n_group|moe_k|top_k_experts|num_expert_group",
+        2,
+    ),
     (r"(n_routed|num|num_local|moe_num)_experts", 4),
     (r"index_topk.*|altup_num_inputs", 2),
     (r"image_size", 32),
@@ -48,23 +70,49 @@ RULES: tuple[tuple[str, int], ...] = (
 )
 NEEDED = ("head_dim", "num_key_value_heads")
 """Fields that some classes leave at None and cannot do without."""
-"""What a whole number of a configuration becomes, by the whole of its name; any other stays as it is."""
+"""What a whole number of a configuration becomes, by the whole of its name; any other stays as it
+is."""
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64},
+    },
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "dots3_note_text": {
         "num_key_value_heads": 4,
         **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
         **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
         "swa_qk_nope_head_dim": 8,
     },
-    "gemma3n_text": {"intermediate_size": 96, "altup_num_inputs": 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma3n_text": {
+        "intermediate_size": 96,
+        "altup_num_inputs": 4,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    },
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "longcat_flash": {"zero_expert_num": 2},
@@ -74,20 +122,27 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 12], "axial_pos_embds_dim": [32, 32]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
-    "zamba2": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"]},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"]
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Fields that the rules leave in contradiction with each other, or that have no default that works."""
+"""Fields that the rules leave in contradiction with each other, or that have no default that
+works."""
 
 
 @cache
 def classes() -> dict[str, tuple[type[PreTrainedConfig], type]]:
-    """Model type -> (configuration class, model class), of every causal model of the installed transformers."""
-    return {config.model_type: (config, model) for config, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
+    """Model type -> (configuration class, model class), of every causal model of the installed
+    transformers."""
+    return {
+        config.model_type: (config, model) for config, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+    }
 
 
 def shrunk(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that are whole numbers and have a rule, and the same of the configurations within it."""
+    """The fields of a configuration that are whole numbers and have a rule, and the same of the
+    configurations within it."""
     small: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -113,18 +168,31 @@ def tiny_config(kind: str, fields: dict[str, Any]) -> PreTrainedConfig:
 
 def _merged(fields: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
     """`fields` with those of `special` in their place, within parts too."""
-    return {**fields, **{name: _merged(fields.get(name, {}), value) if name.endswith("_config") else value for name, value in special.items()}}
+    return {
+        **fields,
+        **{
+            name: _merged(fields.get(name, {}), value) if name.endswith("_config") else value
+            for name, value in special.items()
+        },
+    }
 
 
-def write_tiny(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, **fields: Any) -> bool:
-    """A checkpoint of random numbers of a model type, `fields` of its configuration set; False: one that transformers itself cannot build, with hardly any."""
+def write_tiny(
+    kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, **fields: Any
+) -> bool:
+    """A checkpoint of random numbers of a model type, `fields` of its configuration set; False: one
+    that transformers itself cannot build, with hardly any."""
     try:
         config = tiny_config(kind, fields)
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    except Exception:  # a package that is missing, or a class that does not fit its own configuration
+    except (
+        Exception
+    ):  # a package that is missing, or a class that does not fit its own configuration
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": VOCABULARY}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": kind, "vocab_size": VOCABULARY})
+        )
         save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
         write_tokenizer(folder, VOCABULARY)
         return False
@@ -138,7 +206,8 @@ def write_tiny(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, *
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Numbers that make logits lie far apart and that show when one is lost: no bias and no norm is all zeros or all ones."""
+    """Numbers that make logits lie far apart and that show when one is lost: no bias and no norm is
+    all zeros or all ones."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise: Tensor = torch.randn(parameter.shape, generator=generator)

@@ -1,4 +1,5 @@
-"""Chromium without a window, driven over the DevTools protocol through two pipes: no driver, no library, no port.
+"""Chromium without a window, driven over the DevTools protocol through two pipes: no driver, no
+library, no port.
 
 Commands and events are JSON, each ended by a zero byte. Knows pages and keys, nothing of ours.
 """
@@ -52,7 +53,7 @@ PIXELS = """async (png) => {
   const parts = [];
   for (let at = 0; at < bytes.length; at += 32768) parts.push(String.fromCharCode(...bytes.subarray(at, at + 32768)));
   return { width: canvas.width, height: canvas.height, data: btoa(parts.join("")) };
-}"""
+}"""  # noqa: E501
 KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38}
 
 
@@ -78,11 +79,26 @@ class Page:
     def close(self) -> None:
         self._browser.call("Target.disposeBrowserContext", {"browserContextId": self._context})
 
-    def open(self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False, still: bool = False) -> None:
-        """Go there, in a window of that size, for somebody who likes it dark, or with little motion."""
+    def open(
+        self,
+        url: str,
+        *,
+        width: int = 1200,
+        height: int = 900,
+        dark: bool = False,
+        still: bool = False,
+    ) -> None:
+        """Go there, in a window of that size, for somebody who likes it dark, or with little
+        motion."""
         self.resize(width, height)
-        wishes = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce" if still else "no-preference"}
-        self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in wishes.items()])
+        wishes = {
+            "prefers-color-scheme": "dark" if dark else "light",
+            "prefers-reduced-motion": "reduce" if still else "no-preference",
+        }
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": name, "value": value} for name, value in wishes.items()],
+        )
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 
@@ -93,11 +109,19 @@ class Page:
         self.until("!window.before && document.readyState === 'complete'")
 
     def resize(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def value(self, expression: str) -> Any:
         """The value of an expression in the page; what it throws is raised."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -106,7 +130,9 @@ class Page:
         """Wait until an expression is true of the page; its value."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.value(expression)):
-            assert time.monotonic() < deadline, f"{expression} never came true; the page said {self.messages}"
+            assert time.monotonic() < deadline, (
+                f"{expression} never came true; the page said {self.messages}"
+            )
             time.sleep(LOOK_S)
         return value
 
@@ -120,7 +146,14 @@ class Page:
         code = KEYS[key]
         more = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **(more if kind == "keyDown" else {}))
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **(more if kind == "keyDown" else {}),
+            )
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
@@ -143,16 +176,24 @@ class Page:
         return shown.reshape(told["height"], told["width"], 4)[:, :, :3]
 
     def _captured(self, whole: bool) -> str:
-        data: str = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        data: str = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)[
+            "data"
+        ]
         return data
 
     def hear(self, method: str, parameters: Mapping[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             self.messages.append(str(parameters["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.messages.append(str(parameters["args"]))
         elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-            self.messages.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+            self.messages.append(
+                f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}"
+            )
         elif method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
 
@@ -169,19 +210,30 @@ class Browser:
     def page(self) -> Page:
         """A new tab, that knows nothing of the others."""
         context = self.call("Target.createBrowserContext", {})["browserContextId"]
-        target = self.call("Target.createTarget", {"url": "about:blank", "browserContextId": context})["targetId"]
-        session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
+        target = self.call(
+            "Target.createTarget", {"url": "about:blank", "browserContextId": context}
+        )["targetId"]
+        session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})[
+            "sessionId"
+        ]
         self._pages[session] = page = Page(self, session, context)
         return page
 
     def call(self, method: str, parameters: Mapping[str, Any], session: str = "") -> dict[str, Any]:
         self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters, **({"sessionId": session} if session else {})}
+        message = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+            **({"sessionId": session} if session else {}),
+        }
         content = json.dumps(message).encode() + b"\0"
         while content:
             content = content[os.write(self._to, content) :]
         while (answer := self._read()).get("id") != self._number:
-            if (page := self._pages.get(answer.get("sessionId", ""))) is not None and "method" in answer:
+            if (
+                page := self._pages.get(answer.get("sessionId", ""))
+            ) is not None and "method" in answer:
                 page.hear(answer["method"], answer["params"])
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer["result"]
@@ -203,14 +255,34 @@ def chromium(program: str) -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(prefix="dt-chromium-", ignore_cleanup_errors=True) as folder:
         hears, to = os.pipe()
         of, says = os.pipe()
-        inherited = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (hears, says)]  # above those that they become
+        inherited = [
+            fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (hears, says)
+        ]  # above those that they become
         for descriptor in (hears, says):
             os.close(descriptor)
-        flags = [*FLAGS, f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        flags = [
+            *FLAGS,
+            f"--user-data-dir={folder}",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        ]
         plumbing = 'hears=$1 says=$2; shift 2; exec "$@" 3<&"$hears" 4>&"$says"'
-        command = ["bash", "-c", plumbing, "bash", *map(str, inherited), program, *flags, "about:blank"]
+        command = [
+            "bash",
+            "-c",
+            plumbing,
+            "bash",
+            *map(str, inherited),
+            program,
+            *flags,
+            "about:blank",
+        ]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=inherited,
+            start_new_session=True,
         )
         for descriptor in inherited:
             os.close(descriptor)

@@ -1,6 +1,8 @@
-"""A real draft worker that fails as it is told: `python tests/support/failing_draft.py HOW worker --role=draft ...`.
+"""A real draft worker that fails as it is told: `python tests/support/failing_draft.py HOW worker
+--role=draft ...`.
 
-What fails is a function of the engine, or what it computes; everything around it is the program as it is.
+What fails is a function of the engine, or what it computes; everything around it is the program as
+it is.
 """
 
 import os
@@ -34,11 +36,17 @@ def only_below_the_root() -> None:
 
 
 def only_in_depth() -> None:
-    _instead(HeadDrafter, "_compute", lambda self, session, nodes, depth: session.tree.levels[nodes].max() >= 2)
+    _instead(
+        HeadDrafter,
+        "_compute",
+        lambda self, session, nodes, depth: session.tree.levels[nodes].max() >= 2,
+    )
 
 
 def only_sampled() -> None:
-    _instead(Grower, "draft", lambda self, session, *rest, **named: session.ranking.noise is not None)
+    _instead(
+        Grower, "draft", lambda self, session, *rest, **named: session.ranking.noise is not None
+    )
 
 
 def only_from_the_second_session() -> None:

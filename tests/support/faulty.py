@@ -1,8 +1,11 @@
-"""A coordinator's hub and the processes of its workers in virtual time, with everything that may happen to them on the way.
+"""A coordinator's hub and the processes of its workers in virtual time, with everything that may
+happen to them on the way.
 
-A connection keeps what a link promises - frames whole, in order, at most once for as long as it lasts - and the rest is up for change: how long a message
-takes, whether one direction is silent, when each end finds out that the other has gone, what is said twice, late or makes no sense. A process computes one
-command at a time, can be killed, stopped, be stuck, and connects again as a worker does. What happens when is `schedules.py`'s business.
+A connection keeps what a link promises - frames whole, in order, at most once for as long as it
+lasts - and the rest is up for change: how long a message takes, whether one direction is silent,
+when each end finds out that the other has gone, what is said twice, late or makes no sense. A
+process computes one command at a time, can be killed, stopped, be stuck, and connects again as a
+worker does. What happens when is `schedules.py`'s business.
 """
 
 import random
@@ -78,7 +81,7 @@ class Time:
         assert self._agenda.step(), "nothing will ever happen again"
 
 
-# -- connections -------------------------------------------------------------------------------------------------------------------------------
+# -- connections -----------------------------------------------------------------------------------
 
 
 class Way:
@@ -108,7 +111,8 @@ class Way:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing arrives; what was sent meanwhile does when that is over, if somebody still listens."""
+        """Whether nothing arrives; what was sent meanwhile does when that is over, if somebody
+        still listens."""
         return self._silent
 
     @silent.setter
@@ -119,7 +123,8 @@ class Way:
 
 
 class Wire:
-    """One connection of a process with the hub. Each end closes by itself, and the other finds out in its own time."""
+    """One connection of a process with the hub. Each end closes by itself, and the other finds out
+    in its own time."""
 
     def __init__(self, time: Time, hub: "FaultyHub", peer: bytes, process: "Process") -> None:
         self.peer = peer
@@ -129,7 +134,8 @@ class Wire:
         self._heals_ns = 0
 
     def hub_closes(self) -> None:
-        """The hub gives the connection up: it hears nothing more, and the process is told as soon as something reaches it."""
+        """The hub gives the connection up: it hears nothing more, and the process is told as soon
+        as something reaches it."""
         self.up.open = False
         self._hub.lose(self.peer)
         if not self.down.silent:
@@ -151,12 +157,17 @@ class Wire:
             self._time.later(max(NOTICE_NS, self.up.delay_ns + self.up.jitter_ns), self.hub_closes)
 
     def silence(self, *, up: bool, down: bool, heal_ns: int) -> None:
-        """Nothing arrives in these directions for so long; who hears nothing for too long gives the connection up."""
+        """Nothing arrives in these directions for so long; who hears nothing for too long gives the
+        connection up."""
         self.up.silent, self.down.silent = self.up.silent or up, self.down.silent or down
         if up:
-            self._time.later(HEARTBEAT_NS, lambda: self.hub_closes() if self.up.silent and self.up.open else None)
+            self._time.later(
+                HEARTBEAT_NS, lambda: self.hub_closes() if self.up.silent and self.up.open else None
+            )
         if down:
-            self._time.later(HEARTBEAT_NS, lambda: self.process_closes() if self.down.silent else None)
+            self._time.later(
+                HEARTBEAT_NS, lambda: self.process_closes() if self.down.silent else None
+            )
         self._heals_ns = max(self._heals_ns, self._time.now_ns + heal_ns)
         self._time.later(heal_ns, self._heal)
 
@@ -179,7 +190,8 @@ class FaultyHub:
     def __init__(self, time: Time) -> None:
         self.closed = False
         self.pump: Callable[[], None] = lambda: None
-        """What the coordinator does when something has arrived; `look_around`: when somebody has gone."""
+        """What the coordinator does when something has arrived; `look_around`: when somebody has
+        gone."""
         self.look_around: Callable[[], None] = lambda: None
         self._time = time
         self._inbox: deque[tuple[bytes, list[bytes]]] = deque()
@@ -217,7 +229,7 @@ class FaultyHub:
             self._inbox.append((peer, frames))
             self.pump()
 
-    # -- what a coordinator asks of its hub ----------------------------------------------------------------------------------------------------
+    # -- what a coordinator asks of its hub --------------------------------------------------------
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         return self._inbox.popleft() if self._inbox else None
@@ -257,7 +269,7 @@ class FaultyHub:
             wire.process_closes()
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class CarefulTarget(ScriptedTarget):
@@ -316,11 +328,19 @@ class Costs:
         """Nanoseconds."""
         match command:
             case Open():
-                return round(MS * (self.open_ms + self.token_ms * (len(command.prompt) - command.kept)))
+                return round(
+                    MS * (self.open_ms + self.token_ms * (len(command.prompt) - command.kept))
+                )
             case Refeed():
                 return round(MS * (self.open_ms + self.token_ms * (command.prefix - command.start)))
             case Verify():
-                return round(MS * (self.pass_ms + self.row_ms * sum(1 + len(item.tokens) for item in command.items)))
+                return round(
+                    MS
+                    * (
+                        self.pass_ms
+                        + self.row_ms * sum(1 + len(item.tokens) for item in command.items)
+                    )
+                )
             case Draft():
                 return round(MS * self.draft_ms)
         return MS // 10
@@ -328,7 +348,8 @@ class Costs:
 
 @dataclass
 class Process:
-    """The process of a worker: started, connected, at work; killed and started again. `make` makes the worker of an incarnation."""
+    """The process of a worker: started, connected, at work; killed and started again. `make` makes
+    the worker of an incarnation."""
 
     time: Time
     role: str
@@ -373,12 +394,23 @@ class Process:
     @property
     def registered(self) -> bool:
         """Whether the coordinator has welcomed it on the connection that it has."""
-        return self.alive and self.wire is not None and self.worker is not None and self.worker.coordinator_epoch >= 0
+        return (
+            self.alive
+            and self.wire is not None
+            and self.worker is not None
+            and self.worker.coordinator_epoch >= 0
+        )
 
     def start(self) -> None:
         if self.alive:
             return
-        self.alive, self.stopped, self.sticks, self.refuses, self.drops = True, False, False, False, 0
+        self.alive, self.stopped, self.sticks, self.refuses, self.drops = (
+            True,
+            False,
+            False,
+            False,
+            0,
+        )
         if self._life:  # whoever starts it again wants it to serve
             self.about["standby"] = False
         self._life += 1
@@ -398,13 +430,17 @@ class Process:
         self.time.later(self.restart_ns, self.start)
 
     def stop(self, for_ns: int) -> None:
-        """It does nothing and hears nothing, and its machine says for it that it is there, but not for long."""
+        """It does nothing and hears nothing, and its machine says for it that it is there, but not
+        for long."""
         if not self.alive or self.stopped:
             return
         self.stopped = True
         if self.wire is not None:
             wire = self.wire
-            self.time.later(HEARTBEAT_NS, lambda: wire.hub_closes() if self.stopped and self.wire is wire else None)
+            self.time.later(
+                HEARTBEAT_NS,
+                lambda: wire.hub_closes() if self.stopped and self.wire is wire else None,
+            )
         self._in_life(for_ns, self._go_on)
 
     def _go_on(self) -> None:
@@ -442,7 +478,7 @@ class Process:
         if self.worker is not None:
             self.worker.kept.clear()
 
-    # -- connecting ----------------------------------------------------------------------------------------------------------------------------
+    # -- connecting --------------------------------------------------------------------------------
 
     def _connect(self, pause_ns: int = FIRST_PAUSE_NS) -> None:
         hub = self.hub()
@@ -461,7 +497,8 @@ class Process:
             way.delay_ns, way.jitter_ns = HOP_NS + self.delay_ms * MS, self.delay_ms * MS
 
     def disconnected(self, wire: Wire) -> None:
-        """A command that it does is done first; then it is free of all that it held for that coordinator, and connects anew."""
+        """A command that it does is done first; then it is free of all that it held for that
+        coordinator, and connects anew."""
         if self.wire is not wire:
             return
         if self.stopped:
@@ -472,13 +509,17 @@ class Process:
         if not self.busy:
             self._in_life(FIRST_PAUSE_NS, self._connect)
 
-    # -- commands ------------------------------------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def take(self, frames: list[bytes]) -> None:
         """A command has arrived."""
         command = COMMAND.decode(frames)
         self._inbox.append(command)
-        if self.asked_again and not isinstance(command, Welcome | Failed) and not (isinstance(command, Open) and command.base is not None):
+        if (
+            self.asked_again
+            and not isinstance(command, Welcome | Failed)
+            and not (isinstance(command, Open) and command.base is not None)
+        ):
             self.asked_again -= 1
             self._inbox.append(command)
         self._work()
@@ -487,9 +528,16 @@ class Process:
         while self._inbox and self.alive and not self.busy and not self.stopped:
             assert self.worker is not None
             command = self._inbox.popleft()
-            if isinstance(command, Failed) and command.session is None and command.code == "session" and self.wire is not None:
+            if (
+                isinstance(command, Failed)
+                and command.session is None
+                and command.code == "session"
+                and self.wire is not None
+            ):
                 self.wire.process_closes()
-            elif isinstance(command, Drain) or (isinstance(command, Failed) and command.session is None):
+            elif isinstance(command, Drain) or (
+                isinstance(command, Failed) and command.session is None
+            ):
                 self.kill()
             elif self.worker.coordinator_epoch not in (-1, command.epoch):
                 self.stale += 1
@@ -515,7 +563,9 @@ class Process:
         for place, event in enumerate(timed[:-1], 1):  # what comes in parts
             self._in_life(cost_ns * place // len(timed), partial(self._say, event))
         self._in_life(cost_ns, lambda: self._done(timed[-1:]))
-        self._in_life(cost_ns + self.stuck_ns, lambda: self.kill() if self.busy and self.sticks else None)
+        self._in_life(
+            cost_ns + self.stuck_ns, lambda: self.kill() if self.busy and self.sticks else None
+        )
 
     def _say(self, event: Event) -> None:
         if not self.sticks:
@@ -535,15 +585,30 @@ class Process:
     def _refusal(self, command: Command) -> Failed:
         assert self.worker is not None
         assert isinstance(command, Open | Feed | Draft)
-        return Failed(epoch=self.worker.epoch, session=command.session, round=command.round, code="memory", text="there is no room")
+        return Failed(
+            epoch=self.worker.epoch,
+            session=command.session,
+            round=command.round,
+            code="memory",
+            text="there is no room",
+        )
 
     def _probed(self, probe: Probe) -> Probed:
         assert self.worker is not None
         now_ns, sessions = self.time.now_ns, len(self.worker.logs)
-        return Probed(epoch=self.worker.epoch, sent_ns=probe.sent_ns, clock_ns=now_ns, busy_ns=0, stale=self.stale, sessions=sessions, rss_bytes=0)
+        return Probed(
+            epoch=self.worker.epoch,
+            sent_ns=probe.sent_ns,
+            clock_ns=now_ns,
+            busy_ns=0,
+            stale=self.stale,
+            sessions=sessions,
+            rss_bytes=0,
+        )
 
     def _send(self, message: Message) -> None:
-        """A Failed is said once: it does not name the command, so that another one is taken for an answer to the next."""
+        """A Failed is said once: it does not name the command, so that another one is taken for an
+        answer to the next."""
         frames, once = encode(message), isinstance(message, Failed)
         if not once:
             self._said.append(frames)
@@ -554,7 +619,8 @@ class Process:
         self.again = max(0, self.again - 1)
 
     def _in_life(self, after_ns: int, action: Callable[[], Any]) -> None:
-        """Have something happen after so long, if the process lives until then; a stopped one does it when it goes on."""
+        """Have something happen after so long, if the process lives until then; a stopped one does
+        it when it goes on."""
         life = self._life
 
         def act() -> None:
@@ -572,4 +638,6 @@ def _timed(event: Event, began_ns: int, cost_ns: int) -> Event:
     """The event with a span of virtual time."""
     names = {Opened: "prefill", Verified: "verify", Drafted: "draft"}
     name = names.get(type(event))  # type: ignore[call-overload]
-    return event if name is None else event.model_copy(update={"spans": ((name, began_ns, cost_ns),)})
+    return (
+        event if name is None else event.model_copy(update={"spans": ((name, began_ns, cost_ns),)})
+    )

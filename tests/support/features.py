@@ -26,5 +26,10 @@ def samples(features: Features) -> Iterator[Sample]:
     source, width = features.source, features.origin.width
     for start, stop in pairwise(source.offsets[features.first : features.last + 1].tolist()):
         states = source.read(start, stop)
-        tokens, learn = torch.tensor(source.tokens[start:stop].tolist()), torch.tensor(source.learn[start:stop].tolist()).bool()
-        yield Sample(tokens, learn, states[:, :width], states[:, width:] if features.origin.taps else None)
+        tokens, learn = (
+            torch.tensor(source.tokens[start:stop].tolist()),
+            torch.tensor(source.learn[start:stop].tolist()).bool(),
+        )
+        yield Sample(
+            tokens, learn, states[:, :width], states[:, width:] if features.origin.taps else None
+        )

@@ -1,7 +1,9 @@
-"""A coordinator over tcp with keys and its workers, each a process of its own, as on several machines: what faults are tried on.
+"""A coordinator over tcp with keys and its workers, each a process of its own, as on several
+machines: what faults are tried on.
 
-Whoever has a fleet looks after it: `tend` starts again what has ended, as a supervisor on each machine would. Between a worker and the coordinator there may be
-a proxy (`proxy.py`), and a worker may run on another machine (`machines.py`).
+Whoever has a fleet looks after it: `tend` starts again what has ended, as a supervisor on each
+machine would. Between a worker and the coordinator there may be a proxy (`proxy.py`), and a worker
+may run on another machine (`machines.py`).
 """
 
 import os
@@ -45,7 +47,13 @@ class Member:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.log, start_new_session=True)
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.log,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -58,21 +66,38 @@ class Member:
     def last_words(self) -> str:
         """The end of what its processes have said on stderr."""
         size = os.fstat(self.log.fileno()).st_size
-        return os.pread(self.log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode(errors="replace")
+        return os.pread(self.log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode(
+            errors="replace"
+        )
 
 
 class Fleet:
     """Use it as a context, in the main thread: the processes end with it, and with the thread."""
 
     def __init__(self, *flags: str, host: str = LOOPBACK, script: str = "") -> None:
-        """Starts the coordinator, at `host`, with these flags. `script`: Python that runs the command, in its place."""
+        """Starts the coordinator, at `host`, with these flags. `script`: Python that runs the
+        command, in its place."""
         self.members: dict[str, Member] = {}
         self._owned = ExitStack()
-        self.keys = Path(self._owned.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-fleet-"))) / "keys"
+        self.keys = (
+            Path(self._owned.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-fleet-")))
+            / "keys"
+        )
         generate_keys(self.keys)
         self.log = self._owned.enter_context(Path(self.keys.parent, "log").open("w+b"))  # noqa: SIM115  # it closes with the others
-        command = [*_dovetail("coordinator", script=script), f"--listen=tcp://{host}:*", f"--keys={self.keys}", *flags]
-        self.coordinator = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)
+        command = [
+            *_dovetail("coordinator", script=script),
+            f"--listen=tcp://{host}:*",
+            f"--keys={self.keys}",
+            *flags,
+        ]
+        self.coordinator = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            start_new_session=True,
+        )
         assert self.coordinator.stdout is not None
         self.address = self.coordinator.stdout.readline().decode().strip()
         assert self.address, self.said()
@@ -102,10 +127,18 @@ class Fleet:
         seed: int = 0,
         script: str = "",
     ) -> Member:
-        """Start a worker; with `proxied` its connections go through a proxy of its own. `script`: as of the coordinator."""
+        """Start a worker; with `proxied` its connections go through a proxy of its own. `script`:
+        as of the coordinator."""
         proxy = Proxy(self.address, seed=seed) if proxied else None
         address = self.address if proxy is None else proxy.address
-        worker = _dovetail("worker", f"--role={role}", f"--name={name}", f"--connect={address}", f"--keys={self.keys}", script=script)
+        worker = _dovetail(
+            "worker",
+            f"--role={role}",
+            f"--name={name}",
+            f"--connect={address}",
+            f"--keys={self.keys}",
+            script=script,
+        )
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the fleet
         self.members[name] = member = Member(name, role, [*prefix, *worker, *flags], log, proxy)
         return member
@@ -124,8 +157,16 @@ class Fleet:
         with Client(open_link(self.address, keys=self.keys, role="client")) as client:
             yield client
 
-    def wait_until(self, client: Client, condition: Callable[[Reported], bool], what: str, *, within_s: float = READY_S) -> Reported:
-        """The coordinator's first state of which it is true; meanwhile workers that end are started again."""
+    def wait_until(
+        self,
+        client: Client,
+        condition: Callable[[Reported], bool],
+        what: str,
+        *,
+        within_s: float = READY_S,
+    ) -> Reported:
+        """The coordinator's first state of which it is true; meanwhile workers that end are started
+        again."""
         deadline = time.monotonic() + within_s
         while not condition(state := client.status()):
             assert time.monotonic() < deadline, f"{what}, in {within_s:g} s\n{self.tale()}"
@@ -138,16 +179,27 @@ class Fleet:
 
     def ready(self, state: Reported) -> bool:
         """Whether each worker is registered, once, with the process that it has."""
-        return sorted(worker.pid for worker in state.workers) == sorted(member.pid for member in self.members.values()) and not state.degraded
+        return (
+            sorted(worker.pid for worker in state.workers)
+            == sorted(member.pid for member in self.members.values())
+            and not state.degraded
+        )
 
     def said(self) -> str:
         """The end of what the coordinator has said on stderr."""
         size = os.fstat(self.log.fileno()).st_size
-        return os.pread(self.log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode(errors="replace")
+        return os.pread(self.log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode(
+            errors="replace"
+        )
 
     def tale(self) -> str:
         """The last words of all processes."""
-        return "\n".join((f"coordinator: {self.said()}", *(f"{member.name}: {member.last_words()}" for member in self.members.values())))
+        return "\n".join(
+            (
+                f"coordinator: {self.said()}",
+                *(f"{member.name}: {member.last_words()}" for member in self.members.values()),
+            )
+        )
 
 
 def of(state: Reported, member: Member) -> WorkerState | None:

@@ -1,7 +1,9 @@
-"""Representative messages and their golden bytes, by which two versions of the protocol are compared.
+"""Representative messages and their golden bytes, by which two versions of the protocol are
+compared.
 
-`tests/protocol/golden/NAME.bin` holds the frames of one message, each behind its length (u32, little-endian). A golden file changes only together
-with `messages.VERSION`; to write the files anew after such a change, from the root of the repository:
+`tests/protocol/golden/NAME.bin` holds the frames of one message, each behind its length (u32,
+little-endian). A golden file changes only together with `messages.VERSION`; to write the files anew
+after such a change, from the root of the repository:
 
     python tests/support/golden.py
 """
@@ -34,9 +36,18 @@ def unpack_frames(content: bytes) -> list[bytes]:
 
 def representative() -> dict[str, Any]:
     """Name of the golden file -> a message that uses every field of its type."""
-    m, array, settings = (importlib.import_module(f"dovetail.protocol.{name}") for name in ("messages", "arrays", "settings"))
+    m, array, settings = (
+        importlib.import_module(f"dovetail.protocol.{name}")
+        for name in ("messages", "arrays", "settings")
+    )
     facts = _facts(m, array.Array, settings)
-    return {**_introductions(m, facts), **_drafting(m, facts), **_verification(m, facts), **_requests(m, facts), **_replies(m, facts)}
+    return {
+        **_introductions(m, facts),
+        **_drafting(m, facts),
+        **_verification(m, facts),
+        **_requests(m, facts),
+        **_replies(m, facts),
+    }
 
 
 def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
@@ -54,21 +65,47 @@ def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
         acceptance="rejection",
     )
     tree = settings.TreeSettings(
-        policy="heterospec", gamma=6, depth=5, width=10, sharpening=0.5, thresholds=(0.5, 1.25), prune=(0.3, 0.6), adapt=("extend", "prune")
+        policy="heterospec",
+        gamma=6,
+        depth=5,
+        width=10,
+        sharpening=0.5,
+        thresholds=(0.5, 1.25),
+        prune=(0.3, 0.6),
+        adapt=("extend", "prune"),
     )
     return SimpleNamespace(
         array=array,
         sampling=sampling,
         tree=tree,
         spans=(("verify", 1_000_000_000, 250_000), ("commit", 1_000_300_000, 90_000)),
-        beside=((3, 1, ("grow", 1_000_000_000, 250_000)), (None, None, ("send", 1_000_300_000, 90_000))),
-        fingerprint=m.Fingerprint(checkpoint="0f" * 32, weights="fp32", kernels="torch 2.13 avx512 2 threads", split="", prefill="local"),
+        beside=(
+            (3, 1, ("grow", 1_000_000_000, 250_000)),
+            (None, None, ("send", 1_000_300_000, 90_000)),
+        ),
+        fingerprint=m.Fingerprint(
+            checkpoint="0f" * 32,
+            weights="fp32",
+            kernels="torch 2.13 avx512 2 threads",
+            split="",
+            prefill="local",
+        ),
         vocabulary=m.VocabularyFacts(
-            digest="ab" * 32, size=151936, end=(151643, 151645), begin=151643, template="{% for m in messages %}{{ m.content }}{% endfor %}"
+            digest="ab" * 32,
+            size=151936,
+            end=(151643, 151645),
+            begin=151643,
+            template="{% for m in messages %}{{ m.content }}{% endfor %}",
         ),
         limits=m.Limits(context=4096, nodes=1024, sessions=8, kept=8192),
         tokenizer=array(dtype="uint8", shape=(2,), data=b"{}"),
-        reads=m.Reads(taps=(2, 18, 33), width=4, dtype="bfloat16", vocabulary_size=151936, trained_for="1e" * 32),
+        reads=m.Reads(
+            taps=(2, 18, 33),
+            width=4,
+            dtype="bfloat16",
+            vocabulary_size=151936,
+            trained_for="1e" * 32,
+        ),
         features=array(dtype="bfloat16", shape=(1, 12), data=bytes(range(24))),
         candidates=array(dtype="int32", shape=(4, 2), data=bytes(range(32))),
         probabilities=array(dtype="float32", shape=(4, 2), data=bytes(range(32, 64))),
@@ -102,10 +139,14 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             placement=PLACEMENT,
             load_s=12.5,
         ),
-        "hello-client": m.Hello(epoch=5, roles=("client",), name="client", host="localhost", pid=4243),
+        "hello-client": m.Hello(
+            epoch=5, roles=("client",), name="client", host="localhost", pid=4243
+        ),
         "loading": m.Loading(epoch=0, state=_loading(m)),
         "welcome": m.Welcome(epoch=1),
-        "failed": m.Failed(epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"),
+        "failed": m.Failed(
+            epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"
+        ),
         "probe": m.Probe(epoch=1, sent_ns=123_456_789),
         "probed": m.Probed(
             epoch=2,
@@ -182,7 +223,14 @@ def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
 
 def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
     item = m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0))
-    verdict = m.VerifiedItem(session=3, round=2, accepted=(0, 2), bonus=0, margins=(0.5, 0.125, 3.0), logprobs=(facts.logprobs,) * 3)
+    verdict = m.VerifiedItem(
+        session=3,
+        round=2,
+        accepted=(0, 2),
+        bonus=0,
+        margins=(0.5, 0.125, 3.0),
+        logprobs=(facts.logprobs,) * 3,
+    )
     return {
         "open": m.Open(
             epoch=1,
@@ -206,7 +254,9 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "prefilled": m.Prefilled(epoch=2, session=3, round=2, start=2, features=facts.features),
         "refeed": m.Refeed(epoch=1, session=3, round=2, start=2, prefix=18, features=facts.reads),
         "refed": m.Refed(epoch=2, session=3, round=2, spans=facts.spans),
-        "scored": m.Scored(epoch=2, session=3, round=1, start=1, logprobs=(facts.logprobs, facts.logprobs)),
+        "scored": m.Scored(
+            epoch=2, session=3, round=1, start=1, logprobs=(facts.logprobs, facts.logprobs)
+        ),
         "opened": m.Opened(
             epoch=2,
             session=3,
@@ -218,7 +268,9 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             placement=PLACEMENT,
             read_by="cuda:0",
         ),
-        "verify": m.Verify(epoch=1, items=(item,), candidates=facts.candidates, probabilities=facts.probabilities),
+        "verify": m.Verify(
+            epoch=1, items=(item,), candidates=facts.candidates, probabilities=facts.probabilities
+        ),
         "verified": m.Verified(
             epoch=2,
             items=(verdict,),
@@ -267,12 +319,30 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
 
 def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
     return {
-        "emitted": m.Emitted(epoch=1, request=9, tokens=(9707, 11), drafted=(True, False), text="Hello,", logprobs=(facts.logprobs, facts.logprobs)),
+        "emitted": m.Emitted(
+            epoch=1,
+            request=9,
+            tokens=(9707, 11),
+            drafted=(True, False),
+            text="Hello,",
+            logprobs=(facts.logprobs, facts.logprobs),
+        ),
         "prompt_scored": m.PromptScored(epoch=1, request=9, start=1, logprobs=(facts.logprobs,)),
         "recorded": m.Recorded(epoch=1, request=9, record=_record(m)),
-        "finished": m.Finished(epoch=1, request=9, result=_result(m, facts), margins=(0.5, 0.25, 1.0), spans=(_seen_span(m, facts),)),
+        "finished": m.Finished(
+            epoch=1,
+            request=9,
+            result=_result(m, facts),
+            margins=(0.5, 0.25, 1.0),
+            spans=(_seen_span(m, facts),),
+        ),
         "described": m.Described(
-            epoch=1, model="demo/target", fingerprint=str(facts.fingerprint), limits=facts.limits, vocabulary=facts.vocabulary, tokenizer=facts.tokenizer
+            epoch=1,
+            model="demo/target",
+            fingerprint=str(facts.fingerprint),
+            limits=facts.limits,
+            vocabulary=facts.vocabulary,
+            tokenizer=facts.tokenizer,
         ),
         "seen": _seen(m, facts),
         "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),
@@ -304,13 +374,30 @@ def _seen(m: Any, facts: SimpleNamespace) -> Any:
         missed=7,
         more=True,
         workers=(worker,),
-        rounds=(m.SeenRound(number=4097, session=3, draft="draft-1", target="target-1", at_ns=1_000_400_000, readable=False, record=_record(m)),),
+        rounds=(
+            m.SeenRound(
+                number=4097,
+                session=3,
+                draft="draft-1",
+                target="target-1",
+                at_ns=1_000_400_000,
+                readable=False,
+                record=_record(m),
+            ),
+        ),
         spans=(_seen_span(m, facts),),
     )
 
 
 def _seen_span(m: Any, facts: SimpleNamespace) -> Any:
-    return m.SeenSpan(process="target-1", device="cpu", session=3, round=2, shared=((3, 2), (4, 7)), span=facts.spans[0])
+    return m.SeenSpan(
+        process="target-1",
+        device="cpu",
+        session=3,
+        round=2,
+        shared=((3, 2), (4, 7)),
+        span=facts.spans[0],
+    )
 
 
 def _record(m: Any) -> Any:
@@ -377,7 +464,9 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         fingerprints=("another", str(facts.fingerprint)),
         placement=PLACEMENT,
         prefill="cuda:0",
-        draft_failure=m.DraftFailure(draft="draft", error="IndexError: index 7 is out of bounds", round=2, after_s=0.25),
+        draft_failure=m.DraftFailure(
+            draft="draft", error="IndexError: index 7 is out of bounds", round=2, after_s=0.25
+        ),
     )
 
 
@@ -398,10 +487,15 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
         refused=0,
         degraded=True,
         reasons=("there is no draft worker",),
-        faults=(m.Fault(part="draft worker", why="it was killed by SIGKILL", since_s=3.5, retry_s=0.5),),
+        faults=(
+            m.Fault(part="draft worker", why="it was killed by SIGKILL", since_s=3.5, retry_s=0.5),
+        ),
         loading=(_loading(m),),
         pairs=(_pair_state(m, facts),),
-        decisions=("session 3: no speculation from token 57 on, it makes 55 tokens/s and the target alone 60",),
+        decisions=(
+            "session 3: no speculation from token 57 on, it makes 55 tokens/s and the target "
+            "alone 60",
+        ),
         totals=m.Totals(
             prompt_tokens=300,
             reused_tokens=120,
@@ -479,7 +573,9 @@ def write_all() -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # gives a bare checkout its import name, as conftest.py does for the tests
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # gives a bare checkout its import name, as conftest.py does for the tests
         (Path(folder) / "dovetail").symlink_to(FOLDER.parents[2], target_is_directory=True)
         sys.path.insert(0, folder)
         write_all()

@@ -17,7 +17,8 @@ VOCABULARY = 5
 
 @dataclass
 class Table:
-    """What a draft would say: for every path the children, best first, with their gains. Coarse gains give ties and children that do not exist."""
+    """What a draft would say: for every path the children, best first, with their gains. Coarse
+    gains give ties and children that do not exist."""
 
     seed: int
     coarse: bool
@@ -25,8 +26,15 @@ class Table:
     def __call__(self, path: Path) -> list[tuple[int, np.float32]]:
         random = np.random.default_rng([self.seed, *path])
         tokens = random.permutation(VOCABULARY)
-        gains = random.choice([0.0, -0.5, -1.0, -np.inf], VOCABULARY) if self.coarse else -random.exponential(1.0, VOCABULARY)
-        return [(int(t), g) for t, g in zip(tokens, sorted(gains.astype(np.float32), reverse=True), strict=True)]
+        gains = (
+            random.choice([0.0, -0.5, -1.0, -np.inf], VOCABULARY)
+            if self.coarse
+            else -random.exponential(1.0, VOCABULARY)
+        )
+        return [
+            (int(t), g)
+            for t, g in zip(tokens, sorted(gains.astype(np.float32), reverse=True), strict=True)
+        ]
 
 
 def path_of(tree: GrowingTree, node: int) -> Path:
@@ -38,9 +46,17 @@ def path_of(tree: GrowingTree, node: int) -> Path:
 
 
 def grow(
-    tree: GrowingTree, policy: Policy, children: Children, shape: Shape, above: Path = (), *, most: Callable[[], int] = lambda: 1 << 20, kept: int = 0
+    tree: GrowingTree,
+    policy: Policy,
+    children: Children,
+    shape: Shape,
+    above: Path = (),
+    *,
+    most: Callable[[], int] = lambda: 1 << 20,
+    kept: int = 0,
 ) -> list[list[Path]]:
-    """Grows the tree below the path `above` as a drafter does that can expand so many nodes of the next pass; returns what each pass expanded.
+    """Grows the tree below the path `above` as a drafter does that can expand so many nodes of the
+    next pass; returns what each pass expanded.
 
     `kept`: children of a node, where they are more than the shape's width.
     """
@@ -57,7 +73,11 @@ def expand(tree: GrowingTree, nodes: Nodes, children: Children, above: Path, kep
     if nodes[0] != ROOT:
         tree.give_rows(nodes)
     table = [children(above + path_of(tree, node))[:kept] for node in nodes.tolist()]
-    tree.add_children(nodes, np.array([[t for t, _ in row] for row in table], np.int32), np.array([[g for _, g in row] for row in table], np.float32))
+    tree.add_children(
+        nodes,
+        np.array([[t for t, _ in row] for row in table], np.int32),
+        np.array([[g for _, g in row] for row in table], np.float32),
+    )
 
 
 def proposal(tree: GrowingTree, policy: Policy, shape: Shape) -> list[tuple[Path, np.float32]]:

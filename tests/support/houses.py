@@ -1,4 +1,5 @@
-"""A coordinator over in-memory links with scripted workers and a client: one thread, one step after the other, no model and no clock to wait for."""
+"""A coordinator over in-memory links with scripted workers and a client: one thread, one step after
+the other, no model and no clock to wait for."""
 
 import time
 
@@ -29,10 +30,16 @@ class House:
         settings: CoordinatorSettings = DEFAULTS,
         recorder: Recorder | None = None,
     ) -> None:
-        """`reads`: the draft is a head of the target's, and reads these features. `limits`: of both workers."""
+        """`reads`: the draft is a head of the target's, and reads these features. `limits`: of both
+        workers."""
         self.hub: MemoryHub = memory_links()
         self.later_ns = 0
-        self.coordinator = Coordinator(self.hub, clock_ns=lambda: time.monotonic_ns() + self.later_ns, settings=settings, recorder=recorder)
+        self.coordinator = Coordinator(
+            self.hub,
+            clock_ns=lambda: time.monotonic_ns() + self.later_ns,
+            settings=settings,
+            recorder=recorder,
+        )
         self.workers: list[ScriptedWorker] = []
         both = {} if limits is None else {"limits": limits}
         self.target = self.add(ScriptedTarget, "target", repeat, **both) if target else None
@@ -40,7 +47,14 @@ class House:
         self.draft = self.add(ScriptedDraft, "draft", repeat, **head, **both) if draft else None
         self.client = self.connect()
 
-    def add(self, kind: type[ScriptedWorker], role: str, repeat: int = 1, user: PeerKey | None = None, **changes: object) -> ScriptedWorker:
+    def add(
+        self,
+        kind: type[ScriptedWorker],
+        role: str,
+        repeat: int = 1,
+        user: PeerKey | None = None,
+        **changes: object,
+    ) -> ScriptedWorker:
         worker = kind(self.hub.connect(user), role, epoch=100 + len(self.workers), repeat=repeat)
         worker.register(**changes)
         self.workers.append(worker)
@@ -64,7 +78,9 @@ class House:
                 return
 
     def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
-        return self.client.submit(tokens=prompt, **{"max_tokens": 60, "seed": 1, "tree": DYNAMIC, **options})  # type: ignore[arg-type]
+        return self.client.submit(
+            tokens=prompt, **{"max_tokens": 60, "seed": 1, "tree": DYNAMIC, **options}
+        )  # type: ignore[arg-type]
 
     def complete(self, **options: object) -> Finished:
         return self.client.complete(self.submit(**options))  # type: ignore[arg-type]

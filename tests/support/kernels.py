@@ -10,7 +10,8 @@ every_isa = pytest.mark.parametrize("isa", Isa, ids=lambda isa: isa.name)
 
 
 def use(isa: Isa) -> None:
-    """Compute with these instructions from here on; the test is skipped where the machine has none."""
+    """Compute with these instructions from here on; the test is skipped where the machine has
+    none."""
     if isa not in kernels.isas():
         pytest.skip(f"this machine has no {isa.name}")
     kernels.use_isa(isa)

@@ -1,6 +1,8 @@
-"""Scripted workers under load, each on a clock of its own: sessions draft while the target computes, and wait for each other as they would.
+"""Scripted workers under load, each on a clock of its own: sessions draft while the target
+computes, and wait for each other as they would.
 
-The coordinator is the real one, on a hub of the simulator's. What passes, levels and prompts take is said; nothing else takes any time but messages.
+The coordinator is the real one, on a hub of the simulator's. What passes, levels and prompts take
+is said; nothing else takes any time but messages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +58,8 @@ class Pace:
     level_s: float = 0.001
     """Of the draft, for each node of its chains."""
     right: Callable[[int, int], float] = lambda prompt, place: 0.8
-    """How likely a guess is right, in the reply to the prompt of so many tokens, at that length of the log."""
+    """How likely a guess is right, in the reply to the prompt of so many tokens, at that length of
+    the log."""
     belief: float | None = None
     """How likely the draft thinks it is; None: as it is."""
     prompt_s: float = 0.01
@@ -69,7 +72,13 @@ class Scripted:
     """One worker of either role."""
 
     def __init__(self, role: str, epoch: int, clock: Clock, pace: Pace, **changes: object) -> None:
-        self._role, self._epoch, self._clock, self._pace, self._changes = role, epoch, clock, pace, changes
+        self._role, self._epoch, self._clock, self._pace, self._changes = (
+            role,
+            epoch,
+            clock,
+            pace,
+            changes,
+        )
         self.logs: dict[int, list[int]] = {}
         self._prompts: dict[int, int] = {}
         self._last: dict[int, Drafted] = {}
@@ -85,7 +94,10 @@ class Scripted:
 
     def hello(self, epoch: int) -> Hello:
         self._epoch = epoch
-        return hello(self._role, **{"epoch": epoch, "limits": LIMITS, "cores": (), "states": None, **self._changes})  # type: ignore[arg-type]
+        return hello(
+            self._role,
+            **{"epoch": epoch, "limits": LIMITS, "cores": (), "states": None, **self._changes},
+        )  # type: ignore[arg-type]
 
     def idle(self) -> bool:
         return False
@@ -116,12 +128,16 @@ class Scripted:
             return Opened(epoch=self._epoch, session=command.session)
         span = self._spent(self._pace.prompt_s)
         told.append(choice(told))
-        return Opened(epoch=self._epoch, session=command.session, bonus=told[-1], margin=1.0, spans=(span,))
+        return Opened(
+            epoch=self._epoch, session=command.session, bonus=told[-1], margin=1.0, spans=(span,)
+        )
 
     def _verify(self, command: Verify) -> Verified:
         self.passes.append(command)
         span = self._spent(self._pace.pass_s(sum(1 + len(item.tokens) for item in command.items)))
-        return Verified(epoch=self._epoch, items=tuple(map(self._verdict, command.items)), spans=(span,))
+        return Verified(
+            epoch=self._epoch, items=tuple(map(self._verdict, command.items)), spans=(span,)
+        )
 
     def _verdict(self, item: VerifyItem) -> VerifiedItem:
         told, accepted, node = self.logs[item.session], list[int](), ROOT
@@ -132,15 +148,27 @@ class Scripted:
             node = child
         told.append(choice(told))
         margins = (1.0,) * (len(accepted) + 1)
-        return VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=told[-1], margins=margins)
+        return VerifiedItem(
+            session=item.session,
+            round=item.round,
+            accepted=tuple(accepted),
+            bonus=told[-1],
+            margins=margins,
+        )
 
     def _draft(self, command: Draft) -> Drafted:
         self.orders.append(command)
         self._spent(self.late_s)
         told, last = self.logs[command.session], self._last.get(command.session)
-        told += [*(last.tokens[node] for node in command.accepted if last), command.bonus, *command.more]
+        told += [
+            *(last.tokens[node] for node in command.accepted if last),
+            command.bonus,
+            *command.more,
+        ]
         assert command.prefix == len(told)
-        drafted = self._last[command.session] = self._chain(command, [*told], self._prompts[command.session])
+        drafted = self._last[command.session] = self._chain(
+            command, [*told], self._prompts[command.session]
+        )
         return drafted
 
     def _chain(self, command: Draft, path: list[int], prompt: int) -> Drafted:
@@ -150,8 +178,17 @@ class Scripted:
         for _ in range(min(command.max_depth, command.max_nodes)):
             right = pace.right(prompt, len(path))
             score *= max(1e-6, right if pace.belief is None else pace.belief)
-            late = command.deadline_ms is not None and self._clock() - began_ns > command.deadline_ms * 1e6
-            if late or score < command.floor or (command.rate is not None and score - command.floor < command.rate * pace.level_s):
+            late = (
+                command.deadline_ms is not None
+                and self._clock() - began_ns > command.deadline_ms * 1e6
+            )
+            if (
+                late
+                or score < command.floor
+                or (
+                    command.rate is not None and score - command.floor < command.rate * pace.level_s
+                )
+            ):
                 break
             _, _, duration_ns = self._spent(pace.level_s)
             passes.append((1, duration_ns))
@@ -196,20 +233,35 @@ class Crowded:
 
     def __post_init__(self) -> None:
         self.agenda = Agenda()
-        self.hub = StillHub(self.agenda, Messages((), RowsSeconds(rows=(1,), seconds=(0.0,)), 0.0, self.pace.hop_s, self.pace.coordinator_s))
+        self.hub = StillHub(
+            self.agenda,
+            Messages(
+                (),
+                RowsSeconds(rows=(1,), seconds=(0.0,)),
+                0.0,
+                self.pace.hop_s,
+                self.pace.coordinator_s,
+            ),
+        )
         self.coordinator = Coordinator(self.hub, clock_ns=self.hub.time, later=self.hub.later)
         self.hub.pump = self.coordinator.pump
         self.hub.join(CLIENT, self._hear)
         self._requests, self._began, self._told = 0, dict[int, int](), dict[int, Stream]()
-        self._post(Hello(epoch=EPOCH, roles=("client",), name="client", host="client.simulated", pid=3))
+        self._post(
+            Hello(epoch=EPOCH, roles=("client",), name="client", host="client.simulated", pid=3)
+        )
         rows = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        curve = ContextCurve(context=0, t_v=RowsSeconds(rows=rows, seconds=tuple(map(self.pace.pass_s, rows))))
+        curve = ContextCurve(
+            context=0, t_v=RowsSeconds(rows=rows, seconds=tuple(map(self.pace.pass_s, rows)))
+        )
         self.workers: dict[str, Scripted] = {}
         for number, role in enumerate(["target"] * self.targets + ["draft"]):
             clock = Clock()
             name = f"{role}{number}" if role == "target" else role
             curves = (curve,) if self.profiled and role == "target" else ()
-            worker = self.workers[name] = Scripted(role, 0, clock, self.pace, name=name, pid=number, curves=curves)
+            worker = self.workers[name] = Scripted(
+                role, 0, clock, self.pace, name=name, pid=number, curves=curves
+            )
             Process(bytes([10 + number]) + name.encode(), worker, clock, self.hub).start()
         self._settle()
 
@@ -233,7 +285,9 @@ class Crowded:
             case Emitted():
                 self._began.setdefault(reply.request, time_ns)
             case Finished():
-                self._told[reply.request] = Stream(reply.result, self._began[reply.request], time_ns)
+                self._told[reply.request] = Stream(
+                    reply.result, self._began[reply.request], time_ns
+                )
             case Failed():
                 raise AssertionError(reply.text)
 
@@ -249,7 +303,8 @@ class Crowded:
         prompt: int = 8,
         temperature: float = 0.0,
     ) -> list[Stream]:
-        """So many streams, each with a prompt of its own length, that come at once or one after the other; those of the numbers in `plain` without a draft.
+        """So many streams, each with a prompt of its own length, that come at once or one after the
+        other; those of the numbers in `plain` without a draft.
 
         `tokens`: of each reply, or of all of them.
         """
@@ -269,7 +324,12 @@ class Crowded:
                 sampling=Sampling(temperature=temperature),
             )
             sent_ns = self.hub.clock() + round(1e9 * apart_s * number)
-            self.agenda.plan(sent_ns, lambda _, submit=submit, sent_ns=sent_ns: self.hub.post(CLIENT, encode(submit), sent_ns))
+            self.agenda.plan(
+                sent_ns,
+                lambda _, submit=submit, sent_ns=sent_ns: self.hub.post(
+                    CLIENT, encode(submit), sent_ns
+                ),
+            )
         self._tick(asked)
         while not all(request in self._told for request in asked):
             assert self.agenda.step(), "nobody has anything to do, and not all replies are finished"
@@ -290,7 +350,11 @@ class Crowded:
 def rate(streams: Sequence[Stream]) -> float:
     """Tokens a second of all of them, from the first token of the first to the end of the last."""
     tokens = sum(stream.result.completion_tokens - 1 for stream in streams)
-    return tokens / (max(stream.ended_ns for stream in streams) - min(stream.began_ns for stream in streams)) * 1e9
+    return (
+        tokens
+        / (max(stream.ended_ns for stream in streams) - min(stream.began_ns for stream in streams))
+        * 1e9
+    )
 
 
 def drafted(streams: Sequence[Stream]) -> int:

@@ -1,7 +1,10 @@
-"""Machines that are network namespaces of one kernel, each on a cable of its own to the one that the program runs on, where the coordinator is.
+"""Machines that are network namespaces of one kernel, each on a cable of its own to the one that
+the program runs on, where the coordinator is.
 
-A cable can be limited to a rate, and either of its directions can be made to lose everything, in silence. Needs no more than what an unprivileged user may do
-where user namespaces are allowed: `isolated` starts a program in a namespace in which it is root over its own network, and no other network is touched.
+A cable can be limited to a rate, and either of its directions can be made to lose everything, in
+silence. Needs no more than what an unprivileged user may do where user namespaces are allowed:
+`isolated` starts a program in a namespace in which it is root over its own network, and no other
+network is touched.
 """
 
 import contextlib
@@ -14,30 +17,42 @@ from contextlib import contextmanager
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-TRIAL = "ip link add name cable0 type veth peer name cable1 && tc qdisc add dev cable0 root tbf rate 1mbit burst 2kb latency 50ms"
+TRIAL = (
+    "ip link add name cable0 type veth peer name cable1 && tc qdisc add dev cable0 root "
+    "tbf rate 1mbit burst 2kb latency 50ms"
+)
 NOBODY = "02:00:00:00:00:ee"
 """The address of no device: a frame to it is lost, and nobody is told."""
 SLOW_MBIT = 200.0
-"""Up to here packets go one by one, so that a rate holds from 2 KB on; beyond, 16 at a time, else this machine is slower than the cable."""
+"""Up to here packets go one by one, so that a rate holds from 2 KB on; beyond, 16 at a time, else
+this machine is slower than the cable."""
 QUEUE_MS = 200
 
 
-os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # where ip and tc are, and not every user looks
+os.environ["PATH"] = os.pathsep.join(
+    (os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin")
+)  # where ip and tc are, and not every user looks
 
 
 def why_not() -> str | None:
     """What keeps machines of this kind from being made here; None: nothing does."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} missing: install iproute2 and util-linux"
-    tried = subprocess.run([*UNSHARE, "sh", "-c", TRIAL], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        [*UNSHARE, "sh", "-c", TRIAL], capture_output=True, text=True, check=False
+    )
     if tried.returncode:
         said = tried.stderr.strip().splitlines() or ["no reason given"]
-        return f"network namespaces are not permitted here, or the kernel lacks veth or tbf ({said[-1]})"
+        return (
+            "network namespaces are not permitted here, or the kernel lacks veth or tbf "
+            f"({said[-1]})"
+        )
     return None
 
 
 def isolated(arguments: Sequence[str]) -> list[str]:
-    """The command that runs this Python with these arguments in a network of its own, as `Network` needs it."""
+    """The command that runs this Python with these arguments in a network of its own, as `Network`
+    needs it."""
     return [*UNSHARE, sys.executable, *arguments]
 
 
@@ -49,11 +64,30 @@ class Machine:
         """The addresses of the cable's ends."""
         self._cable = f"cable{number}"
         self._limited = False
-        self._holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo && exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo && exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self._holder.stdout is not None
         self._holder.stdout.readline()
-        _do("ip", "link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", str(self._holder.pid))
-        for inside, device, address in ((False, self._cable, self.here), (True, "eth0", self.there)):
+        _do(
+            "ip",
+            "link",
+            "add",
+            self._cable,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            str(self._holder.pid),
+        )
+        for inside, device, address in (
+            (False, self._cable, self.here),
+            (True, "eth0", self.there),
+        ):
             self._at(inside, "ip", "address", "add", f"{address}/24", "dev", device)
             self._at(inside, "ip", "link", "set", device, "up")
         self._at(True, "ip", "link", "set", "lo", "up")
@@ -70,17 +104,40 @@ class Machine:
         for inside, device in ((False, self._cable), (True, "eth0")):
             self._at(inside, "ip", "link", "set", device, "gso_max_segs", packets)
             if mbit is not None:
-                rate = ("rate", f"{mbit:g}mbit", "burst", "2kb" if packets == "1" else "32kb", "latency", f"{QUEUE_MS}ms")
+                rate = (
+                    "rate",
+                    f"{mbit:g}mbit",
+                    "burst",
+                    "2kb" if packets == "1" else "32kb",
+                    "latency",
+                    f"{QUEUE_MS}ms",
+                )
                 self._at(inside, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate)
             elif self._limited:
                 self._at(inside, "tc", "qdisc", "delete", "dev", device, "root")
         self._limited = mbit is not None
 
     def lose(self, *, to: bool = False, back: bool = False) -> None:
-        """From now on lose all that goes to this machine, or comes back from it; or, with False, no more."""
-        for inside, loses, address, device in ((False, to, self.there, self._cable), (True, back, self.here, "eth0")):
+        """From now on lose all that goes to this machine, or comes back from it; or, with False, no
+        more."""
+        for inside, loses, address, device in (
+            (False, to, self.there, self._cable),
+            (True, back, self.here, "eth0"),
+        ):
             hardware = NOBODY if loses else self._known[not inside]
-            self._at(inside, "ip", "neighbour", "replace", address, "lladdr", hardware, "dev", device, "nud", "permanent")
+            self._at(
+                inside,
+                "ip",
+                "neighbour",
+                "replace",
+                address,
+                "lladdr",
+                hardware,
+                "dev",
+                device,
+                "nud",
+                "permanent",
+            )
 
     def close(self) -> None:
         assert self._holder.stdin is not None
@@ -90,7 +147,9 @@ class Machine:
         self._holder.stdout.close()
 
     def _hardware(self, inside: bool) -> str:
-        words = self._at(inside, "ip", "-oneline", "link", "show", "eth0" if inside else self._cable).split()
+        words = self._at(
+            inside, "ip", "-oneline", "link", "show", "eth0" if inside else self._cable
+        ).split()
         return words[words.index("link/ether") + 1]
 
     def _at(self, inside: bool, *command: str) -> str:

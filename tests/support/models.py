@@ -53,7 +53,8 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.25,  # ten times the usual one: logits far apart, so that a choice is never a matter of rounding
+    # ten times the usual one: logits far apart, so that a choice is never a matter of rounding
+    "initializer_range": 0.25,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 1,
@@ -65,54 +66,148 @@ def _shape(context: int) -> dict[str, Any]:
 
 
 def tiny_llama(
-    folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, layers: int = 2, dtype: torch.dtype = torch.float32, **shape: Any
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    **shape: Any,
 ) -> Path:
     """A random Llama in `folder`, the same for the same arguments."""
-    config = LlamaConfig(vocab_size=vocab, num_hidden_layers=layers, **{"tie_word_embeddings": False, **_shape(context), **shape})
+    config = LlamaConfig(
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        **{"tie_word_embeddings": False, **_shape(context), **shape},
+    )
     return save_random(folder, LlamaForCausalLM, config, seed, dtype)
 
 
-def tiny_qwen2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_qwen2(
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A random Qwen2: biases in the projections, tied embeddings."""
-    return save_random(folder, Qwen2ForCausalLM, Qwen2Config(vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **_shape(context)), seed, dtype)
+    return save_random(
+        folder,
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **_shape(context)
+        ),
+        seed,
+        dtype,
+    )
 
 
-def tiny_qwen3(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_qwen3(
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A random Qwen3: norms on the heads of queries and keys, heads wider than hidden / heads."""
-    config = Qwen3Config(vocab_size=vocab, num_hidden_layers=2, head_dim=24, tie_word_embeddings=False, **_shape(context))
+    config = Qwen3Config(
+        vocab_size=vocab,
+        num_hidden_layers=2,
+        head_dim=24,
+        tie_word_embeddings=False,
+        **_shape(context),
+    )
     return save_random(folder, Qwen3ForCausalLM, config, seed, dtype)
 
 
 def tiny_mistral(
-    folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, window: int | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """A random Mistral whose layers attend to the last `window` tokens, None: to all."""
-    return save_random(folder, MistralForCausalLM, MistralConfig(vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **_shape(context)), seed, dtype)
+    return save_random(
+        folder,
+        MistralForCausalLM,
+        MistralConfig(
+            vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **_shape(context)
+        ),
+        seed,
+        dtype,
+    )
 
 
-def tiny_phi3(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_phi3(
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A random Phi-3: fused projections, and only half of each head is rotated."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    config = Phi3Config(vocab_size=vocab, num_hidden_layers=2, rope_parameters=rope, original_max_position_embeddings=context, **_shape(context))
+    config = Phi3Config(
+        vocab_size=vocab,
+        num_hidden_layers=2,
+        rope_parameters=rope,
+        original_max_position_embeddings=context,
+        **_shape(context),
+    )
     return save_random(folder, Phi3ForCausalLM, config, seed, dtype)
 
 
-def tiny_gemma2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, window: int = 6, dtype: torch.dtype = torch.float32) -> Path:
-    """A random Gemma 2: every other layer attends to the last `window` tokens, scores and logits are soft-capped, norms on both sides of each half."""
+def tiny_gemma2(
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    window: int = 6,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A random Gemma 2: every other layer attends to the last `window` tokens, scores and logits
+    are soft-capped, norms on both sides of each half."""
     config = Gemma2Config(
-        vocab_size=vocab, num_hidden_layers=3, head_dim=16, query_pre_attn_scalar=24, sliding_window=window, attn_logit_softcapping=5.0, **_shape(context)
+        vocab_size=vocab,
+        num_hidden_layers=3,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=window,
+        attn_logit_softcapping=5.0,
+        **_shape(context),
     )
     return save_random(folder, Gemma2ForCausalLM, config, seed, dtype)
 
 
-def tiny_gpt2(folder: Path, *, vocab: int = VOCABULARY, seed: int = 0, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_gpt2(
+    folder: Path,
+    *,
+    vocab: int = VOCABULARY,
+    seed: int = 0,
+    context: int = CONTEXT,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A random GPT-2: learned positions, layer norms with biases, weights [in, out]."""
-    names = {name: value for name, value in _shape(context).items() if name.endswith(("_id", "range"))}
-    config = GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=context, n_inner=96, **names)
+    names = {
+        name: value for name, value in _shape(context).items() if name.endswith(("_id", "range"))
+    }
+    config = GPT2Config(
+        vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=context, n_inner=96, **names
+    )
     return save_random(folder, GPT2LMHeadModel, config, seed, dtype)
 
 
-def tiny_sliding(folder: Path, *, context: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_sliding(
+    folder: Path, *, context: int = CONTEXT, dtype: torch.dtype = torch.float32
+) -> Path:
     """A random Mistral with a window shorter than the sequences of the tests."""
     return tiny_mistral(folder, context=context, window=7, dtype=dtype)
 
@@ -129,33 +224,45 @@ FAMILIES = {
 }
 
 
-def save_random(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int, dtype: torch.dtype) -> Path:
+def save_random(
+    folder: Path, kind: type[PreTrainedModel], config: Any, seed: int, dtype: torch.dtype
+) -> Path:
     """A random model of a class in `folder`, with a tokenizer; the same for the same arguments."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind(config)
     for parameter in model.parameters():
-        if parameter.ndim == 1:  # zeros or ones otherwise, and a bias or a norm's weight that is lost would go unseen
-            parameter.data += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + 1))
+        if (
+            parameter.ndim == 1
+        ):  # zeros or ones otherwise, and a bias or a norm's weight that is lost would go unseen
+            parameter.data += 0.2 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(seed + 1)
+            )
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder, config.vocab_size)
     return folder
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """A word-level tokenizer.json: token i is the word "wi"; 0 and 1 are the special "<s>" and "</s>"."""
-    tokenizer = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, vocab)}}, unk_token="w2"))
+    """A word-level tokenizer.json: token i is the word "wi"; 0 and 1 are the special "<s>" and
+    "</s>"."""
+    tokenizer = Tokenizer(
+        WordLevel({"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, vocab)}}, unk_token="w2")
+    )
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def cache_row(cache: Cache, slot: int) -> torch.Tensor:
-    """The keys and values [layers, 2, kv_heads, head_dim] of one slot, whichever layout a back end has."""
+    """The keys and values [layers, 2, kv_heads, head_dim] of one slot, whichever layout a back end
+    has."""
     if isinstance(cache, KVCache):
         return cache.rows[:, :, :, slot]
     assert isinstance(cache, BlockedCache)
-    return torch.stack([cache.keys[:, :, slot // 16, :, slot % 16], cache.values[:, :, slot]], dim=1)
+    return torch.stack(
+        [cache.keys[:, :, slot // 16, :, slot % 16], cache.values[:, :, slot]], dim=1
+    )
 
 
 def spoil(cache: Cache) -> None:
@@ -167,39 +274,72 @@ def spoil(cache: Cache) -> None:
 @lru_cache(maxsize=8)
 def transformers_model(folder: Path) -> Any:
     """The model as transformers itself computes it, in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    ).eval()
 
 
 @torch.no_grad()
 def reference_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     """transformers' own logits [T, V] for a sequence, without any cache."""
-    logits: torch.Tensor = transformers_model(folder)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    logits: torch.Tensor = transformers_model(folder)(
+        torch.tensor([list(tokens)]), use_cache=False
+    ).logits[0]
     return logits
 
 
 def reference_logprobs(folder: Path, tokens: Sequence[int]) -> list[list[float]]:
-    """The log-probabilities of all tokens at each position but the first, each after those before it."""
-    laws: list[list[float]] = reference_logits(folder, tokens)[:-1].double().log_softmax(-1).tolist()
+    """The log-probabilities of all tokens at each position but the first, each after those before
+    it."""
+    laws: list[list[float]] = (
+        reference_logits(folder, tokens)[:-1].double().log_softmax(-1).tolist()
+    )
     return laws
 
 
-def reference_tokens(folder: Path, prompt: Sequence[int], count: int, *, key: bytes, sampling: Sampling, end: Sequence[int] = ()) -> list[int]:
-    """What the target alone emits: one token at a time, the whole sequence computed anew for each, chosen in plain numbers. It does not stop at an `end`."""
+def reference_tokens(
+    folder: Path,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    key: bytes,
+    sampling: Sampling,
+    end: Sequence[int] = (),
+) -> list[int]:
+    """What the target alone emits: one token at a time, the whole sequence computed anew for each,
+    chosen in plain numbers. It does not stop at an `end`."""
     reply: list[int] = []
     for _ in range(count):
         logits = reference_logits(folder, [*prompt, *reply])[-1].tolist()
-        reply.append(reference_choice(reference_processed(logits, sampling, prompt, reply, end), sampling, key, len(prompt) + len(reply)))
+        reply.append(
+            reference_choice(
+                reference_processed(logits, sampling, prompt, reply, end),
+                sampling,
+                key,
+                len(prompt) + len(reply),
+            )
+        )
     return reply
 
 
-def reference_processed(logits: Sequence[float], sampling: Sampling, prompt: Sequence[int], reply: Sequence[int], end: Sequence[int]) -> list[float]:
-    """Logit bias, repetition, presence and frequency penalty and the least number of tokens, in this order, as OpenAI and transformers define them."""
+def reference_processed(
+    logits: Sequence[float],
+    sampling: Sampling,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    end: Sequence[int],
+) -> list[float]:
+    """Logit bias, repetition, presence and frequency penalty and the least number of tokens, in
+    this order, as OpenAI and transformers define them."""
     biases, processed = dict(sampling.logit_bias), []
     for token, z in enumerate(logits):
         z += biases.get(token, 0.0)
         if token in prompt or token in reply:
             z = z * sampling.repetition_penalty if z < 0 else z / sampling.repetition_penalty
-        z -= reply.count(token) * sampling.frequency_penalty + (token in reply) * sampling.presence_penalty
+        z -= (
+            reply.count(token) * sampling.frequency_penalty
+            + (token in reply) * sampling.presence_penalty
+        )
         processed.append(-math.inf if token in end and len(reply) < sampling.min_tokens else z)
     return processed
 
@@ -209,7 +349,10 @@ def reference_choice(logits: list[float], sampling: Sampling, key: bytes, positi
     if sampling.temperature == 0.0:
         return max(range(len(logits)), key=lambda v: (logits[v], -v))
     law = reference_law(logits, sampling)
-    return max((v for v in range(len(law)) if law[v] > 0.0), key=lambda v: (math.log(law[v]) + gumbel(key, position, v), -v))
+    return max(
+        (v for v in range(len(law)) if law[v] > 0.0),
+        key=lambda v: (math.log(law[v]) + gumbel(key, position, v), -v),
+    )
 
 
 def reference_law(logits: Sequence[float], sampling: Sampling) -> list[float]:

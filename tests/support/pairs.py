@@ -1,4 +1,5 @@
-"""A target worker and a draft worker in this process, taken through sessions by the commands that a coordinator would send."""
+"""A target worker and a draft worker in this process, taken through sessions by the commands that a
+coordinator would send."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ class PairOfWorkers:
         base: int | None = None,
         kept: int = 0,
     ) -> Run:
-        """Begin a session of so many tokens; it goes on from the first `kept` tokens of the session `base`."""
+        """Begin a session of so many tokens; it goes on from the first `kept` tokens of the session
+        `base`."""
         command = Open(
             epoch=1,
             session=number,
@@ -96,7 +98,9 @@ class PairOfWorkers:
         feeds = []
         for event in self.target.handle(command):
             if isinstance(event, Prefilled):
-                feeds.append(Feed(epoch=1, session=number, start=event.start, features=event.features))
+                feeds.append(
+                    Feed(epoch=1, session=number, start=event.start, features=event.features)
+                )
             elif isinstance(event, Opened):
                 assert event.bonus is not None
                 run.bonus = event.bonus
@@ -127,8 +131,19 @@ class PairOfWorkers:
         run.proposals.append(drafted)
         for _ in range(AHEAD):
             self.draft.idle()
-        item = VerifyItem(session=run.number, round=run.round, prefix=len(run.log), tokens=drafted.tokens, parents=drafted.parents)
-        command = Verify(epoch=1, items=(item,), candidates=drafted.candidates, probabilities=drafted.probabilities)
+        item = VerifyItem(
+            session=run.number,
+            round=run.round,
+            prefix=len(run.log),
+            tokens=drafted.tokens,
+            parents=drafted.parents,
+        )
+        command = Verify(
+            epoch=1,
+            items=(item,),
+            candidates=drafted.candidates,
+            probabilities=drafted.probabilities,
+        )
         verified = _only(self.target.handle(command), Verified)
         verdict = verified.items[0]
         run.accepted, run.bonus, run.features = verdict.accepted, verdict.bonus, verified.features

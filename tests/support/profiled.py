@@ -1,4 +1,5 @@
-"""A made-up run, as `dovetail profile` sees one: rounds of a draft and a target that take turns, with everything that is seen, sampled and sounded."""
+"""A made-up run, as `dovetail profile` sees one: rounds of a draft and a target that take turns,
+with everything that is seen, sampled and sounded."""
 
 from collections.abc import Sequence
 from random import Random
@@ -21,10 +22,14 @@ LEVELS, WIDTH = 8, 2
 LEVEL_MS, ROW_MS, PASS_MS = 1.2, 2.0, 20.0
 
 
-def made_up_record(random: Random, number: int, *, nodes: int, verify_ms: float, hit: bool = False) -> RoundRecord:
+def made_up_record(
+    random: Random, number: int, *, nodes: int, verify_ms: float, hit: bool = False
+) -> RoundRecord:
     """A round whose tree is two chains; of the first the target takes some nodes."""
     parents = tuple(-1 if node < WIDTH else node - WIDTH for node in range(nodes))
-    accepted = tuple(range(0, WIDTH * random.choice([0, 1, 2, 3, 3, 4, min(8, nodes // WIDTH)]), WIDTH))[: nodes // WIDTH]
+    accepted = tuple(
+        range(0, WIDTH * random.choice([0, 1, 2, 3, 3, 4, min(8, nodes // WIDTH)]), WIDTH)
+    )[: nodes // WIDTH]
     levels = min(LEVELS, max(1, nodes // WIDTH)) if nodes else 0
     return RoundRecord(
         round=number,
@@ -50,7 +55,9 @@ def verify_ms(rows: int) -> float:
     return max(PASS_MS, ROW_MS * rows) + 2.0
 
 
-def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False, roofline: bool = True) -> Evidence:
+def made_up_run(
+    *, rounds: int = 40, nodes: int = 15, gpu: bool = False, roofline: bool = True
+) -> Evidence:
     """One reply of so many rounds."""
     random, now_ms, slices, seen = Random(5), 100.0, list[Slice](), list[SeenRound]()
 
@@ -60,7 +67,9 @@ def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False, rooflin
 
     for number in range(1, rounds + 1):
         hit = random.random() < 0.4
-        record = made_up_record(random, number, nodes=nodes, verify_ms=verify_ms(nodes + 1) + random.random(), hit=hit)
+        record = made_up_record(
+            random, number, nodes=nodes, verify_ms=verify_ms(nodes + 1) + random.random(), hit=hit
+        )
         at = add("coordinator", "handle", now_ms, 0.1, number)
         at = add("coordinator", "link", at, 0.1, number)
         began = at
@@ -74,14 +83,38 @@ def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False, rooflin
         whole = record.verify_ns / MS
         add("draft", "grow", at + 1.0, 0.5 * whole, number)
         for name, share in (("linears", 0.8), ("attention", 0.08), ("other", 0.05), ("head", 0.05)):
-            add("target", name, at + {"linears": 0.0, "attention": 0.8, "other": 0.88, "head": 0.93}[name] * whole, share * whole, number)
+            add(
+                "target",
+                name,
+                at + {"linears": 0.0, "attention": 0.8, "other": 0.88, "head": 0.93}[name] * whole,
+                share * whole,
+                number,
+            )
         at = add("target", "verify", at, whole, number)
         now_ms = add("coordinator", "link", at, 0.1, number)
-        seen.append(SeenRound(number=number, session=1, draft="draft", target="target", at_ns=int(now_ms * MS), record=record))
+        seen.append(
+            SeenRound(
+                number=number,
+                session=1,
+                draft="draft",
+                target="target",
+                at_ns=int(now_ms * MS),
+                record=record,
+            )
+        )
     end_ns = int((now_ms + 40.0) * MS)
-    wide = [made_up_record(random, number, nodes=63, verify_ms=verify_ms(64), hit=number % 3 == 0) for number in range(1, 20)]
-    others = [made_up_record(random, number, nodes=count, verify_ms=verify_ms(count + 1)) for count in (1, 3, 7, 31) for number in range(1, 6)]
-    plain = [made_up_record(random, number, nodes=0, verify_ms=verify_ms(1)) for number in range(1, 9)]
+    wide = [
+        made_up_record(random, number, nodes=63, verify_ms=verify_ms(64), hit=number % 3 == 0)
+        for number in range(1, 20)
+    ]
+    others = [
+        made_up_record(random, number, nodes=count, verify_ms=verify_ms(count + 1))
+        for count in (1, 3, 7, 31)
+        for number in range(1, 6)
+    ]
+    plain = [
+        made_up_record(random, number, nodes=0, verify_ms=verify_ms(1)) for number in range(1, 9)
+    ]
     limits = Roofline(MODEL, LIMITS) if roofline else None
     return Evidence(
         slices=slices,
@@ -92,7 +125,10 @@ def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False, rooflin
         start_ns=int(90.0 * MS),
         end_ns=end_ns,
         samples=_samples(end_ns, gpu=gpu),
-        absent={"energy of the processors (RAPL)": "this machine has no /sys/class/powercap, as most virtual machines"},
+        absent={
+            "energy of the processors (RAPL)": "this machine has no /sys/class/powercap, as "
+            "most virtual machines"
+        },
         topology=Topology((Node(0, ((0,), (1,)), 24 << 30),), None),
         here=HERE,
         soundings=Soundings([wide], plain, others) if nodes else Soundings(plain=plain),
@@ -145,7 +181,8 @@ def _state(role: str, pid: int) -> WorkerState:
 
 
 def _samples(end_ns: int, *, gpu: bool) -> list[Sample]:
-    """Every quarter of a second: the target's process runs for two thirds of the time, the draft's for half of it; a card uses 50 W."""
+    """Every quarter of a second: the target's process runs for two thirds of the time, the draft's
+    for half of it; a card uses 50 W."""
     found = []
     for number, at_ns in enumerate(range(90 * MS, end_ns + 1, 250 * MS)):
         seconds = 0.25 * number

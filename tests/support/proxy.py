@@ -1,8 +1,10 @@
-"""A proxy between a coordinator and a worker, in user space, that does to a connection what networks do: it delays, limits, falls silent, forgets one end,
-breaks off, corrupts, repeats.
+"""A proxy between a coordinator and a worker, in user space, that does to a connection what
+networks do: it delays, limits, falls silent, forgets one end, breaks off, corrupts, repeats.
 
-It carries bytes, in a thread of its own, between addresses of the forms tcp://HOST:PORT and ipc://PATH, and knows nothing of what they mean: over tcp they are
-encrypted (CURVE), so that whatever is changed on the way is noticed and ends the connection. Every connection made to it becomes one to the address behind it.
+It carries bytes, in a thread of its own, between addresses of the forms tcp://HOST:PORT and
+ipc://PATH, and knows nothing of what they mean: over tcp they are encrypted (CURVE), so that
+whatever is changed on the way is noticed and ends the connection. Every connection made to it
+becomes one to the address behind it.
 """
 
 import asyncio
@@ -19,7 +21,8 @@ from typing import Any, TypeVar
 
 CHUNK_BYTES = 1 << 16
 MOST_HELD_BYTES = 4 << 20
-"""On their way in one direction; beyond that nothing more is read, as where a network's buffers are full."""
+"""On their way in one direction; beyond that nothing more is read, as where a network's buffers are
+full."""
 R = TypeVar("R")
 
 
@@ -33,7 +36,8 @@ class Weather:
     rate: float | None = None
     """Bytes a second, if there is a limit."""
     silent: bool = False
-    """Nothing arrives; what is sent meanwhile does when that is over, if the connection still is there."""
+    """Nothing arrives; what is sent meanwhile does when that is over, if the connection still is
+    there."""
     slice_bytes: int = CHUNK_BYTES
     """No chunk is larger."""
 
@@ -42,7 +46,8 @@ FAIR = Weather()
 
 
 class Proxy:
-    """Listens at `address` for connections to `behind`. Every method may be called from any thread, and holds for connections that are there and to come."""
+    """Listens at `address` for connections to `behind`. Every method may be called from any thread,
+    and holds for connections that are there and to come."""
 
     def __init__(self, behind: str, *, listen: str = "tcp://127.0.0.1:0", seed: int = 0) -> None:
         self.address = listen
@@ -66,7 +71,7 @@ class Proxy:
             self._leave()
             raise
 
-    # -- what may happen -----------------------------------------------------------------------------------------------------------------------
+    # -- what may happen ---------------------------------------------------------------------------
 
     def set(self, *, up: Weather | None = None, down: Weather | None = None) -> None:
         """The weather in one direction or both, from now on."""
@@ -74,14 +79,18 @@ class Proxy:
 
     def delay(self, seconds: float, *, jitter_s: float = 0.0) -> None:
         """Each message takes so much longer, in both directions."""
-        self.set(up=replace(self.up, delay_s=seconds, jitter_s=jitter_s), down=replace(self.down, delay_s=seconds, jitter_s=jitter_s))
+        self.set(
+            up=replace(self.up, delay_s=seconds, jitter_s=jitter_s),
+            down=replace(self.down, delay_s=seconds, jitter_s=jitter_s),
+        )
 
     def limit(self, bytes_per_s: float | None) -> None:
         """No more than this is carried, in each direction."""
         self.set(up=replace(self.up, rate=bytes_per_s), down=replace(self.down, rate=bytes_per_s))
 
     def silence(self, *, up: bool = True, down: bool = True) -> None:
-        """Nothing arrives in these directions from now on, and nobody learns of it; with False it does again."""
+        """Nothing arrives in these directions from now on, and nobody learns of it; with False it
+        does again."""
         self.set(up=replace(self.up, silent=up), down=replace(self.down, silent=down))
 
     def heal(self) -> None:
@@ -98,7 +107,8 @@ class Proxy:
         return self._call(lambda: sum(pair.break_off() for pair in [*self._pairs]))
 
     def half_open(self) -> int:
-        """Break all connections off towards `behind`, and tell the other end nothing; how many there were."""
+        """Break all connections off towards `behind`, and tell the other end nothing; how many
+        there were."""
         return self._call(lambda: sum(pair.forget_behind() for pair in [*self._pairs]))
 
     def corrupt(self, *, up: bool = True) -> None:
@@ -127,7 +137,7 @@ class Proxy:
         self._thread.join()
         self._loop.close()
 
-    # -- in the thread -------------------------------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _call(self, action: Callable[[], R]) -> R:
         async def act() -> R:
@@ -180,7 +190,10 @@ class Proxy:
         self._server.close()
         for pair in [*self._pairs]:
             pair.end()
-        await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()), return_exceptions=True)
+        await asyncio.gather(
+            *(task for task in asyncio.all_tasks() if task is not asyncio.current_task()),
+            return_exceptions=True,
+        )
         await asyncio.sleep(0)  # transports that were aborted close in the loop's next turn
 
     async def while_silent(self, weather: Callable[[], Weather]) -> None:
@@ -227,7 +240,10 @@ class _Pair:
 
     async def carry(self) -> None:
         """Until one end closes; then the other is told, unless it is to know nothing."""
-        readers, writers = ([asyncio.ensure_future(job(way)) for way in self._ways.values()] for job in (self._read, self._write))
+        readers, writers = (
+            [asyncio.ensure_future(job(way)) for way in self._ways.values()]
+            for job in (self._read, self._write)
+        )
         self._jobs = [*readers, *writers]
         await asyncio.wait(writers, return_when=asyncio.FIRST_COMPLETED)
         self._stop()
@@ -247,7 +263,12 @@ class _Pair:
         with suppress(OSError):
             while chunk := await way.reader.read(way.weather().slice_bytes):
                 weather = way.weather()
-                last_s = max(last_s, loop.time() + weather.delay_s + self._proxy.chance.uniform(0.0, weather.jitter_s))
+                last_s = max(
+                    last_s,
+                    loop.time()
+                    + weather.delay_s
+                    + self._proxy.chance.uniform(0.0, weather.jitter_s),
+                )
                 way.due.put_nowait((last_s, self._changed(way, chunk)))
                 way.held += len(chunk)
                 while way.held > MOST_HELD_BYTES:
@@ -258,8 +279,14 @@ class _Pair:
     def _changed(self, way: _Way, chunk: bytes) -> bytes:
         if way.corrupts:
             way.corrupts = False
-            place = self._proxy.chance.randrange(len(chunk) // 2, len(chunk))  # not in a frame's header, some bits of which mean nothing
-            chunk = chunk[:place] + bytes([chunk[place] ^ 1 << self._proxy.chance.randrange(8)]) + chunk[place + 1 :]
+            place = self._proxy.chance.randrange(
+                len(chunk) // 2, len(chunk)
+            )  # not in a frame's header, some bits of which mean nothing
+            chunk = (
+                chunk[:place]
+                + bytes([chunk[place] ^ 1 << self._proxy.chance.randrange(8)])
+                + chunk[place + 1 :]
+            )
         if way.repeats:
             way.repeats = False
             chunk += chunk

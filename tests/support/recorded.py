@@ -1,13 +1,17 @@
-"""Recordings as tests: a file of `tests/recorded` is one, since `tests/runtime/test_playback.py` plays all of them into the session logic.
+"""Recordings as tests: a file of `tests/recorded` is one, since `tests/runtime/test_playback.py`
+plays all of them into the session logic.
 
-What a coordinator recorded (coordinator.record) is put there as it is, under a name that says what happened. If what happened was wrong, mend the session
-logic, see with `dovetail replay FILE` where it now goes another way, and if that is right, keep the recording up to there, with what is right:
+What a coordinator recorded (coordinator.record) is put there as it is, under a name that says what
+happened. If what happened was wrong, mend the session logic, see with `dovetail replay FILE` where
+it now goes another way, and if that is right, keep the recording up to there, with what is right:
 
     python tests/support/recorded.py FILE NAME
 
-`sky.messages` is an example. It was made, and is made anew when a release cannot read it any more, by
+`sky.messages` is an example. It was made, and is made anew when a release cannot read it any more,
+by
 
-    dovetail generate --policy dynamic --tree.insist true --draft dovetail --draft.ahead false --tree.sharpening 1.0 --temperature 1 --seed 7 --max-tokens 16 \
+    dovetail generate --policy dynamic --tree.insist true --draft dovetail --draft.ahead false
+    --tree.sharpening 1.0 --temperature 1 --seed 7 --max-tokens 16 \
         --record-messages FOLDER "Why is the sky blue?"
 """
 
@@ -26,8 +30,11 @@ def recordings() -> list[Path]:
 
 
 def correct(source: Path, out: Path) -> None:
-    """Keep a recording with the actions of today, each command as a whole, up to the first that are others than those recorded, or to its end."""
-    tape, playback = (importlib.import_module(f"dovetail.runtime.{name}") for name in ("tape", "playback"))
+    """Keep a recording with the actions of today, each command as a whole, up to the first that are
+    others than those recorded, or to its end."""
+    tape, playback = (
+        importlib.import_module(f"dovetail.runtime.{name}") for name in ("tape", "playback")
+    )
     recording = tape.read_recording(source)
     played = playback.Playback(recording)
     played.play()
@@ -37,9 +44,20 @@ def correct(source: Path, out: Path) -> None:
     for place, entry in enumerate(recording.entries, start=1):
         if isinstance(entry, tape.Step) and (done := next(today, None)) is not None:
             kept.append(done.step)
-        elif not isinstance(entry, tape.Step | tape.End) and (not isinstance(entry, tape.Said) or entry.type == "in") and place < last:
+        elif (
+            not isinstance(entry, tape.Step | tape.End)
+            and (not isinstance(entry, tape.Said) or entry.type == "in")
+            and place < last
+        ):
             kept.append(entry)
-    kept.append(tape.End(whole=True, why=f"kept of {source.name}, up to where the session logic was wrong" if played.difference else "the session has ended"))
+    kept.append(
+        tape.End(
+            whole=True,
+            why=f"kept of {source.name}, up to where the session logic was wrong"
+            if played.difference
+            else "the session has ended",
+        )
+    )
     out.write_bytes(b"".join(tape.pack_entry(entry.model_dump()) for entry in kept))
 
 
@@ -50,7 +68,9 @@ def main(source: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # gives a bare checkout its import name, as conftest.py does for the tests
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # gives a bare checkout its import name, as conftest.py does for the tests
         (Path(folder) / "dovetail").symlink_to(FOLDER.parents[1], target_is_directory=True)
         sys.path.insert(0, folder)
         main(*sys.argv[1:])

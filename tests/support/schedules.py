@@ -1,8 +1,11 @@
-"""Schedules of requests and faults, played in virtual time against the real coordinator, and what must be true of every one of them:
+"""Schedules of requests and faults, played in virtual time against the real coordinator, and what
+must be true of every one of them:
 
-(a) each reply is the undisturbed one: tokens, text, log-probabilities; (b) nothing of it is told twice or left out, at any moment; (c) each request ends
-exactly once, and with an error only where there was no target for as long as a session waits, or where the coordinator failed at this very request; (d) after
-the last fault all is as before: everybody is registered, a request is served with a draft, and nobody holds anything of requests that have ended.
+(a) each reply is the undisturbed one: tokens, text, log-probabilities; (b) nothing of it is told
+twice or left out, at any moment; (c) each request ends exactly once, and with an error only where
+there was no target for as long as a session waits, or where the coordinator failed at this very
+request; (d) after the last fault all is as before: everybody is registered, a request is served
+with a draft, and nobody holds anything of requests that have ended.
 
 A schedule is a value: what a failing one prints can be played again.
 """
@@ -47,7 +50,8 @@ READ_NS = MS
 RECOVERY_S = 6.0
 STUCK_S = 3.0
 READY_NS = 30 * S
-"""After the last fault everybody is back within it: the longest pause between two attempts to connect, a load, a restart, and a draft that is stuck."""
+"""After the last fault everybody is back within it: the longest pause between two attempts to
+connect, a load, a restart, and a draft that is stuck."""
 PATIENCE_NS = 300 * S
 CHANGES = 1_000_000
 """The numbers of requests for a change of workers begin here."""
@@ -102,7 +106,8 @@ LAST = Wish(tokens=9)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong with a worker, `who` counted around, for some time; or with a client or the coordinator."""
+    """Something that goes wrong with a worker, `who` counted around, for some time; or with a
+    client or the coordinator."""
 
     kind: Kind
     who: int = 0
@@ -162,19 +167,29 @@ class Told:
 
     def reply(self) -> Reply:
         assert isinstance(self.end, Finished)
-        return Reply(tuple(self.tokens), self.text, self.end.result.finish_reason, tuple(self.logprobs), tuple(self.scored))
+        return Reply(
+            tuple(self.tokens),
+            self.text,
+            self.end.result.finish_reason,
+            tuple(self.logprobs),
+            tuple(self.scored),
+        )
 
 
 class Reader:
     """A client that checks what it is told, as it is told."""
 
-    def __init__(self, world: "World", number: int, expect: "Callable[[Wish], Reply] | None") -> None:
+    def __init__(
+        self, world: "World", number: int, expect: "Callable[[Wish], Reply] | None"
+    ) -> None:
         """`expect`: what a reply is to be; None: who asks is about to find out."""
         self.told: dict[int, Told] = {}
         self._world, self._hub, self._expect = world, world.hub, expect
         self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
         self._hub.join(self.peer, self._hear)
-        self._say(Hello(epoch=self._epoch, roles=("client",), name="client", host="here", pid=number))
+        self._say(
+            Hello(epoch=self._epoch, roles=("client",), name="client", host="here", pid=number)
+        )
 
     def submit(self, wish: Wish) -> Told:
         request = len(self.told) + 1
@@ -187,7 +202,9 @@ class Reader:
                 sampling=Sampling(),
                 max_tokens=wish.tokens,
                 seed=1,
-                tree=TreeSettings(policy=wish.policy, insist=wish.policy != "goodput", gamma=6, depth=4, width=2),
+                tree=TreeSettings(
+                    policy=wish.policy, insist=wish.policy != "goodput", gamma=6, depth=4, width=2
+                ),
                 speculate=wish.speculate,
                 stop=wish.stop,
                 logprobs=wish.logprobs,
@@ -207,12 +224,16 @@ class Reader:
     def swap(self, newcomer: int, old: int | None) -> None:
         """Have a worker on standby take the place of another; both by their epochs."""
         self._changes += 1
-        self._say(Swap(epoch=self._epoch, request=CHANGES + self._changes, newcomer=newcomer, old=old))
+        self._say(
+            Swap(epoch=self._epoch, request=CHANGES + self._changes, newcomer=newcomer, old=old)
+        )
 
     def dismiss(self, worker: int) -> None:
         """Let a worker go."""
         self._changes += 1
-        self._say(Dismiss(epoch=self._epoch, request=CHANGES + self._changes, worker=worker, last=True))
+        self._say(
+            Dismiss(epoch=self._epoch, request=CHANGES + self._changes, worker=worker, last=True)
+        )
 
     def leave(self) -> None:
         """From now on nobody listens."""
@@ -229,7 +250,9 @@ class Reader:
                 self._check_emitted(self._running(reply.request), reply)
             case PromptScored():
                 told = self._running(reply.request)
-                assert reply.start == 1 + len(told.scored), "log-probabilities of the prompt twice, or left out"
+                assert reply.start == 1 + len(told.scored), (
+                    "log-probabilities of the prompt twice, or left out"
+                )
                 told.scored += reply.logprobs
             case Finished():
                 told = self._running(reply.request)
@@ -262,16 +285,24 @@ class Reader:
         if self._expect is None:
             return
         expected = self._expect(told.wish)
-        assert tuple(told.tokens) == expected.tokens[: len(told.tokens)], f"told {told.tokens}, undisturbed {expected.tokens}"
-        assert expected.text.startswith(told.text), f"told {told.text!r}, undisturbed {expected.text!r}"
+        assert tuple(told.tokens) == expected.tokens[: len(told.tokens)], (
+            f"told {told.tokens}, undisturbed {expected.tokens}"
+        )
+        assert expected.text.startswith(told.text), (
+            f"told {told.text!r}, undisturbed {expected.text!r}"
+        )
         assert tuple(told.logprobs) == expected.logprobs[: len(told.logprobs)]
 
     def _check_finished(self, told: Told, reply: Finished) -> None:
         result = reply.result
-        assert list(result.token_ids) == told.tokens, f"the result has {result.token_ids}, told was {told.tokens}"
+        assert list(result.token_ids) == told.tokens, (
+            f"the result has {result.token_ids}, told was {told.tokens}"
+        )
         assert result.text == told.text
         assert len(reply.margins) == len(told.tokens)
-        if self._expect is not None and not (told.cancelled and result.finish_reason == "cancelled"):
+        if self._expect is not None and not (
+            told.cancelled and result.finish_reason == "cancelled"
+        ):
             expected = self._expect(told.wish)
             assert told.reply() == expected, f"{told.reply()}, undisturbed {expected}"
 
@@ -279,7 +310,9 @@ class Reader:
 class World:
     """A coordinator, workers and a client in virtual time."""
 
-    def __init__(self, schedule: Schedule, expect: Callable[[Wish], Reply] | None, kinds: Kinds = CAREFUL) -> None:
+    def __init__(
+        self, schedule: Schedule, expect: Callable[[Wish], Reply] | None, kinds: Kinds = CAREFUL
+    ) -> None:
         self.time = Time()
         self.loud = Loud()
         self._schedule, self._expect, self._kinds = schedule, expect, kinds
@@ -300,7 +333,7 @@ class World:
             for _ in range(count):
                 self.add(role)
 
-    # -- who is there --------------------------------------------------------------------------------------------------------------------------
+    # -- who is there ------------------------------------------------------------------------------
 
     def _start_coordinator(self) -> None:
         self.hub = hub = FaultyHub(self.time)
@@ -332,7 +365,11 @@ class World:
 
     def _look(self) -> None:
         """Take notice of which targets there are."""
-        targets = {peer: worker for peer, worker in self.coordinator.registry.workers.items() if worker.plays("target")}
+        targets = {
+            peer: worker
+            for peer, worker in self.coordinator.registry.workers.items()
+            if worker.plays("target")
+        }
         self.losses += len(self._targets - targets.keys())
         self._targets = set(targets)
         if any(target.serves for target in targets.values()):
@@ -352,13 +389,27 @@ class World:
             return worker
 
         head = {"reads": READS, "vocabulary": None} if role == "draft" and reads else {}
-        about = {"name": f"{role}-{number}", "host": f"machine-{number}", "limits": ROOMY, "standby": standby, **head}
-        process = Process(self.time, role, make, about=about, stuck_ns=round(STUCK_S * S), load_ns=load_ns, hub=lambda: self.hub)
+        about = {
+            "name": f"{role}-{number}",
+            "host": f"machine-{number}",
+            "limits": ROOMY,
+            "standby": standby,
+            **head,
+        }
+        process = Process(
+            self.time,
+            role,
+            make,
+            about=about,
+            stuck_ns=round(STUCK_S * S),
+            load_ns=load_ns,
+            hub=lambda: self.hub,
+        )
         self.processes.append(process)
         process.start()
         return process
 
-    # -- what happens --------------------------------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def do(self, step: Wish | Fault) -> None:
         self.note(step)
@@ -393,13 +444,19 @@ class World:
                 self._harm(self.processes[step.who % len(self.processes)], step, for_ns)
 
     def _sabotage(self, fault: Fault) -> None:
-        """Have the coordinator fail at one of the sessions that run, the next time that it does something with it."""
+        """Have the coordinator fail at one of the sessions that run, the next time that it does
+        something with it."""
         lives = [live for live in self.coordinator._live.values() if not live.trial]
         if not lives:
             return
         live = lives[fault.who % len(lives)]
         owner, name = SABOTAGED[fault.for_ms % len(SABOTAGED)]
-        about: Any = {"session": live.session, "live": live, "pilot": live.pilot, "detokenizer": live.session.detokenizer}[owner]
+        about: Any = {
+            "session": live.session,
+            "live": live,
+            "pilot": live.pilot,
+            "detokenizer": live.session.detokenizer,
+        }[owner]
         error = (Sabotage, Panic)[fault.for_ms % 2](f"{owner}.{name}")
 
         def fail(*_: object, **__: object) -> None:
@@ -412,8 +469,14 @@ class World:
     def _swap(self, newcomer: Process, who: int) -> None:
         """Have it take the place of one of its role, if it has registered, or come beside it."""
         if newcomer.worker is not None:
-            olds = [process.worker.epoch for process in self.processes if process.role == newcomer.role and process is not newcomer and process.worker]
-            self.reader.swap(newcomer.worker.epoch, olds[who % len(olds)] if olds and who < 4 else None)
+            olds = [
+                process.worker.epoch
+                for process in self.processes
+                if process.role == newcomer.role and process is not newcomer and process.worker
+            ]
+            self.reader.swap(
+                newcomer.worker.epoch, olds[who % len(olds)] if olds and who < 4 else None
+            )
 
     def _harm(self, process: Process, fault: Fault, for_ns: int) -> None:
         match fault.kind:
@@ -428,7 +491,9 @@ class World:
                 if process.wire is not None:
                     process.wire.hub_closes()
             case "silence" | "silence up" | "silence down":
-                process.silence(up=fault.kind != "silence down", down=fault.kind != "silence up", for_ns=for_ns)
+                process.silence(
+                    up=fault.kind != "silence down", down=fault.kind != "silence up", for_ns=for_ns
+                )
             case "slow":
                 process.slow_down(1 + fault.for_ms % 200)
                 self.time.later(for_ns, lambda: process.slow_down(0))
@@ -447,7 +512,7 @@ class World:
             case _:
                 process.forget()
 
-    # -- how it goes on ------------------------------------------------------------------------------------------------------------------------
+    # -- how it goes on ----------------------------------------------------------------------------
 
     def run(self, events: int) -> None:
         for _ in range(events):
@@ -461,55 +526,96 @@ class World:
 
     def settle(self) -> None:
         """Let everything come to its end, and see that all is as before."""
-        self.run_until(lambda: not any(told.open for told in self.reader.told.values()), PATIENCE_NS, "a request did not end")
-        self.run_until(lambda: self.time.now_ns >= self.over_ns, PATIENCE_NS, "the faults did not end")
-        for process in self.processes:  # what was planned for the next command, and never came to it
-            process.sticks, process.refuses, process.again, process.asked_again = process.sticks and process.busy, False, 0, 0
+        self.run_until(
+            lambda: not any(told.open for told in self.reader.told.values()),
+            PATIENCE_NS,
+            "a request did not end",
+        )
+        self.run_until(
+            lambda: self.time.now_ns >= self.over_ns, PATIENCE_NS, "the faults did not end"
+        )
+        for (
+            process
+        ) in self.processes:  # what was planned for the next command, and never came to it
+            process.sticks, process.refuses, process.again, process.asked_again = (
+                process.sticks and process.busy,
+                False,
+                0,
+                0,
+            )
             process.drops = 0
-        self.run_until(lambda: self.ready() and not self._owed(), READY_NS, "not everybody came back")
-        drafts = sum(process.role == "draft" and not process.about["standby"] for process in self.processes)
+        self.run_until(
+            lambda: self.ready() and not self._owed(), READY_NS, "not everybody came back"
+        )
+        drafts = sum(
+            process.role == "draft" and not process.about["standby"] for process in self.processes
+        )
         told = self.reader.submit(LAST)
         self.run_until(lambda: not told.open, READY_NS, "a request after the faults did not end")
         assert isinstance(told.end, Finished), told.end
-        assert bool(told.end.result.drafted_tokens) == bool(drafts), "a request after the faults was decoded without a draft"
-        assert len(self._failing()) < max(1, drafts), "a draft that works again is still said to fail"
+        assert bool(told.end.result.drafted_tokens) == bool(drafts), (
+            "a request after the faults was decoded without a draft"
+        )
+        assert len(self._failing()) < max(1, drafts), (
+            "a draft that works again is still said to fail"
+        )
         self.run_until(self._clean, READY_NS, "something is left of requests that have ended")
         assert not self.loud.said, self.loud.said
 
     def ready(self) -> bool:
         report = self.coordinator.report()
         well = all(process.registered and not process.sticks for process in self.processes)
-        return well and len(report.workers) == len(self.processes) and {*report.reasons} <= self._failing()
+        return (
+            well
+            and len(report.workers) == len(self.processes)
+            and {*report.reasons} <= self._failing()
+        )
 
     def _owed(self) -> bool:
-        """Return whether an answer is still waited for, such as one to a command that was dropped: whoever owes it is about to be taken for lost."""
+        """Return whether an answer is still waited for, such as one to a command that was dropped:
+        whoever owes it is about to be taken for lost."""
         return any(worker.turns.owed for worker in self.coordinator.registry.workers.values())
 
     def _failing(self) -> set[str]:
-        """Return what is said of drafts that have failed at a request and have not drafted for another one since."""
+        """Return what is said of drafts that have failed at a request and have not drafted for
+        another one since."""
         return {fault.words for fault in self.coordinator._failing.faults(self.time.now_ns)}
 
     def _clean(self) -> bool:
         workers = self.coordinator.registry.workers.values()
-        idle = all(not worker.sessions and not worker.turns.owed and not worker.turns.waiting for worker in workers)
-        return idle and self.coordinator.idle and all(process.worker is not None and not process.worker.logs for process in self.processes)
+        idle = all(
+            not worker.sessions and not worker.turns.owed and not worker.turns.waiting
+            for worker in workers
+        )
+        return (
+            idle
+            and self.coordinator.idle
+            and all(
+                process.worker is not None and not process.worker.logs for process in self.processes
+            )
+        )
 
     def note(self, what: object) -> None:
         self.history.append(((self.time.now_ns - S) / S, what))
 
-    # -- what may not be -----------------------------------------------------------------------------------------------------------------------
+    # -- what may not be ---------------------------------------------------------------------------
 
     def check_failed(self, told: Told, reply: Failed) -> None:
-        """A request may fail where there is no target; one that has begun, where there was none for as long as it waits, or one after the other was lost."""
+        """A request may fail where there is no target; one that has begun, where there was none for
+        as long as it waits, or one after the other was lost."""
         self._look()
         if told.sabotaged and reply.code == "internal":
             return
-        bare_s = (self.time.now_ns - self._bare_since_ns) / S if self._bare_since_ns is not None else 0.0
+        bare_s = (
+            (self.time.now_ns - self._bare_since_ns) / S if self._bare_since_ns is not None else 0.0
+        )
         if reply.code == "no_target" and not told.tokens:
             assert self._bare_since_ns is not None, f"refused, and there is a target: {reply.text}"
         elif self.losses - told.losses < MOST_LOSSES:
             assert reply.code == "worker_lost", f"{reply.code}: {reply.text}"
-            assert bare_s >= RECOVERY_S - TICK_NS / S, f"it failed after {bare_s:g} s without a target: {reply.text}"
+            assert bare_s >= RECOVERY_S - TICK_NS / S, (
+                f"it failed after {bare_s:g} s without a target: {reply.text}"
+            )
 
 
 class Sabotage(Exception):
@@ -521,9 +627,49 @@ class Panic(BaseException):
 
 
 SABOTAGED = (
-    *(("session", name) for name in ("verified", "drafted", "opened", "prefilled", "sent", "draft_lost", "target_lost", "recovered", "cancel", "result")),
-    *(("session", name) for name in ("plan", "seek", "_commit", "_read", "_next_round", "_verify", "_order", "_finish", "_for_target", "_for_draft")),
-    *(("live", name) for name in ("answered", "left", "waits", "awaits", "tell_round", "round_ended", "interrupted", "over")),
+    *(
+        ("session", name)
+        for name in (
+            "verified",
+            "drafted",
+            "opened",
+            "prefilled",
+            "sent",
+            "draft_lost",
+            "target_lost",
+            "recovered",
+            "cancel",
+            "result",
+        )
+    ),
+    *(
+        ("session", name)
+        for name in (
+            "plan",
+            "seek",
+            "_commit",
+            "_read",
+            "_next_round",
+            "_verify",
+            "_order",
+            "_finish",
+            "_for_target",
+            "_for_draft",
+        )
+    ),
+    *(
+        ("live", name)
+        for name in (
+            "answered",
+            "left",
+            "waits",
+            "awaits",
+            "tell_round",
+            "round_ended",
+            "interrupted",
+            "over",
+        )
+    ),
     *(("pilot", name) for name in ("learn", "plan", "sends", "rate", "leave", "work_with")),
     ("detokenizer", "push"),
     ("detokenizer", "flush"),
@@ -577,7 +723,8 @@ def hushed(handler: logging.Handler) -> Iterator[None]:
 
 
 def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:
-    """The world after all has happened and been checked; an AssertionError says what was wrong, and when."""
+    """The world after all has happened and been checked; an AssertionError says what was wrong, and
+    when."""
     world = World(schedule, undisturbed, kinds)
     with hushed(world.loud):
         try:
@@ -588,7 +735,15 @@ def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:
             world.settle()
         except Exception as error:
             lines = [f"{at_s:9.4f} s  {what}" for at_s, what in world.history]
-            error.add_note("\n".join((f"{(world.time.now_ns - S) / S:.4f} s after the beginning; before it:", *lines, *world.loud.said)))
+            error.add_note(
+                "\n".join(
+                    (
+                        f"{(world.time.now_ns - S) / S:.4f} s after the beginning; before it:",
+                        *lines,
+                        *world.loud.said,
+                    )
+                )
+            )
             raise
     return world
 
@@ -603,7 +758,7 @@ def undisturbed(wish: Wish) -> Reply:
     return told.reply()
 
 
-# -- drawing them ------------------------------------------------------------------------------------------------------------------------------
+# -- drawing them ----------------------------------------------------------------------------------
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LOSSES: tuple[Kind, ...] = ("kill", "stop", "stick", "cut", "silence", "silence up", "silence down")
@@ -621,12 +776,35 @@ WISHES = st.builds(
     stop=st.sampled_from(((), (), ("w7",))),
     logprobs=st.sampled_from((None, None, 2)),
 )
-SCORED = st.builds(Wish, prompt=st.sampled_from(PROMPTS), tokens=st.sampled_from((0, 9, 24)), logprobs=st.just(2), scored=st.just(True))
+SCORED = st.builds(
+    Wish,
+    prompt=st.sampled_from(PROMPTS),
+    tokens=st.sampled_from((0, 9, 24)),
+    logprobs=st.just(2),
+    scored=st.just(True),
+)
 
 
-def schedules(kinds: tuple[Kind, ...] = (*KINDS, *LOSSES), most: int = 14) -> st.SearchStrategy[Schedule]:
+def schedules(
+    kinds: tuple[Kind, ...] = (*KINDS, *LOSSES), most: int = 14
+) -> st.SearchStrategy[Schedule]:
     """Schedules that begin with a request and have these kinds of faults, `most` steps at most."""
-    faults = st.builds(Fault, kind=st.sampled_from(kinds), who=st.integers(0, 5), for_ms=st.sampled_from((1, 40, 300, 1400, 1600, 4000, 9000)))
+    faults = st.builds(
+        Fault,
+        kind=st.sampled_from(kinds),
+        who=st.integers(0, 5),
+        for_ms=st.sampled_from((1, 40, 300, 1400, 1600, 4000, 9000)),
+    )
     step = st.tuples(st.sampled_from(PAUSES), faults | faults | faults | WISHES | WISHES | SCORED)
-    steps = st.builds(lambda first, rest: ((0, first), *rest), WISHES, st.lists(step, min_size=most // 2, max_size=most))
-    return st.builds(Schedule, targets=st.sampled_from((1, 2, 2, 3)), drafts=st.sampled_from((1, 0, 2, 1)), reads=st.booleans(), steps=steps)
+    steps = st.builds(
+        lambda first, rest: ((0, first), *rest),
+        WISHES,
+        st.lists(step, min_size=most // 2, max_size=most),
+    )
+    return st.builds(
+        Schedule,
+        targets=st.sampled_from((1, 2, 2, 3)),
+        drafts=st.sampled_from((1, 0, 2, 1)),
+        reads=st.booleans(),
+        steps=steps,
+    )

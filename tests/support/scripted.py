@@ -1,8 +1,11 @@
-"""Workers without a model: they follow the protocol to the letter over a scripted language, in which the next token is a function of the log.
+"""Workers without a model: they follow the protocol to the letter over a scripted language, in
+which the next token is a function of the log.
 
-They stand in where a test is about the coordinator. `ScriptedTarget` is the oracle too: `continuation` writes what a target alone would. A draft that reads
-its target checks every row of features: they say which token they are of, and where it stands. Each worker checks that what it is asked to keep is no more
-than it said, and that what a session goes on from are rows that it has, of tokens that the prompt begins with.
+They stand in where a test is about the coordinator. `ScriptedTarget` is the oracle too:
+`continuation` writes what a target alone would. A draft that reads its target checks every row of
+features: they say which token they are of, and where it stands. Each worker checks that what it is
+asked to keep is no more than it said, and that what a session goes on from are rows that it has, of
+tokens that the prompt begins with.
 """
 
 import json
@@ -54,7 +57,13 @@ from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 VOCABULARY = 97
 END = 0
 STATES = States(width=3, layers=8, checkpoint="c" * 64)
-READS = Reads(taps=(2, 5), width=STATES.width, dtype="bfloat16", vocabulary_size=VOCABULARY, trained_for=STATES.checkpoint)
+READS = Reads(
+    taps=(2, 5),
+    width=STATES.width,
+    dtype="bfloat16",
+    vocabulary_size=VOCABULARY,
+    trained_for=STATES.checkpoint,
+)
 """What a scripted draft may read of the scripted target."""
 PART = 2
 """Tokens of a prompt that the scripted target reads at a time."""
@@ -63,18 +72,45 @@ ROOMY = Limits(context=512, kept=1 << 16)
 
 
 def tokenizer_bytes(words: int = VOCABULARY, prefix: str = "w") -> bytes:
-    """A word-level tokenizer: token i is the word "wi", separated by spaces; token 0 is the special "<end>"."""
+    """A word-level tokenizer: token i is the word "wi", separated by spaces; token 0 is the special
+    "<end>"."""
     vocabulary = {"<end>": END, **{f"{prefix}{i}": i for i in range(1, words)}}
-    added = [{"id": END, "content": "<end>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}]
+    added = [
+        {
+            "id": END,
+            "content": "<end>",
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+    ]
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": f"{prefix}1"}
-    content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
-    return json.dumps({"truncation": None, "padding": None, "normalizer": None, "post_processor": None, "decoder": None, **content}).encode()
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": model,
+    }
+    return json.dumps(
+        {
+            "truncation": None,
+            "padding": None,
+            "normalizer": None,
+            "post_processor": None,
+            "decoder": None,
+            **content,
+        }
+    ).encode()
 
 
 def hello(role: str, *, epoch: int, tokenizer: bytes | None = None, **changes: object) -> Hello:
     """A worker's introduction; with `vocabulary=None`, that of a draft without a model."""
     tokenizer = tokenizer or tokenizer_bytes()
-    facts = VocabularyFacts(digest=vocabulary_digest(read_vocabulary(tokenizer)), size=VOCABULARY, end=(END,))
+    facts = VocabularyFacts(
+        digest=vocabulary_digest(read_vocabulary(tokenizer)), size=VOCABULARY, end=(END,)
+    )
     fields: dict[str, object] = {
         "epoch": epoch,
         "roles": (role,),
@@ -82,11 +118,15 @@ def hello(role: str, *, epoch: int, tokenizer: bytes | None = None, **changes: o
         "host": "here",
         "pid": 1,
         "model": f"scripted-{role}",
-        "fingerprint": Fingerprint(checkpoint="0" * 64, weights="fp32", kernels="scripted") if role == "target" else None,
+        "fingerprint": Fingerprint(checkpoint="0" * 64, weights="fp32", kernels="scripted")
+        if role == "target"
+        else None,
         "limits": Limits(context=512),
         "states": STATES if role == "target" else None,
         "vocabulary": facts,
-        "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer) if changes.get("vocabulary", facts) is not None else None,
+        "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer)
+        if changes.get("vocabulary", facts) is not None
+        else None,
     }
     return Hello.model_validate({**fields, **changes})
 
@@ -108,15 +148,22 @@ def continuation(prompt: Sequence[int], most: int) -> list[int]:
 
 
 def logprobs(log: Sequence[int], place: int, top: int) -> TokenLogprobs:
-    """What the scripted target thinks of a token of a log: numbers made of all that is before it."""
-    seed = mix(sum((token + 1) << (at % 40) for at, token in enumerate(log[:place])) + (place << 42))
+    """What the scripted target thinks of a token of a log: numbers made of all that is before
+    it."""
+    seed = mix(
+        sum((token + 1) << (at % 40) for at, token in enumerate(log[:place])) + (place << 42)
+    )
     best = tuple((1 + (seed + rank) % (VOCABULARY - 1), -rank / 8) for rank in range(top))
     return TokenLogprobs(logprob=-float(mix(seed + log[place]) % 1000) / 64, top=best)
 
 
 def features(log: Sequence[int], start: int, stop: int, reads: Reads) -> Array:
-    """Rows of positions start..stop-1 of a log: each number is made of the token and its position."""
-    rows = (((131 * token + place) & 0xFFFF).to_bytes(2, "little") * reads.row for place, token in enumerate(log[start:stop], start))
+    """Rows of positions start..stop-1 of a log: each number is made of the token and its
+    position."""
+    rows = (
+        ((131 * token + place) & 0xFFFF).to_bytes(2, "little") * reads.row
+        for place, token in enumerate(log[start:stop], start)
+    )
     return Array(dtype=reads.dtype, shape=(stop - start, reads.row), data=b"".join(rows))
 
 
@@ -169,7 +216,17 @@ class ScriptedWorker:
                 self.failures.append(command)
             case Probe():
                 clock_ns = time.monotonic_ns()
-                return [Probed(epoch=self.epoch, sent_ns=command.sent_ns, clock_ns=clock_ns, busy_ns=0, stale=0, sessions=len(self.logs), rss_bytes=0)]
+                return [
+                    Probed(
+                        epoch=self.epoch,
+                        sent_ns=command.sent_ns,
+                        clock_ns=clock_ns,
+                        busy_ns=0,
+                        stale=0,
+                        sessions=len(self.logs),
+                        rss_bytes=0,
+                    )
+                ]
             case Engage():
                 self.standby = False
             case Observe():
@@ -189,7 +246,10 @@ class ScriptedWorker:
             self.kept.pop(command.session, None)
         elif log is not None:
             assert self.limits is not None
-            self.kept[command.session], self.rows[command.session] = log, self.rows_of(command.session, log)
+            self.kept[command.session], self.rows[command.session] = (
+                log,
+                self.rows_of(command.session, log),
+            )
             assert sum(map(len, self.kept.values())) <= self.limits.kept
 
     def rows_of(self, session: int, log: Sequence[int]) -> int:
@@ -197,12 +257,19 @@ class ScriptedWorker:
         return len(log) - 1
 
     def take_over(self, command: Open, *, known: int = 0) -> Failed | None:
-        """A session's log begins; what it goes on from is no more. `known`: tokens behind a row that it was made with."""
+        """A session's log begins; what it goes on from is no more. `known`: tokens behind a row
+        that it was made with."""
         base, kept = command.base, command.kept
         if base is None:
             assert kept == 0
         elif base not in self.kept:
-            return Failed(epoch=self.epoch, session=command.session, round=command.round, code="prefix", text=f"session {base} is not kept")
+            return Failed(
+                epoch=self.epoch,
+                session=command.session,
+                round=command.round,
+                code="prefix",
+                text=f"session {base} is not kept",
+            )
         else:
             log = self.kept.pop(base)
             assert kept < len(command.prompt)
@@ -225,7 +292,13 @@ class ScriptedTarget(ScriptedWorker):
             return self.refeed(command)
         assert isinstance(command, Verify)
         kinds = dict.fromkeys(self.opens[item.session].features for item in command.items)
-        return [self.verify([item for item in command.items if self.opens[item.session].features == reads], reads) for reads in kinds]
+        return [
+            self.verify(
+                [item for item in command.items if self.opens[item.session].features == reads],
+                reads,
+            )
+            for reads in kinds
+        ]
 
     def open(self, command: Open) -> list[Event]:
         if (refusal := self.take_over(command)) is not None:
@@ -239,7 +312,15 @@ class ScriptedTarget(ScriptedWorker):
         log.append(choice(log))
         (said,) = self.say(command, log, 1) or (None,)
         spans = (("prefill", time.monotonic_ns(), 1000),)
-        opened = Opened(epoch=self.epoch, session=command.session, round=command.round, bonus=log[-1], margin=1.0, logprobs=said, spans=spans)
+        opened = Opened(
+            epoch=self.epoch,
+            session=command.session,
+            round=command.round,
+            bonus=log[-1],
+            margin=1.0,
+            logprobs=said,
+            spans=spans,
+        )
         return [*parts, opened]
 
     def refeed(self, command: Refeed) -> list[Event]:
@@ -247,14 +328,30 @@ class ScriptedTarget(ScriptedWorker):
         assert (command.prefix, command.round) == (len(log), self.rounds[command.session] + 1)
         self.opens[command.session] = opened.model_copy(update={"features": command.features})
         parts = self.show(command, command.features, command.start, command.prefix - 1)
-        return [*parts, Refed(epoch=self.epoch, session=command.session, round=command.round, spans=(("prefill", time.monotonic_ns(), 1000),))]
+        return [
+            *parts,
+            Refed(
+                epoch=self.epoch,
+                session=command.session,
+                round=command.round,
+                spans=(("prefill", time.monotonic_ns(), 1000),),
+            ),
+        ]
 
-    def show(self, command: Open | Refeed, reads: Reads | None, start: int, stop: int) -> list[Event]:
+    def show(
+        self, command: Open | Refeed, reads: Reads | None, start: int, stop: int
+    ) -> list[Event]:
         """Features of positions start..stop-1, a part at a time."""
         if reads is None:
             return []
-        log, about = self.logs[command.session], {"epoch": self.epoch, "session": command.session, "round": command.round}
-        return [Prefilled(**about, start=at, features=features(log, at, min(at + PART, stop), reads)) for at in range(start, stop, PART)]
+        log, about = (
+            self.logs[command.session],
+            {"epoch": self.epoch, "session": command.session, "round": command.round},
+        )
+        return [
+            Prefilled(**about, start=at, features=features(log, at, min(at + PART, stop), reads))
+            for at in range(start, stop, PART)
+        ]
 
     def score(self, command: Open) -> list[Event]:
         """Of every token of the prompt but the first, a part at a time."""
@@ -264,15 +361,26 @@ class ScriptedTarget(ScriptedWorker):
         assert command.logprobs is not None
         prompt, top = command.prompt, command.logprobs
         starts = range(1, len(prompt), PART)
-        parts = [tuple(logprobs(prompt, place, top) for place in range(start, min(start + PART, len(prompt)))) for start in starts]
+        parts = [
+            tuple(
+                logprobs(prompt, place, top)
+                for place in range(start, min(start + PART, len(prompt)))
+            )
+            for start in starts
+        ]
         about = {"epoch": self.epoch, "session": command.session, "round": command.round}
-        return [Scored(**about, start=start, logprobs=part) for start, part in zip(starts, parts, strict=True)]
+        return [
+            Scored(**about, start=start, logprobs=part)
+            for start, part in zip(starts, parts, strict=True)
+        ]
 
     def say(self, command: Open, log: Sequence[int], tokens: int) -> tuple[TokenLogprobs, ...]:
         """What it thinks of the last so many tokens, where it is asked."""
         if command.logprobs is None:
             return ()
-        return tuple(logprobs(log, place, command.logprobs) for place in range(len(log) - tokens, len(log)))
+        return tuple(
+            logprobs(log, place, command.logprobs) for place in range(len(log) - tokens, len(log))
+        )
 
     def verify(self, asked: Sequence[VerifyItem], reads: Reads | None) -> Verified:
         items, read = [], []
@@ -286,14 +394,29 @@ class ScriptedTarget(ScriptedWorker):
             tokens = 1 + len(accepted)
             said = self.say(self.opens[item.session], log, tokens)
             path, margins = tuple(accepted), (1.0,) * tokens
-            items.append(VerifiedItem(session=item.session, round=item.round, accepted=path, bonus=bonus, margins=margins, logprobs=said))
+            items.append(
+                VerifiedItem(
+                    session=item.session,
+                    round=item.round,
+                    accepted=path,
+                    bonus=bonus,
+                    margins=margins,
+                    logprobs=said,
+                )
+            )
             if reads is not None:
                 read.append(features(log, item.prefix - 1, len(log) - 1, reads))
-        return Verified(epoch=self.epoch, items=tuple(items), spans=(("verify", time.monotonic_ns(), 1000),), features=stack(read) if read else None)
+        return Verified(
+            epoch=self.epoch,
+            items=tuple(items),
+            spans=(("verify", time.monotonic_ns(), 1000),),
+            features=stack(read) if read else None,
+        )
 
 
 class ScriptedDraft(ScriptedWorker):
-    """Proposes two continuations at every level, of which one is right until `wrong_after` levels down."""
+    """Proposes two continuations at every level, of which one is right until `wrong_after` levels
+    down."""
 
     wrong_after = 3
     last: dict[int, Drafted]
@@ -318,12 +441,23 @@ class ScriptedDraft(ScriptedWorker):
         if isinstance(command, Feed):
             assert command.round == self.rounds[command.session]
             self.read(command.session, command.start, command.features)
-            return [Fed(epoch=self.epoch, session=command.session, round=command.round, start=command.start)]
+            return [
+                Fed(
+                    epoch=self.epoch,
+                    session=command.session,
+                    round=command.round,
+                    start=command.start,
+                )
+            ]
         assert isinstance(command, Draft)
         log, last = self.logs[command.session], self.rounds[command.session]
         assert last < command.round <= last + 1 + len(command.more)
         self.rounds[command.session] = command.round
-        log += [*(self.last[command.session].tokens[n] for n in command.accepted), command.bonus, *command.more]
+        log += [
+            *(self.last[command.session].tokens[n] for n in command.accepted),
+            command.bonus,
+            *command.more,
+        ]
         assert command.prefix == len(log)
         if self.reads is None:
             assert command.features is None
@@ -336,7 +470,8 @@ class ScriptedDraft(ScriptedWorker):
         return [drafted]
 
     def rows_of(self, session: int, log: Sequence[int]) -> int:
-        """Where it reads its target it has those that features have come for, of tokens with one behind them."""
+        """Where it reads its target it has those that features have come for, of tokens with one
+        behind them."""
         return len(log) - 1 if self.reads is None else min(self.fed[session], len(log) - 1)
 
     def read(self, session: int, start: int, rows: Array) -> None:
@@ -351,7 +486,9 @@ class ScriptedDraft(ScriptedWorker):
             right = choice(path)
             guess = right if depth < self.wrong_after else 1 + right % (VOCABULARY - 1)
             other = 1 + (guess + 5) % (VOCABULARY - 1)
-            tokens += [other, guess] if other != guess else [1 + (guess + 7) % (VOCABULARY - 1), guess]
+            tokens += (
+                [other, guess] if other != guess else [1 + (guess + 7) % (VOCABULARY - 1), guess]
+            )
             parents += [parent, parent]
             parent = len(tokens) - 1
             path.append(guess)
@@ -380,7 +517,12 @@ class DrawingDraft(ScriptedDraft):
         size = (1 + len(drafted.tokens)) * self.width
         shape = (1 + len(drafted.tokens), self.width)
         candidates = Array(dtype="int32", shape=shape, data=bytes([command.round]) * 4 * size)
-        return drafted.model_copy(update={"candidates": candidates, "probabilities": Array(dtype="float32", shape=shape, data=bytes(4 * size))})
+        return drafted.model_copy(
+            update={
+                "candidates": candidates,
+                "probabilities": Array(dtype="float32", shape=shape, data=bytes(4 * size)),
+            }
+        )
 
 
 def walk(log: Sequence[int], tree: TokenTree) -> tuple[list[int], int]:

@@ -7,13 +7,26 @@ from contextlib import contextmanager
 
 from dovetail.launch.configure import configure
 from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.supervise import POLL_S, Child, Played, Stack, Supervisor, layout_of, start_stack, wait_until_ready, worker_arguments
+from dovetail.launch.supervise import (
+    POLL_S,
+    Child,
+    Played,
+    Stack,
+    Supervisor,
+    layout_of,
+    start_stack,
+    wait_until_ready,
+    worker_arguments,
+)
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
-PROMPTS: list[list[str]] = [json.loads(line)["turns"] for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+PROMPTS: list[list[str]] = [
+    json.loads(line)["turns"]
+    for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+]
 """The shipped ones, each as its turns."""
 SILENCE_S = 60.0
 
@@ -26,15 +39,21 @@ Another = Callable[[Role | Played], Child]
 def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
     """Processes with these settings that are ready, a client of them, and how to start more.
 
-    Unless the settings say otherwise a reply outlives a worker that misses its heartbeats, as one may on a machine that is loaded: it comes back by itself.
+    Unless the settings say otherwise a reply outlives a worker that misses its heartbeats, as one
+    may on a machine that is loaded: it comes back by itself.
     """
     with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configure(flags={"coordinator.recovery_s": "60", **flags}, environment={}))
+        stack = start_stack(
+            supervisor, configure(flags={"coordinator.recovery_s": "60", **flags}, environment={})
+        )
         wait_until_ready(supervisor, stack)
         layout = layout_of(stack.configuration.settings)
 
         def another(role: Role | Played) -> Child:
-            return supervisor.start(f"another {role} worker", worker_arguments(stack.configuration, role, stack.address, layout))
+            return supervisor.start(
+                f"another {role} worker",
+                worker_arguments(stack.configuration, role, stack.address, layout),
+            )
 
         with stack.connect() as client:
             yield stack, client, another
@@ -64,17 +83,36 @@ def running(flags: dict[str, str]) -> Iterator[Client]:
         yield client
 
 
-def submit(client: Client, turns: Sequence[str], *, sampling: Sampling, tokens: int, seed: int = 0, tree: TreeSettings | None = None) -> int:
-    """The number of a request that is drafted for with this tree; without one it is decoded by the target alone."""
-    return client.submit(turns=turns, sampling=sampling, max_tokens=tokens, seed=seed, tree=tree or TreeSettings(), speculate=tree is not None)
+def submit(
+    client: Client,
+    turns: Sequence[str],
+    *,
+    sampling: Sampling,
+    tokens: int,
+    seed: int = 0,
+    tree: TreeSettings | None = None,
+) -> int:
+    """The number of a request that is drafted for with this tree; without one it is decoded by the
+    target alone."""
+    return client.submit(
+        turns=turns,
+        sampling=sampling,
+        max_tokens=tokens,
+        seed=seed,
+        tree=tree or TreeSettings(),
+        speculate=tree is not None,
+    )
 
 
 def complete_all(client: Client, requests: Sequence[int]) -> list[Finished]:
-    """The ends of requests that run side by side, in the order of `requests`; `RequestError` for the first that fails."""
+    """The ends of requests that run side by side, in the order of `requests`; `RequestError` for
+    the first that fails."""
     ends: dict[int, Finished] = {}
     while len(ends) < len(requests):
         reply = client.receive(SILENCE_S)
-        assert reply is not None, f"nothing was heard of {set(requests) - set(ends)} for {SILENCE_S:g} s"
+        assert reply is not None, (
+            f"nothing was heard of {set(requests) - set(ends)} for {SILENCE_S:g} s"
+        )
         if isinstance(reply, Failed):
             raise RequestError(reply.code, reply.text)
         if isinstance(reply, Finished):

@@ -28,11 +28,17 @@ WORDS = {
 WIDTHS = st.integers(1, messages.MAX_ROW // messages.MAX_TAPS)
 """Of hidden states, such that a row of any number of taps is not too long."""
 
-CURVES = st.dictionaries(st.integers(1, 1 << 40), st.floats(0.0, 1e9), min_size=1, max_size=MOST).map(
-    lambda points: RowsSeconds(rows=tuple(sorted(points)), seconds=tuple(points[rows] for rows in sorted(points)))
+CURVES = st.dictionaries(
+    st.integers(1, 1 << 40), st.floats(0.0, 1e9), min_size=1, max_size=MOST
+).map(
+    lambda points: RowsSeconds(
+        rows=tuple(sorted(points)), seconds=tuple(points[rows] for rows in sorted(points))
+    )
 )
 
-BIASES = st.dictionaries(st.integers(0, (1 << 31) - 1), st.floats(-100.0, 100.0), max_size=MOST).map(lambda biases: tuple(sorted(biases.items())))
+BIASES = st.dictionaries(
+    st.integers(0, (1 << 31) - 1), st.floats(-100.0, 100.0), max_size=MOST
+).map(lambda biases: tuple(sorted(biases.items())))
 
 
 def messages_of(member: type[Message]) -> st.SearchStrategy[Message]:
@@ -45,9 +51,13 @@ def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
         return _arrays()
     if model is RowsSeconds:
         return CURVES
-    fields = st.fixed_dictionaries({name: _field(model, name, field) for name, field in model.model_fields.items()})
+    fields = st.fixed_dictionaries(
+        {name: _field(model, name, field) for name, field in model.model_fields.items()}
+    )
     if model is messages.Open:
-        fields = fields.map(lambda drawn: {**drawn, "replied": drawn["replied"] % len(drawn["prompt"])})
+        fields = fields.map(
+            lambda drawn: {**drawn, "replied": drawn["replied"] % len(drawn["prompt"])}
+        )
     return fields.map(model.model_validate)
 
 
@@ -57,7 +67,9 @@ def _field(model: type[Frozen], name: str, field: FieldInfo) -> st.SearchStrateg
     if model is messages.Reads and name == "width":
         return WIDTHS
     if name == "thresholds":
-        return st.just("") | st.lists(st.floats(0.0, 1e6), min_size=1, max_size=settings.MAX_BINS - 1, unique=True).map(lambda bounds: tuple(sorted(bounds)))
+        return st.just("") | st.lists(
+            st.floats(0.0, 1e6), min_size=1, max_size=settings.MAX_BINS - 1, unique=True
+        ).map(lambda bounds: tuple(sorted(bounds)))
     return BIASES if name == "logit_bias" else _value(field.annotation, field.metadata)
 
 
@@ -66,14 +78,20 @@ def _arrays(draw: st.DrawFn) -> Array:
     dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
     length = prod(shape) * ITEM_BYTES[dtype]
-    return Array.model_validate({"dtype": dtype, "shape": shape, "data": draw(st.binary(min_size=length, max_size=length))})
+    return Array.model_validate(
+        {"dtype": dtype, "shape": shape, "data": draw(st.binary(min_size=length, max_size=length))}
+    )
 
 
 def _value(kind: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
     """Values of an annotation within the bounds of its metadata."""
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
-        inner = [bound for item in arguments[1:] for bound in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        inner = [
+            bound
+            for item in arguments[1:]
+            for bound in (item.metadata if isinstance(item, FieldInfo) else [item])
+        ]
         return _value(arguments[0], [*metadata, *inner])
     if get_origin(kind) in (Union, types.UnionType):
         return st.one_of([_value(argument, metadata) for argument in arguments])
@@ -81,7 +99,10 @@ def _value(kind: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
         return st.sampled_from(arguments)
     if get_origin(kind) is tuple and arguments[-1] is not Ellipsis:
         return st.tuples(*(_value(argument, []) for argument in arguments))
-    least, most = _bound(metadata, annotated_types.MinLen, 0), _bound(metadata, annotated_types.MaxLen, MOST)
+    least, most = (
+        _bound(metadata, annotated_types.MinLen, 0),
+        _bound(metadata, annotated_types.MaxLen, MOST),
+    )
     most = min(most, max(least, MOST))
     if get_origin(kind) is tuple:
         return st.lists(_value(arguments[0], []), min_size=least, max_size=most).map(tuple)
@@ -103,16 +124,30 @@ def _plain(kind: Any, metadata: list[Any], least: int, most: int) -> st.SearchSt
         below = _bound(metadata, annotated_types.Lt, None)
         return st.integers(low, below - 1 if below is not None else high)
     if kind is float:
-        above, low = _bound(metadata, annotated_types.Gt, None), _bound(metadata, annotated_types.Ge, None)
+        above, low = (
+            _bound(metadata, annotated_types.Gt, None),
+            _bound(metadata, annotated_types.Ge, None),
+        )
         high = _bound(metadata, annotated_types.Le, None)
-        return st.floats(above if above is not None else low, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
+        return st.floats(
+            above if above is not None else low,
+            high,
+            exclude_min=above is not None,
+            allow_nan=False,
+            allow_infinity=False,
+        )
     return _model(kind)
 
 
 def _bound(metadata: list[Any], bound: type[Any], otherwise: Any) -> Any:
     """The value of the first bound of a kind, else `otherwise`."""
     found = (
-        getattr(item, {"MinLen": "min_length", "MaxLen": "max_length"}.get(bound.__name__, bound.__name__.lower()))
+        getattr(
+            item,
+            {"MinLen": "min_length", "MaxLen": "max_length"}.get(
+                bound.__name__, bound.__name__.lower()
+            ),
+        )
         for item in metadata
         if isinstance(item, bound)
     )

@@ -1,7 +1,9 @@
-"""Scripted workers whose work takes the time that it is told to, on a clock of their own: a coordinator with them lives in virtual time.
+"""Scripted workers whose work takes the time that it is told to, on a clock of their own: a
+coordinator with them lives in virtual time.
 
-A draft guesses each next token rightly with a given probability, and believes another one or the same; passes, levels and hops cost what is said. One
-thing happens at a time: nothing is drafted while the target verifies.
+A draft guesses each next token rightly with a given probability, and believes another one or the
+same; passes, levels and hops cost what is said. One thing happens at a time: nothing is drafted
+while the target verifies.
 """
 
 import random
@@ -84,7 +86,15 @@ class TimedTarget(TimedWorker):
             log = self.logs[command.session] = list(command.prompt)
             span = self.clock.pass_s(0.01)
             log.append(choice(log))
-            return [Opened(epoch=self.epoch, session=command.session, bonus=log[-1], margin=1.0, spans=(span,))]
+            return [
+                Opened(
+                    epoch=self.epoch,
+                    session=command.session,
+                    bonus=log[-1],
+                    margin=1.0,
+                    spans=(span,),
+                )
+            ]
         assert isinstance(command, Verify)
         rows = sum(1 + len(item.tokens) for item in command.items)
         context = sum(item.prefix for item in command.items) // len(command.items)
@@ -101,7 +111,15 @@ class TimedTarget(TimedWorker):
                 node = child
             log.append(choice(log))
             margins = (1.0,) * (len(accepted) + 1)
-            items.append(VerifiedItem(session=item.session, round=item.round, accepted=tuple(accepted), bonus=log[-1], margins=margins))
+            items.append(
+                VerifiedItem(
+                    session=item.session,
+                    round=item.round,
+                    accepted=tuple(accepted),
+                    bonus=log[-1],
+                    margins=margins,
+                )
+            )
         return [Verified(epoch=self.epoch, items=tuple(items), spans=(span,))]
 
 
@@ -121,7 +139,11 @@ class TimedDraft(TimedWorker):
         self.orders.append(command)
         self.clock.ahead = command.ahead
         log = self.logs[command.session]
-        log += [*(self.last[command.session].tokens[n] for n in command.accepted), command.bonus, *command.more]
+        log += [
+            *(self.last[command.session].tokens[n] for n in command.accepted),
+            command.bonus,
+            *command.more,
+        ]
         assert command.prefix == len(log)
         self.last[command.session] = self.propose(command, list(log))
         return [self.last[command.session]]
@@ -132,14 +154,21 @@ class TimedDraft(TimedWorker):
         passes = []
         for _ in range(min(command.max_depth, command.max_nodes)):
             belief = max(1e-6, (costs.belief or costs.right)(len(path)))
-            late = command.deadline_ms is not None and self.clock.now_ns - began > command.deadline_ms * 1e6
+            late = (
+                command.deadline_ms is not None
+                and self.clock.now_ns - began > command.deadline_ms * 1e6
+            )
             likely = 2.718281828 ** (score + ln(belief))
-            if late or (command.rate is not None and likely - command.floor < command.rate * level_s):
+            if late or (
+                command.rate is not None and likely - command.floor < command.rate * level_s
+            ):
                 break
             _, _, duration_ns = self.clock.pass_s(level_s)
             passes.append((1, duration_ns))
             token = choice(path)
-            if mix(path[-1] + (len(path) << 32) + 12345) % 10_000 >= 10_000 * costs.right(len(path)):
+            if mix(path[-1] + (len(path) << 32) + 12345) % 10_000 >= 10_000 * costs.right(
+                len(path)
+            ):
                 token = 1 + token % (VOCABULARY - 1)
             score += ln(belief)
             tokens.append(token)
@@ -162,14 +191,24 @@ class TimedDraft(TimedWorker):
 class TimedHouse:
     """A coordinator, a target, a draft and a client, in virtual time."""
 
-    def __init__(self, costs: Costs, *, target: dict[str, object] | None = None, draft: dict[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        target: dict[str, object] | None = None,
+        draft: dict[str, object] | None = None,
+    ) -> None:
         """`target`, `draft`: what their Hellos say differently."""
         self.hub: MemoryHub = memory_links()
         self.clock = Clock()
         self.coordinator = Coordinator(self.hub, clock_ns=lambda: self.clock.now_ns)
         limits = Limits(context=1 << 16)
-        self.target = TimedTarget(self.hub.connect(), "target", epoch=100, clock=self.clock, costs=costs)
-        self.draft = TimedDraft(self.hub.connect(), "draft", epoch=101, clock=self.clock, costs=costs)
+        self.target = TimedTarget(
+            self.hub.connect(), "target", epoch=100, clock=self.clock, costs=costs
+        )
+        self.draft = TimedDraft(
+            self.hub.connect(), "draft", epoch=101, clock=self.clock, costs=costs
+        )
         self.target.register(**{"limits": limits, **(target or {})})
         self.draft.register(**{"limits": limits, **(draft or {})})
         self.run()
@@ -188,11 +227,22 @@ class TimedHouse:
             self.coordinator.pump()
             busy = bool(self.target.step() + self.draft.step())
 
-    def complete(self, tokens: int = 400, *, prompt: int = 8, policy: str = "goodput", gamma: int = 15, depth: int = 8, **options: object) -> Finished:
+    def complete(
+        self,
+        tokens: int = 400,
+        *,
+        prompt: int = 8,
+        policy: str = "goodput",
+        gamma: int = 15,
+        depth: int = 8,
+        **options: object,
+    ) -> Finished:
         """Decode so many tokens."""
         tree = TreeSettings(policy=policy, gamma=gamma, depth=depth, insist=policy != "goodput")
         asked = {"seed": 1, "tree": tree, "sampling": Sampling(), **options}
-        return self.client.complete(self.client.submit(tokens=[3] * prompt, max_tokens=tokens, **asked))  # type: ignore[arg-type]
+        return self.client.complete(
+            self.client.submit(tokens=[3] * prompt, max_tokens=tokens, **asked)
+        )  # type: ignore[arg-type]
 
     def rate(self, tokens: int = 400, **options: object) -> float:
         """Tokens a second of a reply."""
@@ -201,7 +251,9 @@ class TimedHouse:
     def records(self, tokens: int, **options: object) -> tuple[list[RoundRecord], Finished]:
         """Of every round of a reply."""
         tree = TreeSettings(policy="goodput")
-        self.client.submit(tokens=[3] * 8, max_tokens=tokens, seed=1, record=True, **{"tree": tree, **options})  # type: ignore[arg-type]
+        self.client.submit(
+            tokens=[3] * 8, max_tokens=tokens, seed=1, record=True, **{"tree": tree, **options}
+        )  # type: ignore[arg-type]
         replies = []
         while not isinstance(reply := self.client.receive(0), Finished):
             assert reply is not None

@@ -1,4 +1,5 @@
-"""A coordinator with scripted workers in a thread, and `dovetail http` before it as a real process: what clients of the API see, without a model."""
+"""A coordinator with scripted workers in a thread, and `dovetail http` before it as a real process:
+what clients of the API see, without a model."""
 
 import contextlib
 import json
@@ -20,10 +21,20 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.runtime.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.loop import PROBE_EVERY_S
-from support.scripted import END, VOCABULARY, ScriptedDraft, ScriptedTarget, ScriptedWorker, tokenizer_bytes
+from support.scripted import (
+    END,
+    VOCABULARY,
+    ScriptedDraft,
+    ScriptedTarget,
+    ScriptedWorker,
+    tokenizer_bytes,
+)
 
 PATIENCE_S = 60.0
-TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if "
+    "add_generation_prompt %}w2{% endif %}"
+)
 """The messages of a chat, each after w1; w2 begins the reply."""
 CHAT = (1, 5, 6, 2)
 """The tokens of the message "w5 w6" with it."""
@@ -32,11 +43,22 @@ CHAT = (1, 5, 6, 2)
 class Backend:
     """A coordinator and its workers, in a thread that `still` stops for as long as a test looks."""
 
-    def __init__(self, *, target: bool = True, draft: bool = True, address: str = "ipc", settings: CoordinatorSettings = DEFAULTS) -> None:
+    def __init__(
+        self,
+        *,
+        target: bool = True,
+        draft: bool = True,
+        address: str = "ipc",
+        settings: CoordinatorSettings = DEFAULTS,
+    ) -> None:
         self.hub = open_hub(address)
         self.address = self.hub.address
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self.coordinator = Coordinator(self.hub, later=lambda seconds, action: self._later.append((time.monotonic() + seconds, action)), settings=settings)
+        self.coordinator = Coordinator(
+            self.hub,
+            later=lambda seconds, action: self._later.append((time.monotonic() + seconds, action)),
+            settings=settings,
+        )
         self.workers: list[ScriptedWorker] = []
         self.held = False
         """The workers rest: what they are asked stays undone."""
@@ -51,10 +73,23 @@ class Backend:
         if draft:
             self.add(ScriptedDraft, "draft")
 
-    def add(self, kind: type[ScriptedWorker], role: str, *, prefix: str = "w", template: str = TEMPLATE, **changes: object) -> ScriptedWorker:
+    def add(
+        self,
+        kind: type[ScriptedWorker],
+        role: str,
+        *,
+        prefix: str = "w",
+        template: str = TEMPLATE,
+        **changes: object,
+    ) -> ScriptedWorker:
         """Register a worker whose vocabulary is spelt with this letter."""
         tokenizer = tokenizer_bytes(prefix=prefix)
-        facts = VocabularyFacts(digest=vocabulary_digest(read_vocabulary(tokenizer)), size=VOCABULARY, end=(END,), template=template)
+        facts = VocabularyFacts(
+            digest=vocabulary_digest(read_vocabulary(tokenizer)),
+            size=VOCABULARY,
+            end=(END,),
+            template=template,
+        )
         worker = kind(open_link(self.address, role=role), role, epoch=100 + len(self.workers))
         worker.register(tokenizer=tokenizer, vocabulary=facts, **changes)
         with self._lock:
@@ -79,7 +114,9 @@ class Backend:
 
     def until_idle(self) -> None:
         """Wait until nobody decodes anything, and nobody waits for it."""
-        self.until(lambda: self.coordinator.idle and not any(worker.logs for worker in self.workers))
+        self.until(
+            lambda: self.coordinator.idle and not any(worker.logs for worker in self.workers)
+        )
 
     @property
     def sessions(self) -> int:
@@ -155,13 +192,16 @@ class Api:
         return host, int(port)
 
     def cpu_s(self) -> float:
-        """Return the processor time that the server has taken so far, which a busy machine does not lengthen."""
+        """Return the processor time that the server has taken so far, which a busy machine does not
+        lengthen."""
         user, system, *_ = psutil.Process(self.process.pid).cpu_times()
         return float(user + system)
 
     def chat(self, content: str = "w5 w6", **fields: Any) -> dict[str, Any]:
         """A whole chat completion of one message."""
-        return self.ask("/v1/chat/completions", messages=[{"role": "user", "content": content}], **fields)
+        return self.ask(
+            "/v1/chat/completions", messages=[{"role": "user", "content": content}], **fields
+        )
 
     def complete(self, prompt: Any = "w5 w6", **fields: Any) -> dict[str, Any]:
         return self.ask("/v1/completions", prompt=prompt, **fields)
@@ -188,7 +228,9 @@ class Api:
     def metric(self, name: str) -> float:
         """The value of a metric without labels, or of the first with them."""
         lines = self.client.get("/metrics").text.splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        return next(
+            float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))
+        )
 
 
 def events(reply: httpx.Response) -> Iterator[Any]:
@@ -202,8 +244,19 @@ def events(reply: httpx.Response) -> Iterator[Any]:
 @contextlib.contextmanager
 def api(address: str, *flags: str) -> Iterator[Api]:
     """`dovetail http` for the coordinator at this address, on a free port."""
-    command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "http", f"--connect={address}", "--http.port=0", *flags]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")}
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "dovetail.launch.cli",
+        "http",
+        f"--connect={address}",
+        "--http.port=0",
+        *flags,
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")
+    }
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None

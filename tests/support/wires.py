@@ -1,4 +1,5 @@
-"""Hubs and links of all three kinds, opened for tests and closed with them, and waiting without sleeping."""
+"""Hubs and links of all three kinds, opened for tests and closed with them, and waiting without
+sleeping."""
 
 import contextlib
 import select
@@ -18,7 +19,13 @@ PATIENCE_S = 60.0
 class Wire:
     """A hub, and how to reach it."""
 
-    def __init__(self, hub: Hub, folder: Path | None, dial: Callable[[str], Link], stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        folder: Path | None,
+        dial: Callable[[str], Link],
+        stack: contextlib.ExitStack,
+    ) -> None:
         self.hub = hub
         self.keys = folder
         self._dial = dial
@@ -51,8 +58,11 @@ class Wire:
 
 
 def spawn(stack: contextlib.ExitStack, script: str, *arguments: str) -> "subprocess.Popen[bytes]":
-    """A process of its own that runs `script` and has said that it is ready; killed with the test, at the latest."""
-    child = subprocess.Popen([sys.executable, "-c", script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    """A process of its own that runs `script` and has said that it is ready; killed with the test,
+    at the latest."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     stack.callback(end, child)
     assert child.stdout is not None
     assert child.stdout.readline() == b"ready\n"
@@ -86,4 +96,6 @@ def open_wire(kind: str, folder: Path | None, stack: contextlib.ExitStack) -> Wi
         return Wire(memory, None, lambda role: memory.connect(), stack)
     hub = links.open_hub("ipc" if kind == "ipc" else "tcp://127.0.0.1:*", keys=folder)
     stack.callback(hub.close)
-    return Wire(hub, folder, lambda role: links.open_link(hub.address, keys=folder, role=role), stack)
+    return Wire(
+        hub, folder, lambda role: links.open_link(hub.address, keys=folder, role=role), stack
+    )

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints of many families, and what becomes of each: it is computed, or refused."""
+"""Tiny random checkpoints of many families, and what becomes of each: it is computed, or
+refused."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,21 @@ def longrope(long: float) -> dict[str, Any]:
 
 
 YARN = rope("yarn", factor=6.0, original_max_position_embeddings=ORIGINAL)
-LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL)
-SCALED = rope("yarn", factor=6.0, original_max_position_embeddings=ORIGINAL, llama_4_scaling_beta=0.1)
-WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=ORIGINAL,
+)
+SCALED = rope(
+    "yarn", factor=6.0, original_max_position_embeddings=ORIGINAL, llama_4_scaling_beta=0.1
+)
+WINDOWED = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 NO_ROPE_AT = {"no_rope_layers": [1, 0, 0, 1]}
 BY_LAYERS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 
@@ -54,23 +67,48 @@ COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3}, "library"),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}, "kernels"),
 }
-"""Family, what is changed of its configuration, and what computes it where the kernels are built."""
+"""Family, what is changed of its configuration, and what computes it where the kernels are
+built."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "doge": ("Doge", {}, "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported"),
-    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "layer 0 .*attention with .*s_aux.* is not supported"),
-    "llama4": ("Llama4", {"attention_chunk_size": 8, "num_local_experts": 2}, "layers of type chunked_attention"),
-    "llama longrope": ("Llama", longrope(4.0), "rotary embeddings of type longrope .llama. .*longest sequence of a pass"),
-    "phi3 longrope": ("Phi3", {"original_max_position_embeddings": ORIGINAL, **longrope(4.0)}, "rotary embeddings of type longrope"),
+    "doge": (
+        "Doge",
+        {},
+        "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported",
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "layer 0 .*attention with .*s_aux.* is not supported",
+    ),
+    "llama4": (
+        "Llama4",
+        {"attention_chunk_size": 8, "num_local_experts": 2},
+        "layers of type chunked_attention",
+    ),
+    "llama longrope": (
+        "Llama",
+        longrope(4.0),
+        "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
+    ),
+    "phi3 longrope": (
+        "Phi3",
+        {"original_max_position_embeddings": ORIGINAL, **longrope(4.0)},
+        "rotary embeddings of type longrope",
+    ),
     "stablelm": ("StableLm", {}, "layer 0 .*what the model is given does not reach its attention"),
     "diffllama": ("DiffLlama", {}, "layer 0 .*computes 2 attentions|layer 0"),
 }
 """Family, changes and what the refusal says."""
 
 
-def write(folder: Path, family: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+def write(
+    folder: Path, family: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Path:
     """A tiny random checkpoint of a family."""
-    configuration = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}.get(family, f"{family}Config")
+    configuration = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}.get(
+        family, f"{family}Config"
+    )
     shape = {**SHAPE, "vocab_size": 48, "num_hidden_layers": 4, "head_dim": 16, **changes}
     config = getattr(transformers, configuration)(**shape)
     return save_random(folder, getattr(transformers, f"{family}ForCausalLM"), config, 0, dtype)

@@ -35,7 +35,9 @@ FORK = TokenTree((5, 7, 6, 5, 8), (-1, -1, 0, 0, 2))
         ([5, 8, 0, 0, 0, 0], (0,), 8),
     ],
 )
-def test_the_walk_follows_the_choices_down_and_ends_with_the_one_that_was_not_drafted(choices: list[int], accepted: tuple[int, ...], bonus: int) -> None:
+def test_the_walk_follows_the_choices_down_and_ends_with_the_one_that_was_not_drafted(
+    choices: list[int], accepted: tuple[int, ...], bonus: int
+) -> None:
     assert walk(FORK, choices) == (accepted, bonus)
 
 
@@ -80,19 +82,27 @@ def random_law(vocabulary: int, seed: int) -> Law:
     return law
 
 
-def emitted_law(tree: TokenTree, law: Law, vocabulary: int, length: int) -> dict[tuple[int, ...], Fraction]:
-    """The law of the first `length` tokens: one verification of the tree, then plain decoding, over every outcome of the choices after its rows."""
+def emitted_law(
+    tree: TokenTree, law: Law, vocabulary: int, length: int
+) -> dict[tuple[int, ...], Fraction]:
+    """The law of the first `length` tokens: one verification of the tree, then plain decoding, over
+    every outcome of the choices after its rows."""
     paths = [()] + [tuple(tree.tokens[n] for n in tree.path(node)) for node in range(len(tree))]
     total: dict[tuple[int, ...], Fraction] = Counter()  # type: ignore[assignment]
     for choices in itertools.product(range(vocabulary), repeat=len(paths)):
-        probability = math.prod((law(path)[choice] for path, choice in zip(paths, choices, strict=True)), start=Fraction(1))
+        probability = math.prod(
+            (law(path)[choice] for path, choice in zip(paths, choices, strict=True)),
+            start=Fraction(1),
+        )
         if probability == 0:
             continue
         accepted, bonus = walk(tree, choices)
         emitted = (*(tree.tokens[node] for node in accepted), bonus)[:length]
         for rest in itertools.product(range(vocabulary), repeat=length - len(emitted)):
             tokens = emitted + rest
-            total[tokens] += probability * math.prod((law(tokens[:t])[tokens[t]] for t in range(len(emitted), length)), start=Fraction(1))
+            total[tokens] += probability * math.prod(
+                (law(tokens[:t])[tokens[t]] for t in range(len(emitted), length)), start=Fraction(1)
+            )
     return {tokens: p for tokens, p in total.items() if p}
 
 
@@ -108,7 +118,9 @@ def emitted_law(tree: TokenTree, law: Law, vocabulary: int, length: int) -> dict
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_by_enumeration_the_emitted_tokens_have_exactly_the_law_of_the_target(tree: TokenTree, seed: int) -> None:
+def test_by_enumeration_the_emitted_tokens_have_exactly_the_law_of_the_target(
+    tree: TokenTree, seed: int
+) -> None:
     vocabulary, length = 3, 3
     law = random_law(vocabulary, seed)
     expected = {
@@ -119,11 +131,16 @@ def test_by_enumeration_the_emitted_tokens_have_exactly_the_law_of_the_target(tr
     assert emitted_law(tree, law, vocabulary, length) == expected
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, top_p=0.95)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, top_p=0.95)]
+)
 def test_with_noise_of_many_keys_two_tokens_have_the_law_of_the_target(sampling: Sampling) -> None:
-    """A table of logits stands for the target; the tree proposes what the noise itself makes likely, as a draft does."""
+    """A table of logits stands for the target; the tree proposes what the noise itself makes
+    likely, as a draft does."""
     vocabulary, samples = 4, 6000
-    logits = 1.5 * torch.randn(vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(5))
+    logits = 1.5 * torch.randn(
+        vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(5)
+    )
     processed = process_logits(logits, sampling)
     laws = processed.softmax(-1).double()
     counts: Counter[tuple[int, int]] = Counter()
@@ -131,13 +148,25 @@ def test_with_noise_of_many_keys_two_tokens_have_the_law_of_the_target(sampling:
         key = session_key(1, sample, [2])
         noise = torch.stack([gumbel_noise(key, position, vocabulary) for position in (1, 2)])
         tree = TokenTree((int(noise[0].argmax()), (sample + 1) % vocabulary), (-1, 0))
-        rows = torch.stack([processed[vocabulary], processed[tree.tokens[0]], processed[tree.tokens[1]]])
+        rows = torch.stack(
+            [processed[vocabulary], processed[tree.tokens[0]], processed[tree.tokens[1]]]
+        )
         choices = choose(rows, noise[[0, 1, 1]])[0].tolist()
         accepted, bonus = walk(tree, choices)
         first = tree.tokens[0] if accepted else bonus
         second = choices[1] if accepted else int(choose(processed[first][None], noise[1:])[0])
         counts[first, second] += 1
-    cells = [(a, b) for a in range(vocabulary) for b in range(vocabulary) if laws[vocabulary, a] * laws[a, b] > 0]
+    cells = [
+        (a, b)
+        for a in range(vocabulary)
+        for b in range(vocabulary)
+        if laws[vocabulary, a] * laws[a, b] > 0
+    ]
     assert set(counts) <= set(cells)
     expected = [float(laws[vocabulary, a] * laws[a, b]) * samples for a, b in cells]
-    assert chisquare([counts[cell] for cell in cells], [e * samples / sum(expected) for e in expected]).pvalue > 1e-4
+    assert (
+        chisquare(
+            [counts[cell] for cell in cells], [e * samples / sum(expected) for e in expected]
+        ).pvalue
+        > 1e-4
+    )

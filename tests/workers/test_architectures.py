@@ -1,4 +1,5 @@
-"""Every causal model class of the installed transformers, tiny: it is decoded rightly, or refused in one sentence that is true and says what to do."""
+"""Every causal model class of the installed transformers, tiny: it is decoded rightly, or refused
+in one sentence that is true and says what to do."""
 
 import json
 import warnings
@@ -30,12 +31,17 @@ DTYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 
 def some(kinds: Iterable[str]) -> list[Any]:
     """All of some model types; those of the everyday run without the mark."""
-    return [kind if number % EVERY == 0 else pytest.param(kind, marks=pytest.mark.slow) for number, kind in enumerate(sorted(kinds))]
+    return [
+        kind if number % EVERY == 0 else pytest.param(kind, marks=pytest.mark.slow)
+        for number, kind in enumerate(sorted(kinds))
+    ]
 
 
 @cache
 def tokens() -> list[int]:
-    return torch.randint(3, VOCABULARY, (PROMPT + TREE,), generator=torch.Generator().manual_seed(5)).tolist()
+    return torch.randint(
+        3, VOCABULARY, (PROMPT + TREE,), generator=torch.Generator().manual_seed(5)
+    ).tolist()
 
 
 @torch.no_grad()
@@ -43,13 +49,16 @@ def own_logits(folder: Path, ids: list[int]) -> Tensor:
     """transformers' own eager logits [T, V]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        ).eval()
         logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
 
 def logits_of(model: LanguageModel) -> Tensor:
-    """The logits [T, V] of all tokens: some read at once, the others as a path among strangers in a tree."""
+    """The logits [T, V] of all tokens: some read at once, the others as a path among strangers in a
+    tree."""
     prompt, path = tokens()[:PROMPT], tokens()[PROMPT:]
     cache = model.new_cache(PROMPT + 2 * TREE)
     read = model.forward(torch.tensor(prompt), torch.arange(PROMPT), [Segment(cache, 0, PROMPT)])
@@ -62,14 +71,27 @@ def logits_of(model: LanguageModel) -> Tensor:
         if (slot - PROMPT) % 2:
             above.append(slot)
     positions = torch.tensor([PROMPT + node // 2 for node in range(2 * TREE)])
-    tree = model.forward(torch.tensor(ids), positions, [Segment(cache, PROMPT, 2 * TREE, Paths.of(PROMPT, paths))])
+    tree = model.forward(
+        torch.tensor(ids), positions, [Segment(cache, PROMPT, 2 * TREE, Paths.of(PROMPT, paths))]
+    )
     return torch.cat([read, tree[1::2]])
 
 
 def check_refusal(text: str, folder: Path) -> None:
-    """One true sentence that names the folder, what kind of model it is and a remedy, in plain words."""
-    said, config = check_sentence(text, str(folder)), json.loads((folder / "config.json").read_text())
-    kinds = [config["model_type"], *(part["model_type"] for part in config.values() if isinstance(part, dict) and "model_type" in part)]
+    """One true sentence that names the folder, what kind of model it is and a remedy, in plain
+    words."""
+    said, config = (
+        check_sentence(text, str(folder)),
+        json.loads((folder / "config.json").read_text()),
+    )
+    kinds = [
+        config["model_type"],
+        *(
+            part["model_type"]
+            for part in config.values()
+            if isinstance(part, dict) and "model_type" in part
+        ),
+    ]
     assert any(kind in said for kind in kinds), text
     check_truth(text, folder)
 
@@ -84,7 +106,11 @@ def check_truth(text: str, folder: Path) -> None:
         assert not torch.allclose(one[0], other[0], atol=1e-4), "its first token sees the last one"
     if "recurrent state" in text:
         layers = str(AutoConfig.from_pretrained(folder).get_text_config().to_dict())
-        assert getattr(model_class, "_is_stateful", False) or "linear_attention" in layers or "hybrid" in layers
+        assert (
+            getattr(model_class, "_is_stateful", False)
+            or "linear_attention" in layers
+            or "hybrid" in layers
+        )
     if "latent attention" in text:
         assert "kv_lora_rank" in json.dumps(content)
     if "computes attention, masks or positions by itself" in text:
@@ -123,7 +149,9 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
 @pytest.mark.parametrize("weights", [pytest.param("half", marks=pytest.mark.slow), "int8"])
 @pytest.mark.parametrize("backend", ["auto", pytest.param("kernels", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*SLOW_REFUSALS, "gpt_oss", "opt"])
-def test_the_remedy_of_a_refusal_leads_to_a_model_that_is_loaded(kind: str, backend: str, weights: str, tmp_path: Path) -> None:
+def test_the_remedy_of_a_refusal_leads_to_a_model_that_is_loaded(
+    kind: str, backend: str, weights: str, tmp_path: Path
+) -> None:
     """Of these four the kernels can compute none, and torch's own operations the last one alone."""
     if not kernels.available():
         pytest.skip("the C++ kernels are not built")
@@ -137,12 +165,18 @@ def test_the_remedy_of_a_refusal_leads_to_a_model_that_is_loaded(kind: str, back
         assert fp32.weights == "fp32"
 
 
-@pytest.mark.parametrize("kind", some(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder")))
-def test_an_encoder_that_is_told_to_be_a_decoder_is_decoded_or_refused_too(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", some(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder"))
+)
+def test_an_encoder_that_is_told_to_be_a_decoder_is_decoded_or_refused_too(
+    kind: str, tmp_path: Path
+) -> None:
     write_tiny(kind, tmp_path, is_decoder=True)
     try:
         model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
     except CheckpointError as error:
         check_refusal(str(error), tmp_path)
     else:
-        torch.testing.assert_close(logits_of(model), own_logits(tmp_path, tokens()), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            logits_of(model), own_logits(tmp_path, tokens()), rtol=1e-3, atol=1e-3
+        )

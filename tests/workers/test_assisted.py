@@ -1,4 +1,5 @@
-"""transformers' assisted generation as a peer: it is left as it comes, and at temperature 0 it says what the target alone says."""
+"""transformers' assisted generation as a peer: it is left as it comes, and at temperature 0 it says
+what the target alone says."""
 
 from pathlib import Path
 
@@ -21,12 +22,18 @@ def assisted(llama_folder: Path) -> AssistedModel:
 
 
 def generate(model: AssistedModel, temperature: float = 0.0, seed: int = 1) -> Generated:
-    return model.generate(PROMPT, sampling=Sampling(temperature=temperature), max_tokens=16, seed=seed, threads=1)
+    return model.generate(
+        PROMPT, sampling=Sampling(temperature=temperature), max_tokens=16, seed=seed, threads=1
+    )
 
 
-def test_at_temperature_0_it_says_what_the_target_alone_says(llama_folder: Path, assisted: AssistedModel) -> None:
+def test_at_temperature_0_it_says_what_the_target_alone_says(
+    llama_folder: Path, assisted: AssistedModel
+) -> None:
     tokens = list(generate(assisted).tokens)
-    assert tokens == reference_tokens(llama_folder, PROMPT, len(tokens), key=bytes(16), sampling=Sampling())
+    assert tokens == reference_tokens(
+        llama_folder, PROMPT, len(tokens), key=bytes(16), sampling=Sampling()
+    )
 
 
 def test_every_round_tells_its_rows_and_what_it_committed(assisted: AssistedModel) -> None:
@@ -44,18 +51,33 @@ def test_the_seed_decides_what_it_draws(assisted: AssistedModel) -> None:
 
 
 def test_it_runs_the_inflated_checkpoint(llama_folder: Path, assisted: AssistedModel) -> None:
-    inflated = AssistedModel(str(llama_folder), str(llama_folder), weights="fp32", inflate_bytes=4 << 20)
+    inflated = AssistedModel(
+        str(llama_folder), str(llama_folder), weights="fp32", inflate_bytes=4 << 20
+    )
     assert inflated._target.num_parameters() > 2 * assisted._target.num_parameters()
     assert generate(inflated).tokens == generate(assisted).tokens
 
 
 def test_bf16_is_bf16_and_everything_else_fp32(llama_folder: Path) -> None:
-    dtypes = [AssistedModel(str(llama_folder), str(llama_folder), weights=weights).dtype for weights in ("bf16", "half", "int8")]
+    dtypes = [
+        AssistedModel(str(llama_folder), str(llama_folder), weights=weights).dtype
+        for weights in ("bf16", "half", "int8")
+    ]
     assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_a_checkpoint_s_own_sampling_has_no_say() -> None:
     sampled = generation_config(Sampling(temperature=0.7, top_p=0.9), 5, END)
-    assert (sampled.do_sample, sampled.temperature, sampled.top_k, sampled.top_p, sampled.min_p) == (True, 0.7, 0, 0.9, None)
+    assert (
+        sampled.do_sample,
+        sampled.temperature,
+        sampled.top_k,
+        sampled.top_p,
+        sampled.min_p,
+    ) == (True, 0.7, 0, 0.9, None)
     greedily = generation_config(Sampling(), 5, END)
-    assert (greedily.do_sample, greedily.max_new_tokens, greedily.eos_token_id) == (False, 5, [2, 3])
+    assert (greedily.do_sample, greedily.max_new_tokens, greedily.eos_token_id) == (
+        False,
+        5,
+        [2, 3],
+    )

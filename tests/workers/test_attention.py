@@ -18,9 +18,18 @@ class Layer(nn.Module):
 
 
 def cache_with(rows: int, seed: int) -> KVCache:
-    cache = KVCache(layers=2, kv_heads=KV_HEADS, head_dim=SIZE, capacity=32, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(
+        layers=2,
+        kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        capacity=32,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     cache.rows.fill_(float("nan"))  # whatever reads a free slot shows
-    cache.rows[:, :, :, :rows] = torch.randn(2, 2, KV_HEADS, rows, SIZE, generator=torch.Generator().manual_seed(seed))
+    cache.rows[:, :, :, :rows] = torch.randn(
+        2, 2, KV_HEADS, rows, SIZE, generator=torch.Generator().manual_seed(seed)
+    )
     cache.keep(range(rows), rows)
     return cache
 
@@ -28,18 +37,40 @@ def cache_with(rows: int, seed: int) -> KVCache:
 def random_rows(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, HEADS, count, SIZE, generator=generator)
-    return query, torch.randn(1, KV_HEADS, count, SIZE, generator=generator), torch.randn(1, KV_HEADS, count, SIZE, generator=generator)
+    return (
+        query,
+        torch.randn(1, KV_HEADS, count, SIZE, generator=generator),
+        torch.randn(1, KV_HEADS, count, SIZE, generator=generator),
+    )
 
 
 def new_masks() -> Masks:
     return Masks(groups=HEADS // KV_HEADS, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def run(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], masks: Masks | None = None, **options: float) -> Tensor:
-    return attend(Layer(), query, key, value, None, blocks=arrange(segments, masks or new_masks()), scaling=SCALE, **options)[0][0]
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: list[Segment],
+    masks: Masks | None = None,
+    **options: float,
+) -> Tensor:
+    return attend(
+        Layer(),
+        query,
+        key,
+        value,
+        None,
+        blocks=arrange(segments, masks or new_masks()),
+        scaling=SCALE,
+        **options,
+    )[0][0]
 
 
-def by_hand(query: Tensor, cache: KVCache, row: int, seen: list[int], *, cap: float | None = None) -> Tensor:
+def by_hand(
+    query: Tensor, cache: KVCache, row: int, seen: list[int], *, cap: float | None = None
+) -> Tensor:
     """One row's output [heads, head_dim] from the slots that it sees."""
     outputs = []
     for head in range(HEADS):
@@ -52,23 +83,37 @@ def by_hand(query: Tensor, cache: KVCache, row: int, seen: list[int], *, cap: fl
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
 @pytest.mark.parametrize(("prefix", "count"), [(0, 5), (4, 1), (7, 3), (0, 1), (9, 12)])
-def test_rows_without_paths_see_the_slots_up_to_their_own_as_far_back_as_the_window_reaches(prefix: int, count: int, window: int | None, cap: float) -> None:
+def test_rows_without_paths_see_the_slots_up_to_their_own_as_far_back_as_the_window_reaches(
+    prefix: int, count: int, window: int | None, cap: float
+) -> None:
     cache, (query, key, value) = cache_with(prefix, 1), random_rows(count, 2)
-    output = run(query, key, value, [Segment(cache, prefix, count)], sliding_window=window, softcap=cap)
+    output = run(
+        query, key, value, [Segment(cache, prefix, count)], sliding_window=window, softcap=cap
+    )
     for row in range(count):
         seen = list(range(prefix + row + 1))[-(window or 1000) :]
         torch.testing.assert_close(output[row], by_hand(query, cache, row, seen, cap=cap))
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 6, 8])
-def test_a_path_says_which_slots_a_row_sees_behind_the_prefix_and_a_window_counts_along_it(window: int | None) -> None:
+def test_a_path_says_which_slots_a_row_sees_behind_the_prefix_and_a_window_counts_along_it(
+    window: int | None,
+) -> None:
     """Two rows of a tree are in the cache already; three more see some of them."""
     cache, (query, key, value) = cache_with(5, 1), random_rows(5, 2)
     run(query[:, :, :2], key[:, :, :2], value[:, :, :2], [Segment(cache, 5, 2)])
     paths = [[5, 7], [6, 8], [5, 7, 9]]
-    output = run(query[:, :, 2:], key[:, :, 2:], value[:, :, 2:], [Segment(cache, 7, 3, Paths.of(5, paths))], sliding_window=window)
+    output = run(
+        query[:, :, 2:],
+        key[:, :, 2:],
+        value[:, :, 2:],
+        [Segment(cache, 7, 3, Paths.of(5, paths))],
+        sliding_window=window,
+    )
     for row, path in enumerate(paths):
-        torch.testing.assert_close(output[row], by_hand(query, cache, row + 2, [*range(5), *path][-(window or 1000) :]))
+        torch.testing.assert_close(
+            output[row], by_hand(query, cache, row + 2, [*range(5), *path][-(window or 1000) :])
+        )
 
 
 def test_masks_are_kept_from_pass_to_pass_and_nothing_of_the_last_one_shows() -> None:
@@ -91,12 +136,21 @@ def test_paths_of_rows_behind_the_prefix_are_those_of_their_slots() -> None:
 
 def test_sessions_in_one_pass_see_only_themselves() -> None:
     query, key, value = random_rows(6, 2)
-    segments = [Segment(cache_with(5, 1), 5, 2), Segment(cache_with(9, 3), 9, 1), Segment(cache_with(0, 4), 0, 3)]
+    segments = [
+        Segment(cache_with(5, 1), 5, 2),
+        Segment(cache_with(9, 3), 9, 1),
+        Segment(cache_with(0, 4), 0, 3),
+    ]
     together = run(query, key, value, segments)
     first = 0
     for segment, length, seed in zip(segments, (5, 9, 0), (1, 3, 4), strict=True):
         rows = slice(first, first + segment.count)
-        alone = run(query[:, :, rows], key[:, :, rows], value[:, :, rows], [Segment(cache_with(length, seed), length, segment.count)])
+        alone = run(
+            query[:, :, rows],
+            key[:, :, rows],
+            value[:, :, rows],
+            [Segment(cache_with(length, seed), length, segment.count)],
+        )
         assert torch.equal(together[rows], alone)
         first += segment.count
 

@@ -13,7 +13,14 @@ from support.models import cache_row
 
 def filled(length: int, capacity: int = 12) -> KVCache:
     """A cache whose row in slot s holds s everywhere, the first `length` of them committed."""
-    cache = KVCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(
+        layers=2,
+        kv_heads=3,
+        head_dim=4,
+        capacity=capacity,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     cache.rows[:] = torch.arange(float(capacity))[:, None]
     cache.keep(range(length), length)
     return cache
@@ -47,8 +54,12 @@ def test_overlapping_moves_read_before_they_write() -> None:
     assert slots(cache)[:6] == [0, 1, 5, 4, 3, 2]
 
 
-@pytest.mark.parametrize(("kept", "committed"), [([3], 1), ([12], 1), ([-1], 1), ([4], 2), ([4], -1)])
-def test_slots_that_are_committed_or_beyond_the_end_are_refused(kept: list[int], committed: int) -> None:
+@pytest.mark.parametrize(
+    ("kept", "committed"), [([3], 1), ([12], 1), ([-1], 1), ([4], 2), ([4], -1)]
+)
+def test_slots_that_are_committed_or_beyond_the_end_are_refused(
+    kept: list[int], committed: int
+) -> None:
     with pytest.raises(ValueError, match="cannot commit"):
         filled(4).keep(kept, committed)
 
@@ -85,14 +96,23 @@ def test_the_layout_of_the_kernels_keeps_the_same_rows(seed: int) -> None:
         for cache in (plain, blocked):
             cache.keep(slots, committed)
         assert blocked.length == plain.length
-        assert all(torch.equal(cache_row(blocked, slot), cache_row(plain, slot)) for slot in range(40))
+        assert all(
+            torch.equal(cache_row(blocked, slot), cache_row(plain, slot)) for slot in range(40)
+        )
     with pytest.raises(ValueError, match="cannot commit"):
         blocked.keep([blocked.length - 1], 1)
 
 
 def both_layouts(length: int, capacity: int) -> list[KVCache | BlockedCache]:
     """A cache of every layout that there is here, whose row in slot s holds s + 1 everywhere."""
-    plain = KVCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, dtype=torch.float32, device=torch.device("cpu"))
+    plain = KVCache(
+        layers=2,
+        kv_heads=3,
+        head_dim=4,
+        capacity=capacity,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     plain.rows[:] = torch.arange(1.0, capacity + 1)[:, None]
     caches: list[KVCache | BlockedCache] = [plain]
     if kernels.available():
@@ -111,12 +131,22 @@ def address(cache: KVCache | BlockedCache) -> int:
 
 @pytest.mark.parametrize(
     ("capacity", "plain_moves", "blocked_moves"),
-    [(500, True, True), (49, True, True), (48, True, False), (33, True, False), (32, False, False), (23, False, True), (16, False, True), (11, True, True)],
+    [
+        (500, True, True),
+        (49, True, True),
+        (48, True, False),
+        (33, True, False),
+        (32, False, False),
+        (23, False, True),
+        (16, False, True),
+        (11, True, True),
+    ],
 )
-def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(
+def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(  # noqa: E501
     capacity: int, plain_moves: bool, blocked_moves: bool
 ) -> None:
-    """Of 32 rows: a plain cache has memory for them, one in blocks for half as many again; up to twice what is asked for is kept."""
+    """Of 32 rows: a plain cache has memory for them, one in blocks for half as many again; up to
+    twice what is asked for is kept."""
     for cache in both_layouts(11, 32):
         before, was = [cache_row(cache, slot).clone() for slot in range(11)], address(cache)
         cache.resize(capacity)
@@ -145,7 +175,13 @@ def test_rows_behind_a_truncation_are_free_again() -> None:
             cache.truncate(12)
         cache.truncate(4)
         cache.keep([8], 1)
-        assert [float(cache_row(cache, slot).flatten()[0]) for slot in range(5)] == [1.0, 2.0, 3.0, 4.0, 9.0]
+        assert [float(cache_row(cache, slot).flatten()[0]) for slot in range(5)] == [
+            1.0,
+            2.0,
+            3.0,
+            4.0,
+            9.0,
+        ]
 
 
 def test_the_bytes_of_a_row_are_told_even_of_an_empty_cache() -> None:

@@ -11,7 +11,16 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, Limits, ProfileKey, RowsSeconds
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration import LADDER, Passes, best_of, calibrate, limit_curve, open_subject, read_design, tree_paths
+from dovetail.workers.calibration import (
+    LADDER,
+    Passes,
+    best_of,
+    calibrate,
+    limit_curve,
+    open_subject,
+    read_design,
+    tree_paths,
+)
 from dovetail.workers.models.language_model import load_language_model
 from support.models import tiny_llama
 
@@ -39,10 +48,20 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_checkpoint_is_measured_for_every_row_up_to_64(folder: Path) -> None:
     found = json.loads(json.dumps(measured(TargetSettings(model=str(folder)))))
-    assert list(found["t_v"]) == list(found["t_v_limit"]) == list(found["achieved"]) == [str(m) for m in range(1, 65)]
+    assert (
+        list(found["t_v"])
+        == list(found["t_v_limit"])
+        == list(found["achieved"])
+        == [str(m) for m in range(1, 65)]
+    )
     assert all(seconds > 0 for seconds in found["t_v"].values())
     assert list(found["t_v_by_context"]) == ["8", "32"]
-    assert (found["context"], found["layers"], found["layers_measured"], found["random_weights"]) == (32, 2, 2, False)
+    assert (
+        found["context"],
+        found["layers"],
+        found["layers_measured"],
+        found["random_weights"],
+    ) == (32, 2, 2, False)
     assert found["bandwidth_gb_s"] > 0
     assert found["peak_gflop_s"] > 0
 
@@ -67,7 +86,9 @@ def test_a_model_that_memory_does_not_hold_is_measured_with_fewer_layers(tmp_pat
     settings = TargetSettings(model=str(tiny_llama(tmp_path, layers=8)))
     design = read_design(settings)
     one, two = (read_design(settings, layers).weights for layers in (1, 2))
-    subject = open_subject(settings, design, memory_bytes=int((one + 2.5 * (two - one)) * 4 / 0.8), profile=None)
+    subject = open_subject(
+        settings, design, memory_bytes=int((one + 2.5 * (two - one)) * 4 / 0.8), profile=None
+    )
     assert (subject.measured.layers, subject.whole.layers, subject.random) == (3, 8, True)
     assert subject.scale == (one + 7 * (two - one)) / (one + 2 * (two - one))
     with pytest.raises(UserError, match="not one layer"):
@@ -75,16 +96,23 @@ def test_a_model_that_memory_does_not_hold_is_measured_with_fewer_layers(tmp_pat
 
 
 def test_an_inflated_target_is_measured_as_large_as_it_is(folder: Path) -> None:
-    plain, inflated = (read_design(TargetSettings(model=str(folder), inflate=size)).weights for size in ("", "4MiB"))
+    plain, inflated = (
+        read_design(TargetSettings(model=str(folder), inflate=size)).weights
+        for size in ("", "4MiB")
+    )
     assert plain < inflated == pytest.approx(1 << 20, rel=0.1)
     assert measured(TargetSettings(model=str(folder), inflate="4MiB"))["parameters"] == inflated
 
 
 def test_the_library_says_what_each_candidate_took(folder: Path, tmp_path: Path) -> None:
-    found = measured(TargetSettings(model=str(folder), backend="library"), profile=tmp_path / "profile.json")
+    found = measured(
+        TargetSettings(model=str(folder), backend="library"), profile=tmp_path / "profile.json"
+    )
     assert found["backends"]["backend"] == "library"
     assert all(choice["chosen"] in choice["seconds"] for choice in found["backends"]["linears"])
-    assert {(choice["n"], choice["k"]) for choice in found["backends"]["linears"]} == set(read_design(TargetSettings(model=str(folder))).shapes)
+    assert {(choice["n"], choice["k"]) for choice in found["backends"]["linears"]} == set(
+        read_design(TargetSettings(model=str(folder))).shapes
+    )
 
 
 def test_lengths_of_the_cache_can_be_named(folder: Path) -> None:
@@ -110,13 +138,21 @@ def test_the_limit_is_the_larger_of_reading_and_computing(folder: Path) -> None:
     settings = TargetSettings(model=str(folder))
     subject = open_subject(settings, read_design(settings), memory_bytes=GIB, profile=None)
     weights = subject.whole.weights
-    limit = limit_curve(subject, Limits(bandwidth_gb_s=4e-9 * weights, peak_gflop_s={"fp32": 16e-9 * weights}, probe="told"))
+    limit = limit_curve(
+        subject,
+        Limits(bandwidth_gb_s=4e-9 * weights, peak_gflop_s={"fp32": 16e-9 * weights}, probe="told"),
+    )
     assert [limit.at(rows) for rows in (1, 8, 16, 64)] == pytest.approx([1.0, 1.0, 2.0, 8.0])
 
 
 def test_of_two_measurements_of_the_machine_the_better_one_counts() -> None:
-    one, other = (Limits(bandwidth_gb_s=b, peak_gflop_s={"fp32": f, "int8": i}, probe="told") for b, f, i in ((30.0, 100.0, 400.0), (25.0, 120.0, 390.0)))
-    assert best_of(one, other) == Limits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 120.0, "int8": 400.0}, probe="told")
+    one, other = (
+        Limits(bandwidth_gb_s=b, peak_gflop_s={"fp32": f, "int8": i}, probe="told")
+        for b, f, i in ((30.0, 100.0, 400.0), (25.0, 120.0, 390.0))
+    )
+    assert best_of(one, other) == Limits(
+        bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 120.0, "int8": 400.0}, probe="told"
+    )
 
 
 def test_a_pass_leaves_the_cache_as_it_was(folder: Path) -> None:
@@ -152,7 +188,9 @@ def test_a_cap_on_instructions_holds_for_the_kernels(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_kernels_torch_measures_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_torch_measures_the_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
     found = measured(TargetSettings(model=str(folder), backend="library"))
     assert found["probe"] == "torch"

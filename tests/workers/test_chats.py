@@ -1,4 +1,5 @@
-"""Chats: every form of a line is read, and what is learned is what the target would have written, told by re-tokenising and by its text."""
+"""Chats: every form of a line is read, and what is learned is what the target would have written,
+told by re-tokenising and by its text."""
 
 import json
 from pathlib import Path
@@ -19,15 +20,26 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% endif %}"""
 MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>
-{% endfor %}"""
+{% endfor %}"""  # noqa: E501
 FORGETFUL = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 PROMPTING = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}" + CHATML
-JOINING = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not add_generation_prompt %}<|im_end|>{% endif %}"
-TALK = (Message("user", "Hello there"), Message("assistant", "Hi!\nHow are you?"), Message("user", "Fine."), Message("assistant", " Good to hear"))
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
+    + CHATML
+)
+JOINING = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not "
+    "add_generation_prompt %}<|im_end|>{% endif %}"
+)
+TALK = (
+    Message("user", "Hello there"),
+    Message("assistant", "Hi!\nHow are you?"),
+    Message("user", "Fine."),
+    Message("assistant", " Good to hear"),
+)
 
 
 def renderer(template: str) -> Renderer:
@@ -53,15 +65,28 @@ def learned(of: Renderer, example: Example) -> list[str]:
     "row",
     [
         {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]},
-        {"conversations": [{"from": "gpt", "value": "Welcome!"}, {"from": "user", "value": "Hello"}, {"from": "assistant", "value": "Hi"}]},
-        {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]}]},
+        {
+            "conversations": [
+                {"from": "gpt", "value": "Welcome!"},
+                {"from": "user", "value": "Hello"},
+                {"from": "assistant", "value": "Hi"},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
+            ]
+        },
         {"turns": ["Hello", "Hi"], "kind": "chat"},
         {"prompt": "Hello", "response": "Hi"},
     ],
 )
 def test_each_form_of_a_line_is_the_same_chat(row: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("\n" + json.dumps(row) + "\n")
-    assert [chat.messages for chat in read_chats(tmp_path / "chats.jsonl")] == [(Message("user", "Hello"), Message("assistant", "Hi"))]
+    assert [chat.messages for chat in read_chats(tmp_path / "chats.jsonl")] == [
+        (Message("user", "Hello"), Message("assistant", "Hi"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +103,12 @@ def test_each_form_of_a_line_is_the_same_chat(row: dict[str, Any], tmp_path: Pat
         ("[" * 100_000, "no JSON"),
     ],
 )
-def test_broken_line_is_one_error_with_file_and_line(line: str, complaint: str, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"turns": ["a\u2028b", "b"]}, ensure_ascii=False) + "\n" + line + "\n")
+def test_broken_line_is_one_error_with_file_and_line(
+    line: str, complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"turns": ["a\u2028b", "b"]}, ensure_ascii=False) + "\n" + line + "\n"
+    )
     with pytest.raises(UserError, match=rf"chats\.jsonl, line 2.*{complaint}"):
         list(read_chats(tmp_path / "chats.jsonl"))
 
@@ -116,7 +145,12 @@ def test_embedded_target_learns_the_same_ids_as_it_writes() -> None:
 
 def test_template_that_rewrites_what_was_said_gives_a_sequence_for_each_answer() -> None:
     of = renderer(FORGETFUL)
-    talk = (Message("user", "One"), Message("assistant", "hm</think>1"), Message("user", "Two"), Message("assistant", "so</think>2"))
+    talk = (
+        Message("user", "One"),
+        Message("assistant", "hm</think>1"),
+        Message("user", "Two"),
+        Message("assistant", "so</think>2"),
+    )
     first, second = of.examples(Chat("here", talk))
     assert learned(of, first) == ["hm</think>1<|im_end|>"]
     assert learned(of, second) == ["so</think>2<|im_end|>"]
@@ -142,7 +176,9 @@ def test_id_across_the_edge_of_an_answer_is_not_learned() -> None:
     of = renderer(JOINING)
     together, apart = of._ids("something"), of._ids("some") + of._ids("thing")
     assert len(together) < len(apart)
-    (example,) = of.examples(Chat("here", (Message("user", "some"), Message("assistant", "thing else"))))
+    (example,) = of.examples(
+        Chat("here", (Message("user", "some"), Message("assistant", "thing else")))
+    )
     assert "thing" not in learned(of, example)[0]
     assert learned(of, example)[0].endswith(" else<|im_end|>")
 
@@ -165,14 +201,26 @@ def test_chats_without_answer_or_refused_by_the_template_are_counted(tmp_path: P
 
 
 def test_long_sequences_are_cut_or_dropped(tmp_path: Path) -> None:
-    lines = [{"turns": ["Hello", "Hi " * 50]}, {"turns": ["Hello", "Hi"]}, {"turns": ["Hello " * 50, "Hi"]}]
+    lines = [
+        {"turns": ["Hello", "Hi " * 50]},
+        {"turns": ["Hello", "Hi"]},
+        {"turns": ["Hello " * 50, "Hi"]},
+    ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     reader = open_reader(str(TARGET))
     cut = read_examples([tmp_path / "chats.jsonl"], reader, context=32)
-    assert (len(cut.rows), cut.cut, cut.left_out) == (2, 1, {"without anything to learn within 32 tokens": 1})
+    assert (len(cut.rows), cut.cut, cut.left_out) == (
+        2,
+        1,
+        {"without anything to learn within 32 tokens": 1},
+    )
     assert max(len(row.tokens) for row in cut.rows) == 32
     dropped = read_examples([tmp_path / "chats.jsonl"], reader, context=32, drop_long=True)
-    assert (len(dropped.rows), dropped.cut, dropped.left_out) == (1, 0, {"longer than 32 tokens": 2})
+    assert (len(dropped.rows), dropped.cut, dropped.left_out) == (
+        1,
+        0,
+        {"longer than 32 tokens": 2},
+    )
 
 
 def test_target_without_template_is_told_apart_from_a_broken_file(tmp_path: Path) -> None:

@@ -47,13 +47,27 @@ def refusal(source: object) -> str:
 def test_a_whole_folder_opens_with_its_facts(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.tokenizer == (folder / "tokenizer.json").read_bytes()
-    assert (checkpoint.vocabulary.size, checkpoint.vocabulary.end, checkpoint.vocabulary.begin) == (VOCABULARY, (1,), 0)
+    assert (checkpoint.vocabulary.size, checkpoint.vocabulary.end, checkpoint.vocabulary.begin) == (
+        VOCABULARY,
+        (1,),
+        0,
+    )
 
 
-def test_the_digest_covers_weights_and_configuration_but_not_the_place(folder: Path, llama_folder: Path) -> None:
+def test_the_digest_covers_weights_and_configuration_but_not_the_place(
+    folder: Path, llama_folder: Path
+) -> None:
     before = open_checkpoint(str(llama_folder)).digest
     files = [folder / "config.json", folder / "model.safetensors"]
-    assert before == sha256(b"".join(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes() for file in files)).hexdigest()
+    assert (
+        before
+        == sha256(
+            b"".join(
+                f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes()
+                for file in files
+            )
+        ).hexdigest()
+    )
     assert open_checkpoint(str(folder)).digest == before
     edit_json(folder / "config.json", rms_norm_eps=1e-4)
     changed = open_checkpoint(str(folder)).digest
@@ -75,17 +89,31 @@ def test_a_superfluous_tensor_is_reported(folder: Path, caplog: pytest.LogCaptur
 
 def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
     edit_tensors(folder, model__norm__weight=torch.ones(63))
-    assert refusal(folder).startswith(f"{folder}: tensor model.norm.weight has the shape [63], where config.json calls for [64]")
+    assert refusal(folder).startswith(
+        f"{folder}: tensor model.norm.weight has the shape [63], where config.json calls for [64]"
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), [("hidden_size", 10**9), ("vocab_size", 10**7), ("intermediate_size", 10**12), ("num_hidden_layers", 10**9)])
-def test_a_configuration_that_calls_for_immense_weights_is_refused_before_memory_is_taken(folder: Path, name: str, value: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", 10**9),
+        ("vocab_size", 10**7),
+        ("intermediate_size", 10**12),
+        ("num_hidden_layers", 10**9),
+    ],
+)
+def test_a_configuration_that_calls_for_immense_weights_is_refused_before_memory_is_taken(
+    folder: Path, name: str, value: int
+) -> None:
     edit_json(folder / "config.json", **{name: value}, layer_types=None)
     assert str(value) in refusal(folder)
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_numbers_that_mean_nothing_without_a_scale_are_refused(folder: Path, kind: torch.dtype) -> None:
+def test_numbers_that_mean_nothing_without_a_scale_are_refused(
+    folder: Path, kind: torch.dtype
+) -> None:
     edit_tensors(folder, model__norm__weight=torch.ones(64).to(kind))
     assert "model.safetensors: tensor model.norm.weight has numbers of type F8" in refusal(folder)
 
@@ -137,15 +165,23 @@ def test_broken_json_is_refused(folder: Path, name: str, content: str) -> None:
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:
-    """Make the weight file the first of several; `files` names those in which certain tensors are said to be."""
+    """Make the weight file the first of several; `files` names those in which certain tensors are
+    said to be."""
     names = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": {name: files.get(name, "model-1.safetensors") for name in names}})
+        json.dumps(
+            {
+                "metadata": {},
+                "weight_map": {name: files.get(name, "model-1.safetensors") for name in names},
+            }
+        )
     )
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", ".."])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", ".."]
+)
 def test_an_index_cannot_point_elsewhere(folder: Path, name: str) -> None:
     write_index(folder, {"model.norm.weight": name})
     assert "no safetensors file beside it" in refusal(folder)
@@ -161,10 +197,19 @@ def test_an_index_must_be_true(folder: Path) -> None:
 def test_sharded_weights_load(folder: Path, llama_folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     write_index(folder, {"model.norm.weight": "model-2.safetensors"})
-    save_file({"model.norm.weight": tensors.pop("model.norm.weight")}, folder / "model-2.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"model.norm.weight": tensors.pop("model.norm.weight")},
+        folder / "model-2.safetensors",
+        metadata={"format": "pt"},
+    )
     save_file(tensors, folder / "model-1.safetensors", metadata={"format": "pt"})
-    sharded, whole = (load_language_model(str(f), weights="fp32", device="cpu") for f in (folder, llama_folder))
-    logits = [m.forward(torch.tensor([3]), torch.tensor([0]), [Segment(m.new_cache(1), 0, 1)]) for m in (sharded, whole)]
+    sharded, whole = (
+        load_language_model(str(f), weights="fp32", device="cpu") for f in (folder, llama_folder)
+    )
+    logits = [
+        m.forward(torch.tensor([3]), torch.tensor([0]), [Segment(m.new_cache(1), 0, 1)])
+        for m in (sharded, whole)
+    ]
     assert torch.equal(*logits)
 
 
@@ -186,7 +231,10 @@ def test_an_adapter_is_refused(folder: Path) -> None:
     ("changes", "named"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"model_type": "no-such-model"}, "model type 'no-such-model' is not known to transformers"),
+        (
+            {"model_type": "no-such-model"},
+            "model type 'no-such-model' is not known to transformers",
+        ),
         ({"vocab_size": 0}, "size"),
         ({"eos_token_id": "one"}, "eos_token_id is 'one'"),
         ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
@@ -197,17 +245,28 @@ def test_an_adapter_is_refused(folder: Path) -> None:
         ({"rope_parameters": 3}, "rope_parameters is 3"),
     ],
 )
-def test_what_cannot_be_decoded_is_refused_by_name(folder: Path, changes: dict[str, object], named: str) -> None:
+def test_what_cannot_be_decoded_is_refused_by_name(
+    folder: Path, changes: dict[str, object], named: str
+) -> None:
     (folder / "generation_config.json").unlink()
     edit_json(folder / "config.json", **changes)
     assert named in refusal(folder)
 
 
-def test_angles_that_grow_beyond_the_context_are_those_of_transformers_within_it(folder: Path) -> None:
-    edit_json(folder / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+def test_angles_that_grow_beyond_the_context_are_those_of_transformers_within_it(
+    folder: Path,
+) -> None:
+    edit_json(
+        folder / "config.json",
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    )
     model = load_language_model(str(folder), weights="fp32", device="cpu")
     tokens = [3 + place % 40 for place in range(model.context)]
-    found = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [Segment(model.new_cache(len(tokens)), 0, len(tokens))])
+    found = model.forward(
+        torch.tensor(tokens),
+        torch.arange(len(tokens)),
+        [Segment(model.new_cache(len(tokens)), 0, len(tokens))],
+    )
     torch.testing.assert_close(found, reference_logits(folder, tokens), rtol=1e-4, atol=1e-4)
 
 
@@ -225,8 +284,15 @@ def test_a_chat_template_that_is_not_utf_8_is_refused(folder: Path) -> None:
 
 def test_remote_code_is_neither_run_nor_asked_about(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('ran')")
-    edit_json(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
-    assert "model type 'evil' needs program code of its own (auto_map names 'evil.Config'), which is never run" in refusal(folder)
+    edit_json(
+        folder / "config.json",
+        model_type="evil",
+        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    )
+    assert (
+        "model type 'evil' needs program code of its own (auto_map names 'evil.Config'), which "
+        "is never run" in refusal(folder)
+    )
 
 
 @pytest.mark.parametrize("source", ["", "/no/such/folder", "./no-such-folder", "a/b/c/d", "../x"])
@@ -239,7 +305,9 @@ def test_a_file_is_no_folder(folder: Path) -> None:
     assert "is a file" in refusal(folder / "config.json")
 
 
-def test_a_model_that_is_not_in_the_cache_is_refused_with_the_command_that_fetches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_in_the_cache_is_refused_with_the_command_that_fetches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="hf download some-one/model --revision abc"):
@@ -257,7 +325,16 @@ def test_special_tokens_may_be_lists_and_generation_config_has_the_last_word(fol
 
 def test_the_chat_template_is_found_in_either_place(folder: Path) -> None:
     assert read_tokenizer(folder)[1].template == ""
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "tools", "template": "b"}, {"name": "default", "template": "a"}]}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "chat_template": [
+                    {"name": "tools", "template": "b"},
+                    {"name": "default", "template": "a"},
+                ]
+            }
+        )
+    )
     assert read_tokenizer(folder)[1].template == "a"
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert read_tokenizer(folder)[1].template == "{{ messages }}"

@@ -1,4 +1,5 @@
-"""The page of the algorithm: it says what the target alone says, and what the workers say that serve users."""
+"""The page of the algorithm: it says what the target alone says, and what the workers say that
+serve users."""
 
 from collections.abc import Sequence
 from itertools import chain, islice
@@ -18,7 +19,9 @@ from dovetail.workers.speculation.decode import Model, speculative_decode
 from support.losslessness import difference
 
 TOKENS = 16
-PENALISED = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((5, 1.5),))
+PENALISED = Sampling(
+    temperature=1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((5, 1.5),)
+)
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.0), "penalised": PENALISED}
 QUESTION = "Why is the sky blue?"
 
@@ -34,12 +37,20 @@ def by_whole_passes(model: LanguageModel) -> Model:
 
 def row(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     segment = Segment(model.new_cache(len(tokens)), 0, len(tokens))
-    return model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [segment], rows=torch.tensor([len(tokens) - 1]))
+    return model.forward(
+        torch.tensor(tokens),
+        torch.arange(len(tokens)),
+        [segment],
+        rows=torch.tensor([len(tokens) - 1]),
+    )
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[LanguageModel, LanguageModel]:
-    target, draft = (load_language_model(str(DEMO_FOLDER / name), weights="fp32", device="cpu") for name in ("target", "draft"))
+    target, draft = (
+        load_language_model(str(DEMO_FOLDER / name), weights="fp32", device="cpu")
+        for name in ("target", "draft")
+    )
     return target, draft
 
 
@@ -49,10 +60,19 @@ def prompt_of(target: LanguageModel) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_the_page_says_what_the_workers_say_and_its_draft_saves_passes(models: tuple[LanguageModel, LanguageModel], client: Client, sampling: Sampling) -> None:
+def test_the_page_says_what_the_workers_say_and_its_draft_saves_passes(
+    models: tuple[LanguageModel, LanguageModel], client: Client, sampling: Sampling
+) -> None:
     target, draft = models
-    tree, prompt = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=3), prompt_of(target)
-    served = client.complete(client.submit(tokens=prompt, sampling=sampling, max_tokens=TOKENS, seed=7, end=(), tree=tree))
+    tree, prompt = (
+        TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=3),
+        prompt_of(target),
+    )
+    served = client.complete(
+        client.submit(
+            tokens=prompt, sampling=sampling, max_tokens=TOKENS, seed=7, end=(), tree=tree
+        )
+    )
     decoded = speculative_decode(
         prompt,
         by_whole_passes(target),
@@ -76,9 +96,19 @@ def test_no_tree_of_no_draft_changes_a_token(policy: str, sampling: Sampling) ->
     found = []
     for draft in (like_it, other):
         tree = TreeSettings(policy=policy, gamma=7, depth=3, width=3)
-        decoded = speculative_decode((1, 2), target, draft, tree=tree, sampling=sampling, key=bytes(16), vocabulary_size=11)
+        decoded = speculative_decode(
+            (1, 2), target, draft, tree=tree, sampling=sampling, key=bytes(16), vocabulary_size=11
+        )
         found.append([*islice(chain.from_iterable(decoded), 40)])
-    alone = speculative_decode((1, 2), target, other, tree=TreeSettings(gamma=0), sampling=sampling, key=bytes(16), vocabulary_size=11)
+    alone = speculative_decode(
+        (1, 2),
+        target,
+        other,
+        tree=TreeSettings(gamma=0),
+        sampling=sampling,
+        key=bytes(16),
+        vocabulary_size=11,
+    )
     assert found == [[*islice(chain.from_iterable(alone), 40)]] * 2
 
 

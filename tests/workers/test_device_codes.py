@@ -1,4 +1,5 @@
-"""A substitute that shares its target's GPU: here the CPU computes as the GPU would, by torch's operations, in levels that are padded and not captured."""
+"""A substitute that shares its target's GPU: here the CPU computes as the GPU would, by torch's
+operations, in levels that are padded and not captured."""
 
 from pathlib import Path
 
@@ -13,7 +14,14 @@ from dovetail.workers.models import staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.device_codes import Capture, DeviceSubstitute, load_device_substitute
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import TREE_ROWS, TREES_AHEAD, Place, coded_bytes, needed_bytes, sizes_of
+from dovetail.workers.models.placement import (
+    TREE_ROWS,
+    TREES_AHEAD,
+    Place,
+    coded_bytes,
+    needed_bytes,
+    sizes_of,
+)
 from dovetail.workers.models.quantised import CodedProduct
 from dovetail.workers.models.quantize import GROUP, Codes
 from dovetail.workers.models.segment import Paths, Segment
@@ -33,17 +41,26 @@ TREE, LEVELS = torch.tensor([30, 7, 8, 22, 4]), torch.tensor([8, 9, 9, 10, 10])
 def codes_of(rows: int, inputs: int, bits: int) -> Codes:
     generator = torch.Generator().manual_seed(bits)
     groups = -(-inputs // GROUP)
-    codes = torch.randint(0, 1 << bits, (rows, groups * GROUP), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(
+        0, 1 << bits, (rows, groups * GROUP), generator=generator, dtype=torch.uint8
+    )
     scales, offsets = (torch.rand(2, rows, groups, generator=generator) * 0.1).half()
     return Codes(bits, inputs, codes, scales, offsets)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize(("rows", "inputs"), [(32, 128), (40, 100)])
-def test_codes_of_any_width_are_multiplied_by_products_of_four_bits(bits: int, rows: int, inputs: int) -> None:
-    parts, bias = [codes_of(rows, inputs, bits), codes_of(8, inputs, bits)], torch.linspace(-1, 1, rows)
+def test_codes_of_any_width_are_multiplied_by_products_of_four_bits(
+    bits: int, rows: int, inputs: int
+) -> None:
+    parts, bias = (
+        [codes_of(rows, inputs, bits), codes_of(8, inputs, bits)],
+        torch.linspace(-1, 1, rows),
+    )
     x = torch.randn(5, inputs, generator=torch.Generator().manual_seed(1))
-    expected = x @ torch.cat([part.weight() for part in parts]).t() + torch.cat([bias, torch.zeros(8)])
+    expected = x @ torch.cat([part.weight() for part in parts]).t() + torch.cat(
+        [bias, torch.zeros(8)]
+    )
     found = CodedProduct(parts, [bias, None], torch.device("cpu"))(x)
     assert found.shape == expected.shape
     assert float((found - expected).norm() / expected.norm()) < 0.01
@@ -56,10 +73,17 @@ def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Capture:
     return lambda function: function
 
 
-def pair(folder: Path, kept: Path, capture: Capture, resident: int, *, weights: str = "int4") -> tuple[LanguageModel, LanguageModel]:
+def pair(
+    folder: Path, kept: Path, capture: Capture, resident: int, *, weights: str = "int4"
+) -> tuple[LanguageModel, LanguageModel]:
     """A target of which so many layers stay, and its substitute."""
     places = [Place.RESIDENT] * resident + [Place.STREAMED] * (2 - resident)
-    target = load_language_model(str(folder), weights="half", device="cpu", stage=lambda _config, _weights: Staging(places, HostTransfer()))
+    target = load_language_model(
+        str(folder),
+        weights="half",
+        device="cpu",
+        stage=lambda _config, _weights: Staging(places, HostTransfer()),
+    )
     substitute, made, shared = load_device_substitute(target, capture, weights=weights, folder=kept)
     assert shared == resident == 2 - made.made
     return target, substitute
@@ -69,15 +93,21 @@ def read(model: LanguageModel, cache: KVCache) -> Tensor:
     """The logits of a prompt, and of a tree behind it."""
     prompt = model.forward(TOKENS, torch.arange(8), [Segment(cache, 0, 8)])
     cache.keep(range(8), 8)
-    return torch.cat([prompt, model.forward(TREE, LEVELS, [Segment(cache, 8, 5, Paths.of(8, PATHS))])])
+    return torch.cat(
+        [prompt, model.forward(TREE, LEVELS, [Segment(cache, 8, 5, Paths.of(8, PATHS))])]
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
-def test_it_computes_what_the_kernels_substitute_computes(tmp_path: Path, as_a_gpu: Capture, weights: str) -> None:
+def test_it_computes_what_the_kernels_substitute_computes(
+    tmp_path: Path, as_a_gpu: Capture, weights: str
+) -> None:
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     substitute = pair(folder, tmp_path / "kept", as_a_gpu, 0, weights=weights)[1]
-    kernels, made = load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path / "kept")
+    kernels, made = load_substitute(
+        str(folder), weights=weights, device="cpu", folder=tmp_path / "kept"
+    )
     assert made.made == 0  # the codes are the same
     found, expected = (read(model, model.new_cache(16)) for model in (substitute, kernels))
     assert float((found - expected).norm() / expected.norm()) < ROUNDED
@@ -85,7 +115,9 @@ def test_it_computes_what_the_kernels_substitute_computes(tmp_path: Path, as_a_g
 
 @needs_kernels
 @pytest.mark.parametrize("resident", [0, 1, 2])
-def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(tmp_path: Path, as_a_gpu: Capture, resident: int) -> None:
+def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(
+    tmp_path: Path, as_a_gpu: Capture, resident: int
+) -> None:
     """A level of fewer rows than its shape, in the target's own cache, and the levels below it."""
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     target, fixed = pair(folder, tmp_path / "kept", as_a_gpu, resident)
@@ -93,7 +125,9 @@ def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(tmp_path: Path,
     caches = [target.new_cache(40).parts[0] for _ in range(2)]  # type: ignore[attr-defined]
     expected, found = read(free, caches[0]), read(fixed, caches[1])
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    assert torch.equal(caches[1].rows[..., 13:, :], torch.zeros_like(caches[1].rows[..., 13:, :]))  # what is not written stays what it was
+    assert torch.equal(
+        caches[1].rows[..., 13:, :], torch.zeros_like(caches[1].rows[..., 13:, :])
+    )  # what is not written stays what it was
     torch.testing.assert_close(caches[0].rows, caches[1].rows, rtol=2e-2, atol=2e-2)
 
 
@@ -113,19 +147,32 @@ def test_what_was_captured_for_a_cache_goes_with_it(tmp_path: Path, as_a_gpu: Ca
 @needs_kernels
 @pytest.mark.parametrize("weights", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("resident", [0, 1])
-def test_levels_that_a_gpu_replays_are_those_of_the_kernels_substitute(tmp_path: Path, weights: str, resident: int) -> None:
+def test_levels_that_a_gpu_replays_are_those_of_the_kernels_substitute(
+    tmp_path: Path, weights: str, resident: int
+) -> None:
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
-    kernels = load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path / "kept")[0]
+    kernels = load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path / "kept")[
+        0
+    ]
     device = open_device("cuda:0", 1)
     places = [Place.RESIDENT] * resident + [Place.STREAMED] * (2 - resident)
-    target = load_language_model(str(folder), weights="half", device="cpu", stage=lambda _config, _weights: Staging(places, device.transfer()))
-    shared = load_device_substitute(target, device.capture, weights=weights, folder=tmp_path / "kept")[0]
+    target = load_language_model(
+        str(folder),
+        weights="half",
+        device="cpu",
+        stage=lambda _config, _weights: Staging(places, device.transfer()),
+    )
+    shared = load_device_substitute(
+        target, device.capture, weights=weights, folder=tmp_path / "kept"
+    )[0]
     caches = shared.new_cache(40), kernels.new_cache(40)
     expected = read(kernels, caches[1])  # type: ignore[arg-type]
     found = read(shared, caches[0])  # type: ignore[arg-type]
     assert found.device == device.torch_device
     assert resident or float((found.cpu() - expected).norm() / expected.norm()) < ROUNDED
-    again = shared.forward(TREE, LEVELS, [Segment(caches[0], 8, 5, Paths.of(8, PATHS))])  # replayed once more, over the same slots
+    again = shared.forward(
+        TREE, LEVELS, [Segment(caches[0], 8, 5, Paths.of(8, PATHS))]
+    )  # replayed once more, over the same slots
     assert torch.equal(again, found[-5:])
 
 
@@ -138,6 +185,15 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
     assert codes[4] == pytest.approx(weights * 4.5 / 8, rel=0.1)
     limit = needed_bytes(sizes, 8, 6, "cpu") + trees
     memory, cpu = MemorySettings(vram=f"{limit}B"), open_device("cpu", 1)
-    alone, beside = (spread_of(TargetSettings(split=SplitSettings(device="cpu", layers=8)), memory, cpu, 1, beside=bits) for bits in (4, 8))
-    resident = [spread.stage(CONFIG, "fp16").places.count(Place.RESIDENT) for spread in (alone, beside) if spread is not None]
+    alone, beside = (
+        spread_of(
+            TargetSettings(split=SplitSettings(device="cpu", layers=8)), memory, cpu, 1, beside=bits
+        )
+        for bits in (4, 8)
+    )
+    resident = [
+        spread.stage(CONFIG, "fp16").places.count(Place.RESIDENT)
+        for spread in (alone, beside)
+        if spread is not None
+    ]
     assert 6 > resident[0] > resident[1]

@@ -1,4 +1,5 @@
-"""What layers take on a device: measured with a few of them, kept, and found again for the same target alone."""
+"""What layers take on a device: measured with a few of them, kept, and found again for the same
+target alone."""
 
 from pathlib import Path
 
@@ -7,7 +8,13 @@ import pytest
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import DeviceCosts, update_profile
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.device_costs import keys_of, known_costs, measure_device, planned_config, probe_device
+from dovetail.workers.device_costs import (
+    keys_of,
+    known_costs,
+    measure_device,
+    planned_config,
+    probe_device,
+)
 from dovetail.workers.devices import open_device
 from dovetail.workers.spread import known_readings
 from support.kernels import needs_kernels
@@ -17,7 +24,10 @@ pytestmark = needs_kernels
 
 
 def curves(costs: DeviceCosts) -> list[tuple[float, ...]]:
-    return [getattr(costs, name).seconds for name in ("layer", "streamed", "head", "host_layer", "host_head")]
+    return [
+        getattr(costs, name).seconds
+        for name in ("layer", "streamed", "head", "host_layer", "host_head")
+    ]
 
 
 def test_layers_are_measured_from_a_config_alone(tmp_path: Path) -> None:
@@ -33,7 +43,10 @@ def test_layers_are_measured_from_a_config_alone(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_found_for_the_same_target_and_device(tmp_path: Path) -> None:
     open_device("cpu", 1)
-    own, other = TargetSettings(model=str(tiny_llama(tmp_path / "own"))), TargetSettings(model=str(tiny_llama(tmp_path / "other", layers=3)))
+    own, other = (
+        TargetSettings(model=str(tiny_llama(tmp_path / "own"))),
+        TargetSettings(model=str(tiny_llama(tmp_path / "other", layers=3))),
+    )
     profile = tmp_path / "profile.json"
     costs = measure_device(own, device="cpu", threads=1, seconds=0.1)
     update_profile(profile, next(keys_of(own)), lambda entry: entry.with_device(costs))
@@ -45,14 +58,21 @@ def test_what_was_measured_is_found_for_the_same_target_and_device(tmp_path: Pat
 
 def test_an_inflated_target_is_planned_with_as_it_will_be() -> None:
     demo = str(Path(__file__).resolve().parents[2] / "launch" / "demo" / "target")
-    plain, inflated = (planned_config(TargetSettings(model=demo, inflate=size)) for size in ("", "64MiB"))
+    plain, inflated = (
+        planned_config(TargetSettings(model=demo, inflate=size)) for size in ("", "64MiB")
+    )
     assert (plain["num_hidden_layers"], inflated["num_hidden_layers"]) == (8, 16)
     assert inflated["intermediate_size"] > plain["intermediate_size"]
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cuda:99"):
-        measure_device(TargetSettings(model=str(tiny_llama(tmp_path))), device="cuda:99", threads=1, seconds=0.1)
+        measure_device(
+            TargetSettings(model=str(tiny_llama(tmp_path))),
+            device="cuda:99",
+            threads=1,
+            seconds=0.1,
+        )
 
 
 def test_a_probe_finds_rates() -> None:

@@ -11,7 +11,11 @@ from dovetail.workers.models.memory import is_out_of_memory
 def test_the_cpu_opens_with_the_threads_asked_for_and_says_so() -> None:
     device = open_device("cpu", 1)
     assert torch.get_num_threads() == 1
-    assert (device.name, device.torch_device, device.draft_weights) == ("cpu", torch.device("cpu"), "stored")
+    assert (device.name, device.torch_device, device.draft_weights) == (
+        "cpu",
+        torch.device("cpu"),
+        "stored",
+    )
     assert torch.__version__ in device.library
     assert device.library.endswith("-1t")
 

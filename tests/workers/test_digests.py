@@ -1,4 +1,5 @@
-"""Weights are read once to be checked, known again afterwards, and never taken for what they are no more."""
+"""Weights are read once to be checked, known again afterwards, and never taken for what they are no
+more."""
 
 import json
 import logging
@@ -61,7 +62,9 @@ def weights_folder(folder: Path, *files: dict[str, torch.Tensor]) -> Path:
     if len(files) == 1:
         save_file(files[0], folder / "model.safetensors")
     else:
-        weight_map = {name: f"model-{i}.safetensors" for i, tensors in enumerate(files) for name in tensors}
+        weight_map = {
+            name: f"model-{i}.safetensors" for i, tensors in enumerate(files) for name in tensors
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         for i, tensors in enumerate(files):
             save_file(tensors, folder / f"model-{i}.safetensors")
@@ -70,13 +73,17 @@ def weights_folder(folder: Path, *files: dict[str, torch.Tensor]) -> Path:
 
 
 def large(folder: Path) -> Path:
-    return weights_folder(folder, {"a": torch.randn(5 * MIB), "b": torch.randn(3, 7).bfloat16(), "c": torch.zeros(0)})
+    return weights_folder(
+        folder, {"a": torch.randn(5 * MIB), "b": torch.randn(3, 7).bfloat16(), "c": torch.zeros(0)}
+    )
 
 
 def plain_digest(folder: Path) -> str:
     """The definition, at full length."""
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    content = (f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes() for file in files)
+    content = (
+        f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes() for file in files
+    )
     return sha256(b"".join(content)).hexdigest()
 
 
@@ -87,15 +94,25 @@ def test_the_check_of_exponents_says_what_torch_says_of_any_bits(kind: str) -> N
     for _ in range(200):
         block = generator.bytes(number.itemsize * int(generator.integers(1, 40)))
         if generator.random() < 0.8:  # else nearly all of them have a NaN in 16 bits
-            block = (torch.frombuffer(bytearray(block), dtype=number).nan_to_num(0, 0, 0)).view(torch.uint8).numpy().tobytes()
+            block = (
+                (torch.frombuffer(bytearray(block), dtype=number).nan_to_num(0, 0, 0))
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
         expected = bool(torch.isfinite(torch.frombuffer(bytearray(block), dtype=number)).all())
         assert all_finite(bytearray(block), kind) is expected
 
 
 @pytest.mark.parametrize("kind", FLOAT_TYPES)
-def test_one_value_that_is_no_number_is_found_in_any_place_and_the_largest_ones_are_numbers(kind: str) -> None:
+def test_one_value_that_is_no_number_is_found_in_any_place_and_the_largest_ones_are_numbers(
+    kind: str,
+) -> None:
     number = FLOAT_TYPES[kind]
-    numbers = torch.tensor([torch.finfo(number).max, torch.finfo(number).min, -0.0, torch.finfo(number).tiny, 1.0], dtype=number)
+    numbers = torch.tensor(
+        [torch.finfo(number).max, torch.finfo(number).min, -0.0, torch.finfo(number).tiny, 1.0],
+        dtype=number,
+    )
     assert all_finite(numbers.view(torch.uint8).numpy(), kind)
     assert all_finite(bytearray(), kind)
     for place in range(len(numbers)):
@@ -107,15 +124,24 @@ def test_one_value_that_is_no_number_is_found_in_any_place_and_the_largest_ones_
 
 def test_the_digest_is_that_of_the_plain_definition_whatever_the_sizes(tmp_path: Path) -> None:
     block = digests.BLOCK_BYTES // 4
-    for number, sizes in enumerate(([1], [block - 1, 1], [block], [block + 1], [3, 2 * block + 5, 7], [0, 1])):
+    for number, sizes in enumerate(
+        ([1], [block - 1, 1], [block], [block + 1], [3, 2 * block + 5, 7], [0, 1])
+    ):
         tensors = {f"t{i}": torch.randn(size) for i, size in enumerate(sizes)}
         folder = weights_folder(tmp_path / str(number), tensors)
         assert open_weights(folder).digest == plain_digest(folder)
-    folder = weights_folder(tmp_path / "sharded", {"a": torch.randn(9)}, {"b": torch.randn(9)}, {"c": torch.ones(4).half()})
+    folder = weights_folder(
+        tmp_path / "sharded",
+        {"a": torch.randn(9)},
+        {"b": torch.randn(9)},
+        {"c": torch.ones(4).half()},
+    )
     assert open_weights(folder).digest == plain_digest(folder) == open_weights(folder).digest
 
 
-def test_known_weights_are_not_read_again_to_be_checked_and_are_read_once_to_be_loaded(tmp_path: Path) -> None:
+def test_known_weights_are_not_read_again_to_be_checked_and_are_read_once_to_be_loaded(
+    tmp_path: Path,
+) -> None:
     folder = tiny_llama(tmp_path / "llama", hidden_size=256, intermediate_size=512, vocab=2048)
     settle(folder)
     size = (folder / "model.safetensors").stat().st_size
@@ -123,7 +149,9 @@ def test_known_weights_are_not_read_again_to_be_checked_and_are_read_once_to_be_
     def load() -> None:
         load_language_model(str(folder), weights="fp32", device="cpu")
 
-    load_language_model(str(tiny_llama(tmp_path / "other")), weights="fp32", device="cpu")  # modules that are imported late
+    load_language_model(
+        str(tiny_llama(tmp_path / "other")), weights="fp32", device="cpu"
+    )  # modules that are imported late
     first = read_by(load)
     again = read_by(load)
     assert 2.0 * size <= first < 2.5 * size
@@ -131,7 +159,9 @@ def test_known_weights_are_not_read_again_to_be_checked_and_are_read_once_to_be_
 
 
 @pytest.mark.parametrize("link", ["plain", "symbolic link"])
-def test_the_same_files_are_known_by_another_path_and_a_copy_is_read(tmp_path: Path, link: str) -> None:
+def test_the_same_files_are_known_by_another_path_and_a_copy_is_read(
+    tmp_path: Path, link: str
+) -> None:
     folder = large(tmp_path / "model")
     digest = open_weights(folder).digest
     other = tmp_path / "other"
@@ -166,7 +196,9 @@ def poke(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace, poke])
-def test_a_file_that_has_changed_under_its_name_is_read_anew(tmp_path: Path, change: Callable[[Path, bytes], None]) -> None:
+def test_a_file_that_has_changed_under_its_name_is_read_anew(
+    tmp_path: Path, change: Callable[[Path, bytes], None]
+) -> None:
     folder = large(tmp_path / "model")
     before = open_weights(folder).digest
     content = (folder / "model.safetensors").read_bytes()
@@ -184,17 +216,25 @@ def test_another_configuration_is_another_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace])
-def test_nothing_is_taken_from_a_file_that_was_changed_after_it_was_checked(tmp_path: Path, change: Callable[[Path, bytes], None]) -> None:
+def test_nothing_is_taken_from_a_file_that_was_changed_after_it_was_checked(
+    tmp_path: Path, change: Callable[[Path, bytes], None]
+) -> None:
     folder = large(tmp_path / "model")
     weights = open_weights(folder)
     weights.tensors["b"].read("b")
     change(folder / "model.safetensors", (folder / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was loaded: wait until it is written, and start again$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors was changed while it was loaded: wait until it is written, "
+        r"and start again$",
+    ):
         weights.tensors["b"].read("b")
 
 
 @pytest.mark.parametrize("way", ["one to one", "by transformers"])
-def test_a_file_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_file_that_changes_while_it_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     folder = tiny_llama(tmp_path / "llama")
     file = folder / "model.safetensors"
     other = tiny_llama(tmp_path / "other", seed=1) / "model.safetensors"
@@ -205,14 +245,19 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, monke
         if doing == "loading" and other.exists():
             other.replace(file)
 
-    with hearing_loads(told), pytest.raises(CheckpointError, match="was changed while it was loaded"):
+    with (
+        hearing_loads(told),
+        pytest.raises(CheckpointError, match="was changed while it was loaded"),
+    ):
         load_language_model(str(folder), weights="fp32", device="cpu")
 
 
 def test_a_file_that_is_being_written_is_not_remembered(tmp_path: Path, cache: Path) -> None:
     folder = large(tmp_path / "model")
     content = bytearray((folder / "model.safetensors").read_bytes())
-    ahead_ns = time.time_ns() + 3600 * 10**9  # its clock is ahead of ours, or it was written this very moment
+    ahead_ns = (
+        time.time_ns() + 3600 * 10**9
+    )  # its clock is ahead of ours, or it was written this very moment
     os.utime(folder / "model.safetensors", ns=(ahead_ns, ahead_ns))
     open_weights(folder)
     content[-1] ^= 1
@@ -222,8 +267,12 @@ def test_a_file_that_is_being_written_is_not_remembered(tmp_path: Path, cache: P
     assert not cache.exists() or not [*cache.iterdir()]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"0" * 64, b"0" * 64 + b" " + b"0" * 64, b"half of it"])
-def test_a_damaged_cache_costs_a_reading_and_nothing_else(tmp_path: Path, cache: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 100, b"0" * 64, b"0" * 64 + b" " + b"0" * 64, b"half of it"]
+)
+def test_a_damaged_cache_costs_a_reading_and_nothing_else(
+    tmp_path: Path, cache: Path, content: bytes
+) -> None:
     folder = large(tmp_path / "model")
     expected = open_weights(folder).digest
     (kept,) = cache.iterdir()
@@ -268,7 +317,9 @@ def test_of_several_that_ask_at_once_one_reads(tmp_path: Path) -> None:
     assert read_by(both) < 1.5 * (folder / "model.safetensors").stat().st_size
 
 
-def test_who_holds_the_turn_for_too_long_is_not_waited_for(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_holds_the_turn_for_too_long_is_not_waited_for(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digests, "LEAST_WAIT_S", 0.0)
     monkeypatch.setattr(digests, "CHECKED_BYTES_S", 1e12)
     folder = large(tmp_path / "model")
@@ -279,7 +330,9 @@ def test_who_holds_the_turn_for_too_long_is_not_waited_for(tmp_path: Path, cache
         assert open_weights(folder).digest == expected
 
 
-def test_no_more_digests_are_kept_than_a_folder_should_hold(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_digests_are_kept_than_a_folder_should_hold(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digests, "MOST_KEPT", 3)
     for number in range(6):
         folder = weights_folder(tmp_path / str(number), {"a": torch.full((4,), float(number))})
@@ -288,13 +341,27 @@ def test_no_more_digests_are_kept_than_a_folder_should_hold(tmp_path: Path, cach
     assert open_weights(folder).digest == plain_digest(folder)
 
 
-@pytest.mark.parametrize(("kind", "value"), [(torch.bfloat16, "inf"), (torch.float16, "-inf"), (torch.float32, "nan"), (torch.float64, "nan")])
-def test_a_value_that_is_no_number_is_found_in_the_last_shard(tmp_path: Path, kind: torch.dtype, value: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (torch.bfloat16, "inf"),
+        (torch.float16, "-inf"),
+        (torch.float32, "nan"),
+        (torch.float64, "nan"),
+    ],
+)
+def test_a_value_that_is_no_number_is_found_in_the_last_shard(
+    tmp_path: Path, kind: torch.dtype, value: str
+) -> None:
     last = torch.ones(2 * MIB + 3, dtype=kind)
     last[-1] = float(value)
-    folder = weights_folder(tmp_path / "model", {"a": torch.ones(4)}, {"b": torch.ones(4)}, {"z": last})
+    folder = weights_folder(
+        tmp_path / "model", {"a": torch.ones(4)}, {"b": torch.ones(4)}, {"z": last}
+    )
     for _ in range(2):  # nor is it taken for known afterwards
-        with pytest.raises(CheckpointError, match=r"model-2\.safetensors: tensor z holds NaN or infinite values$"):
+        with pytest.raises(
+            CheckpointError, match=r"model-2\.safetensors: tensor z holds NaN or infinite values$"
+        ):
             open_weights(folder)
 
 

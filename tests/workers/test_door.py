@@ -1,4 +1,5 @@
-"""Whatever is wrong with a folder that is named as a model is said in one sentence: what, where, and what to do about it."""
+"""Whatever is wrong with a folder that is named as a model is said in one sentence: what, where,
+and what to do about it."""
 
 import json
 import random
@@ -18,7 +19,25 @@ from dovetail.workers.models.language_model import load_language_model
 from support.models import FAMILIES
 from support.sentences import check_sentence
 
-VALUES = (float("nan"), float("inf"), -1, 0, 1, 3, 10**12, 0.5, "x", "", [], {}, [1, 2], {"a": 1}, None, True, False)
+VALUES = (
+    float("nan"),
+    float("inf"),
+    -1,
+    0,
+    1,
+    3,
+    10**12,
+    0.5,
+    "x",
+    "",
+    [],
+    {},
+    [1, 2],
+    {"a": 1},
+    None,
+    True,
+    False,
+)
 """What may stand in a JSON file in place of anything."""
 TRIED = ("llama", "gpt2", "gemma2", "phi3")
 EVERYDAY = 24
@@ -60,40 +79,123 @@ def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.json": (lambda p: (p / "config.json").unlink(), "has no config.json"),
-    "config.json is a folder": (lambda p: replace(p / "config.json", None), "config.json cannot be read (Is a directory)"),
+    "config.json is a folder": (
+        lambda p: replace(p / "config.json", None),
+        "config.json cannot be read (Is a directory)",
+    ),
     "config.json is empty": (lambda p: replace(p / "config.json", b" \n"), "config.json is empty"),
-    "config.json is cut": (lambda p: replace(p / "config.json", b'{"a": '), "config.json is no JSON (Expecting value, line 1 column 7)"),
-    "config.json is a list": (lambda p: replace(p / "config.json", b"[1]"), "config.json holds no JSON object but [1]"),
-    "config.json is null": (lambda p: replace(p / "config.json", b"null"), "config.json holds no JSON object but None"),
-    "config.json in Latin-1": (lambda p: replace(p / "config.json", b'{"a": "\xe9"}'), "config.json is not UTF-8 text: byte 7 is 0xe9"),
+    "config.json is cut": (
+        lambda p: replace(p / "config.json", b'{"a": '),
+        "config.json is no JSON (Expecting value, line 1 column 7)",
+    ),
+    "config.json is a list": (
+        lambda p: replace(p / "config.json", b"[1]"),
+        "config.json holds no JSON object but [1]",
+    ),
+    "config.json is null": (
+        lambda p: replace(p / "config.json", b"null"),
+        "config.json holds no JSON object but None",
+    ),
+    "config.json in Latin-1": (
+        lambda p: replace(p / "config.json", b'{"a": "\xe9"}'),
+        "config.json is not UTF-8 text: byte 7 is 0xe9",
+    ),
     "no model_type": (lambda p: replace(p / "config.json", b"{}"), "config.json has no model_type"),
-    "model_type is a number": (lambda p: edit(p / "config.json", model_type=3), "a model_type of 3"),
-    "model_type is not known": (lambda p: edit(p / "config.json", model_type="llama9"), "model type 'llama9' is not known to transformers"),
-    "code of its own": (lambda p: edit(p / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Config"}), "'mine.Config'"),
-    "quantised": (lambda p: edit(p / "config.json", quantization_config={"quant_method": "awq"}), "is quantised (awq)"),
-    "an image model": (lambda p: edit(p / "config.json", model_type="vit", vocab_size=None), "model type vit has no vocab_size"),
-    "an encoder and decoder": (lambda p: edit(p / "config.json", model_type="t5", is_encoder_decoder=True), "model type t5"),
+    "model_type is a number": (
+        lambda p: edit(p / "config.json", model_type=3),
+        "a model_type of 3",
+    ),
+    "model_type is not known": (
+        lambda p: edit(p / "config.json", model_type="llama9"),
+        "model type 'llama9' is not known to transformers",
+    ),
+    "code of its own": (
+        lambda p: edit(
+            p / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Config"}
+        ),
+        "'mine.Config'",
+    ),
+    "quantised": (
+        lambda p: edit(p / "config.json", quantization_config={"quant_method": "awq"}),
+        "is quantised (awq)",
+    ),
+    "an image model": (
+        lambda p: edit(p / "config.json", model_type="vit", vocab_size=None),
+        "model type vit has no vocab_size",
+    ),
+    "an encoder and decoder": (
+        lambda p: edit(p / "config.json", model_type="t5", is_encoder_decoder=True),
+        "model type t5",
+    ),
     "a wrapper": (
-        lambda p: edit(p / "config.json", model_type="llava", text_config={"model_type": "llama"}, vocab_size=None),
+        lambda p: edit(
+            p / "config.json",
+            model_type="llava",
+            text_config={"model_type": "llama"},
+            vocab_size=None,
+        ),
         "llava is a language model (llama)",
     ),
-    "an embedding model": (lambda p: edit(p / "config.json", model_type="gemma3_text", use_bidirectional_attention=True, head_dim=16), "both directions"),
-    "layers is NaN": (lambda p: edit(p / "config.json", num_hidden_layers=float("nan")), "num_hidden_layers is nan; it must be a whole number"),
-    "layers is text": (lambda p: edit(p / "config.json", num_hidden_layers="2"), "num_hidden_layers is '2'"),
-    "heads is 0": (lambda p: edit(p / "config.json", num_attention_heads=0), "num_attention_heads is 0"),
+    "an embedding model": (
+        lambda p: edit(
+            p / "config.json",
+            model_type="gemma3_text",
+            use_bidirectional_attention=True,
+            head_dim=16,
+        ),
+        "both directions",
+    ),
+    "layers is NaN": (
+        lambda p: edit(p / "config.json", num_hidden_layers=float("nan")),
+        "num_hidden_layers is nan; it must be a whole number",
+    ),
+    "layers is text": (
+        lambda p: edit(p / "config.json", num_hidden_layers="2"),
+        "num_hidden_layers is '2'",
+    ),
+    "heads is 0": (
+        lambda p: edit(p / "config.json", num_attention_heads=0),
+        "num_attention_heads is 0",
+    ),
     "no tokenizer.json": (lambda p: (p / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "tokenizer.json is a folder": (lambda p: replace(p / "tokenizer.json", None), "tokenizer.json"),
-    "only pickles": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "has only pickled weights"),
-    "only GGUF": (lambda p: (p / "model.safetensors").rename(p / "model-q4.gguf"), "has only GGUF weights (model-q4.gguf), which llama.cpp reads"),
-    "another name": (lambda p: (p / "model.safetensors").rename(p / "consolidated.safetensors"), "though it has consolidated.safetensors"),
+    "only pickles": (
+        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
+        "has only pickled weights",
+    ),
+    "only GGUF": (
+        lambda p: (p / "model.safetensors").rename(p / "model-q4.gguf"),
+        "has only GGUF weights (model-q4.gguf), which llama.cpp reads",
+    ),
+    "another name": (
+        lambda p: (p / "model.safetensors").rename(p / "consolidated.safetensors"),
+        "though it has consolidated.safetensors",
+    ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no model.safetensors"),
-    "weights that are cut": (lambda p: replace(p / "model.safetensors", (p / "model.safetensors").read_bytes()[:-100]), "no whole safetensors"),
+    "weights that are cut": (
+        lambda p: replace(p / "model.safetensors", (p / "model.safetensors").read_bytes()[:-100]),
+        "no whole safetensors",
+    ),
     "an index that is a list": (lambda p: index(p, []), "holds no JSON object but []"),
     "an index of nothing": (lambda p: index(p, {"weight_map": {}}), "no weight_map"),
-    "an index to what is not there": (lambda p: index(p, {"weight_map": {"a": "model-2.safetensors"}}), "model-2.safetensors is missing"),
-    "a tensor of another shape": (lambda p: tensors(p, lambda t: t.update({"model.norm.weight": torch.ones(3)})), "has the shape [3]"),
-    "a tensor of whole numbers": (lambda p: tensors(p, lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})), "of type I8"),
-    "a tensor too few": (lambda p: tensors(p, lambda t: t.pop("model.norm.weight")), "lacks 1 tensors"),
+    "an index to what is not there": (
+        lambda p: index(p, {"weight_map": {"a": "model-2.safetensors"}}),
+        "model-2.safetensors is missing",
+    ),
+    "a tensor of another shape": (
+        lambda p: tensors(p, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+        "has the shape [3]",
+    ),
+    "a tensor of whole numbers": (
+        lambda p: tensors(
+            p, lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+        ),
+        "of type I8",
+    ),
+    "a tensor too few": (
+        lambda p: tensors(p, lambda t: t.pop("model.norm.weight")),
+        "lacks 1 tensors",
+    ),
 }
 
 
@@ -106,27 +208,49 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(folder: Path, damage: str) 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("model-q4.gguf", "is a GGUF file"), ("model.safetensors", "is one file of a model; name the folder"), ("config.json", "is a file; a model is")],
+    [
+        ("model-q4.gguf", "is a GGUF file"),
+        ("model.safetensors", "is one file of a model; name the folder"),
+        ("config.json", "is a file; a model is"),
+    ],
 )
-def test_a_file_in_place_of_a_folder_is_told_what_it_is(folder: Path, name: str, words: str) -> None:
+def test_a_file_in_place_of_a_folder_is_told_what_it_is(
+    folder: Path, name: str, words: str
+) -> None:
     (folder / name).touch()
     assert words in refusal(folder / name)
 
 
-@pytest.mark.parametrize("damage", ["config.json is empty", "a wrapper", "layers is NaN", "weights that are cut"])
+@pytest.mark.parametrize(
+    "damage", ["config.json is empty", "a wrapper", "layers is NaN", "weights that are cut"]
+)
 def test_a_draft_comes_through_the_same_door(folder: Path, damage: str) -> None:
     break_it, words = DAMAGES[damage]
     break_it(folder)
     with pytest.raises(CheckpointError) as caught:
-        open_draft_worker(DraftSettings(model=str(folder), device="cpu"), name="draft", threads=1, target=str(folder))
+        open_draft_worker(
+            DraftSettings(model=str(folder), device="cpu"),
+            name="draft",
+            threads=1,
+            target=str(folder),
+        )
     assert words in check_sentence(str(caught.value), str(folder))
 
 
 def fields() -> list[Any]:
-    """Fields of the configurations of some families with a value of another kind; all of them in the slow run."""
-    cases = [(family, number, value) for family in TRIED for number in range(40) for value in range(len(VALUES))]
+    """Fields of the configurations of some families with a value of another kind; all of them in
+    the slow run."""
+    cases = [
+        (family, number, value)
+        for family in TRIED
+        for number in range(40)
+        for value in range(len(VALUES))
+    ]
     random.Random(3).shuffle(cases)
-    return [pytest.param(*case, marks=() if place < EVERYDAY else pytest.mark.slow) for place, case in enumerate(cases)]
+    return [
+        pytest.param(*case, marks=() if place < EVERYDAY else pytest.mark.slow)
+        for place, case in enumerate(cases)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +263,9 @@ def test_any_value_in_any_field_of_a_configuration_loads_or_is_one_sentence(
     families: dict[str, Path], tmp_path: Path, family: str, number: int, value: int
 ) -> None:
     content = json.loads((families[family] / "config.json").read_text())
-    name = [*sorted(content), "layer_types", "sliding_window", "auto_map", "text_config"][number % (len(content) + 4)]
+    name = [*sorted(content), "layer_types", "sliding_window", "auto_map", "text_config"][
+        number % (len(content) + 4)
+    ]
     folder = Path(shutil.copytree(families[family], tmp_path / "model"))
     edit(folder / "config.json", **{name: VALUES[value]})
     try:

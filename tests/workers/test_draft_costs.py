@@ -1,4 +1,5 @@
-"""What a level of a draft costs: measured of small models and heads, kept, and told by the worker that starts later."""
+"""What a level of a draft costs: measured of small models and heads, kept, and told by the worker
+that starts later."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,48 +18,87 @@ from dovetail.workers.models.heads import Predicted, open_head
 from dovetail.workers.models.language_model import load_language_model
 from support.heads import VARIANTS, write_head
 
-TOLD = ContextCurve(context=512, t_v=RowsSeconds(rows=LEVELS, seconds=(1.0, 1.0, 1.0, 2.0, 2.0, 3.0)))
+TOLD = ContextCurve(
+    context=512, t_v=RowsSeconds(rows=LEVELS, seconds=(1.0, 1.0, 1.0, 2.0, 2.0, 3.0))
+)
 
 
 @pytest.fixture(params=["small", "eagle3", "jakiro", "dovetail-3"])
 def draft(request: pytest.FixtureRequest, llama_folder: Path, tmp_path: Path) -> DraftSettings:
     """A small model, and heads of several kinds."""
-    model = llama_folder if request.param == "small" else write_head(tmp_path / "head", VARIANTS[request.param])
+    model = (
+        llama_folder
+        if request.param == "small"
+        else write_head(tmp_path / "head", VARIANTS[request.param])
+    )
     return DraftSettings(model=str(model), device="cpu")
 
 
-def test_a_level_is_measured_kept_and_told(draft: DraftSettings, llama_folder: Path, tmp_path: Path) -> None:
+def test_a_level_is_measured_kept_and_told(
+    draft: DraftSettings, llama_folder: Path, tmp_path: Path
+) -> None:
     target, profile = str(llama_folder), tmp_path / "profile.json"
     key, levels = calibrate_draft(draft, threads=1, target=target, seconds=0.02)
     assert levels.t_v.rows == LEVELS
     assert all(seconds > 0.0 for seconds in levels.t_v.seconds)
     update_profile(profile, key, lambda entry: entry.with_levels(levels))
-    assert open_draft_worker(draft, name="draft", threads=1, target=target, profile=profile).hello(1).curves == (levels,)
+    assert open_draft_worker(draft, name="draft", threads=1, target=target, profile=profile).hello(
+        1
+    ).curves == (levels,)
 
 
-@pytest.mark.parametrize("change", [{"threads": 7}, {"machine": "another"}, {"weights": "int8"}, {"shapes": "other files"}])
-def test_a_level_that_was_measured_of_something_else_is_not_told(llama_folder: Path, tmp_path: Path, change: dict[str, object]) -> None:
-    settings, profile = DraftSettings(model=str(llama_folder), device="cpu"), tmp_path / "profile.json"
-    key = levels_key(load_language_model(settings.model, weights="stored", device="cpu"), open_device("cpu", 1).library)
-    for where, expected in ((ProfileKey.model_validate({**key.model_dump(), **change}), ()), (key, (TOLD,))):
+@pytest.mark.parametrize(
+    "change",
+    [{"threads": 7}, {"machine": "another"}, {"weights": "int8"}, {"shapes": "other files"}],
+)
+def test_a_level_that_was_measured_of_something_else_is_not_told(
+    llama_folder: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    settings, profile = (
+        DraftSettings(model=str(llama_folder), device="cpu"),
+        tmp_path / "profile.json",
+    )
+    key = levels_key(
+        load_language_model(settings.model, weights="stored", device="cpu"),
+        open_device("cpu", 1).library,
+    )
+    for where, expected in (
+        (ProfileKey.model_validate({**key.model_dump(), **change}), ()),
+        (key, (TOLD,)),
+    ):
         update_profile(profile, where, lambda entry: entry.with_levels(TOLD))
-        assert open_draft_worker(settings, name="draft", threads=1, target="", profile=profile).hello(1).curves == expected
+        assert (
+            open_draft_worker(settings, name="draft", threads=1, target="", profile=profile)
+            .hello(1)
+            .curves
+            == expected
+        )
 
 
 def test_a_damaged_profile_is_one_clear_error(llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="damaged"):
-        open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft", threads=1, target="", profile=tmp_path / "profile.json")
+        open_draft_worker(
+            DraftSettings(model=str(llama_folder), device="cpu"),
+            name="draft",
+            threads=1,
+            target="",
+            profile=tmp_path / "profile.json",
+        )
 
 
-def test_where_levels_have_fixed_shapes_those_are_measured(llama_folder: Path, tmp_path: Path) -> None:
+def test_where_levels_have_fixed_shapes_those_are_measured(
+    llama_folder: Path, tmp_path: Path
+) -> None:
     captured: list[int] = []
 
     def capture(function: Callable[[], Predicted]) -> Callable[[], Predicted]:
         captured.append(len(function().logits))
         return function
 
-    head = open_head(str(write_head(tmp_path, VARIANTS["eagle"])), target=str(llama_folder), backend="library")
+    head = open_head(
+        str(write_head(tmp_path, VARIANTS["eagle"])), target=str(llama_folder), backend="library"
+    )
     passes = Passes(_Guesses(head, capture), 24)
     passes.fill(8)
     assert passes.curve((1, 3, 16), 0.0).rows == (1, 3, 16)

@@ -1,4 +1,5 @@
-"""The draft worker's rules: which commands count, what they are answered with, and what a worker says of itself."""
+"""The draft worker's rules: which commands count, what they are answered with, and what a worker
+says of itself."""
 
 import os
 import time
@@ -11,7 +12,18 @@ import torch
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import COMMAND, EVENT, encode
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
-from dovetail.protocol.messages import Close, Closed, Draft, Drafted, Drain, Event, Fed, Feed, Open, Opened
+from dovetail.protocol.messages import (
+    Close,
+    Closed,
+    Draft,
+    Drafted,
+    Drain,
+    Event,
+    Fed,
+    Feed,
+    Open,
+    Opened,
+)
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
 from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity, open_draft_worker
@@ -29,7 +41,9 @@ TREE = TreeSettings(policy="dynamic", gamma=8, depth=3, width=3)
 
 def new_worker(model: LanguageModel) -> DraftWorker[DraftSession]:
     spans = Spans()
-    worker = DraftWorker(Drafter(model, spans, ahead=True), Identity("tiny", "tiny", "cpu", 1, model.context), spans)
+    worker = DraftWorker(
+        Drafter(model, spans, ahead=True), Identity("tiny", "tiny", "cpu", 1, model.context), spans
+    )
     worker.hello(EPOCH)
     return worker
 
@@ -54,7 +68,17 @@ def open_(**changes: Any) -> Open:
 
 
 def draft(round_: int, *, prefix: int, **changes: Any) -> Draft:
-    content = {"epoch": 1, "session": 5, "round": round_, "prefix": prefix, "accepted": (), "bonus": 2, "max_nodes": 8, "max_depth": 3, "max_width": 3}
+    content = {
+        "epoch": 1,
+        "session": 5,
+        "round": round_,
+        "prefix": prefix,
+        "accepted": (),
+        "bonus": 2,
+        "max_nodes": 8,
+        "max_depth": 3,
+        "max_width": 3,
+    }
     return Draft(**{**content, **changes})
 
 
@@ -76,12 +100,18 @@ def test_a_session_is_opened_drafted_for_and_closed(worker: DraftWorker[DraftSes
     assert list(drafted.scores) == sorted(drafted.scores, reverse=True)
     assert (drafted.epoch, drafted.session, drafted.round, drafted.hit) == (EPOCH, 5, 1, False)
     assert drafted.grown >= len(drafted.tokens)
-    assert [name for name, _, _ in drafted.spans] == ["root", *["level"] * (len(drafted.spans) - 2), "draft"]
+    assert [name for name, _, _ in drafted.spans] == [
+        "root",
+        *["level"] * (len(drafted.spans) - 2),
+        "draft",
+    ]
     assert isinstance(only(worker.handle(Close(epoch=1, session=5))), Closed)
     assert worker.sessions == 0
 
 
-def test_the_verdict_moves_the_root_and_a_known_bonus_is_a_hit(worker: DraftWorker[DraftSession]) -> None:
+def test_the_verdict_moves_the_root_and_a_known_bonus_is_a_hit(
+    worker: DraftWorker[DraftSession],
+) -> None:
     worker.handle(open_())
     first = only(worker.handle(draft(1, prefix=4)))
     assert isinstance(first, Drafted)
@@ -91,10 +121,16 @@ def test_the_verdict_moves_the_root_and_a_known_bonus_is_a_hit(worker: DraftWork
     assert second.hit
 
 
-def test_a_command_of_a_round_that_is_done_is_counted_and_changes_nothing(worker: DraftWorker[DraftSession]) -> None:
+def test_a_command_of_a_round_that_is_done_is_counted_and_changes_nothing(
+    worker: DraftWorker[DraftSession],
+) -> None:
     worker.handle(open_())
     worker.handle(draft(1, prefix=4))
-    assert [*worker.handle(draft(1, prefix=4)), *worker.handle(draft(0, prefix=3)), *worker.handle(open_())] == []
+    assert [
+        *worker.handle(draft(1, prefix=4)),
+        *worker.handle(draft(0, prefix=3)),
+        *worker.handle(open_()),
+    ] == []
     assert (worker.stale, worker.sessions) == (3, 1)
     assert isinstance(only(worker.handle(draft(2, prefix=5))), Drafted)
 
@@ -111,7 +147,9 @@ def test_a_command_of_a_round_that_is_done_is_counted_and_changes_nothing(worker
         (Drain(epoch=1), "role", "does not do 'drain'"),
     ],
 )
-def test_a_command_that_cannot_be_done_is_refused_and_changes_nothing(worker: DraftWorker[DraftSession], command: Any, code: str, words: str) -> None:
+def test_a_command_that_cannot_be_done_is_refused_and_changes_nothing(
+    worker: DraftWorker[DraftSession], command: Any, code: str, words: str
+) -> None:
     worker.handle(open_())
     worker.handle(draft(1, prefix=4))
     with pytest.raises(RequestError, match=words) as refusal:
@@ -121,10 +159,14 @@ def test_a_command_that_cannot_be_done_is_refused_and_changes_nothing(worker: Dr
     assert isinstance(only(worker.handle(draft(2, prefix=5))), Drafted)
 
 
-def test_a_session_whose_cache_does_not_fit_is_not_kept(worker: DraftWorker[DraftSession], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_whose_cache_does_not_fit_is_not_kept(
+    worker: DraftWorker[DraftSession], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker.handle(open_())
     with monkeypatch.context() as patch:
-        patch.setattr(llama, "new_cache", lambda capacity, real=llama.new_cache: real(capacity * 10**9))
+        patch.setattr(
+            llama, "new_cache", lambda capacity, real=llama.new_cache: real(capacity * 10**9)
+        )
         with pytest.raises((RuntimeError, MemoryError)) as failure:
             worker.handle(open_(session=6))
     assert is_out_of_memory(failure.value)
@@ -165,41 +207,60 @@ def test_sessions_keep_their_own_logs(worker: DraftWorker[DraftSession]) -> None
     worker.handle(open_())
     worker.handle(open_(session=6, prompt=(9, 9, 9, 9)))
     for round_ in (1, 2, 3):
-        mine, other = only(worker.handle(draft(round_, prefix=3 + round_))), only(worker.handle(draft(round_, prefix=4 + round_, session=6)))
+        mine, other = (
+            only(worker.handle(draft(round_, prefix=3 + round_))),
+            only(worker.handle(draft(round_, prefix=4 + round_, session=6))),
+        )
         assert isinstance(mine, Drafted)
         assert isinstance(other, Drafted)
         assert (mine.session, other.session) == (5, 6)
 
 
-def test_a_prompt_beyond_the_drafts_context_is_opened_and_said_on_stderr(worker: DraftWorker[DraftSession], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_beyond_the_drafts_context_is_opened_and_said_on_stderr(
+    worker: DraftWorker[DraftSession], capsys: pytest.CaptureFixture[str]
+) -> None:
     prompt = (2,) * (CONTEXT + 4)
     assert isinstance(only(worker.handle(open_(prompt=prompt, capacity=200))), Opened)
-    assert capsys.readouterr().err == f"tiny: a prompt of {CONTEXT + 4} tokens exceeds the draft's context of {CONTEXT}: nothing is drafted for it\n"
+    assert (
+        capsys.readouterr().err
+        == f"tiny: a prompt of {CONTEXT + 4} tokens exceeds the draft's context of {CONTEXT}: "
+        "nothing is drafted for it\n"
+    )
     drafted = only(worker.handle(draft(1, prefix=CONTEXT + 5)))
     assert isinstance(drafted, Drafted)
     assert drafted.tokens == ()
 
 
-def test_a_session_whose_logits_are_not_numbers_is_forgotten(worker: DraftWorker[DraftSession], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_whose_logits_are_not_numbers_is_forgotten(
+    worker: DraftWorker[DraftSession], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker.handle(open_())
-    monkeypatch.setattr(llama, "forward", lambda *arguments, real=llama.forward, **named: real(*arguments, **named) * float("nan"))
+    monkeypatch.setattr(
+        llama,
+        "forward",
+        lambda *arguments, real=llama.forward, **named: real(*arguments, **named) * float("nan"),
+    )
     with pytest.raises(FloatingPointError):
         worker.handle(draft(1, prefix=4))
     with pytest.raises(RequestError, match="not open"):
         worker.handle(draft(1, prefix=4))
 
 
-def test_idle_time_computes_noise_until_nothing_is_left_to_do(worker: DraftWorker[DraftSession]) -> None:
+def test_idle_time_computes_noise_until_nothing_is_left_to_do(
+    worker: DraftWorker[DraftSession],
+) -> None:
     worker.handle(open_())
     assert not worker.idle()
     worker.handle(open_(session=6, sampling=Sampling(temperature=1.0)))
     assert [worker.idle() for _ in range(8)] == [True] * 7 + [False]
 
 
-# -- rounds without it, and time without an order ----------------------------------------------------------------------------------------------
+# -- rounds without it, and time without an order --------------------------------------------------
 
 
-def test_rounds_in_which_nothing_was_drafted_come_along_and_may_be_missing(worker: DraftWorker[DraftSession], llama: LanguageModel) -> None:
+def test_rounds_in_which_nothing_was_drafted_come_along_and_may_be_missing(
+    worker: DraftWorker[DraftSession], llama: LanguageModel
+) -> None:
     worker.handle(open_())
     worker.handle(draft(1, prefix=4))
     late = only(worker.handle(draft(4, prefix=8, bonus=7, more=(8, 9, 10))))
@@ -219,7 +280,9 @@ def test_rounds_in_which_nothing_was_drafted_come_along_and_may_be_missing(worke
     (draft(4, prefix=7, more=(7, 8, 9)), "prefix"),
     (draft(3, prefix=6, more=(VOCABULARY,)), "vocabulary"),
 ])  # fmt: skip
-def test_more_tokens_that_do_not_fit_are_refused_and_change_nothing(worker: DraftWorker[DraftSession], command: Draft, code: str) -> None:
+def test_more_tokens_that_do_not_fit_are_refused_and_change_nothing(
+    worker: DraftWorker[DraftSession], command: Draft, code: str
+) -> None:
     worker.handle(open_())
     worker.handle(draft(1, prefix=4))
     with pytest.raises(RequestError) as refusal:
@@ -233,7 +296,9 @@ def test_a_session_may_begin_with_rounds_without_a_draft(worker: DraftWorker[Dra
     assert isinstance(only(worker.handle(draft(3, prefix=6, more=(8, 9)))), Drafted)
 
 
-def test_idle_time_grows_the_trees_of_those_that_ordered_it_a_pass_of_each_in_turn(worker: DraftWorker[DraftSession]) -> None:
+def test_idle_time_grows_the_trees_of_those_that_ordered_it_a_pass_of_each_in_turn(
+    worker: DraftWorker[DraftSession],
+) -> None:
     for number, ahead in ((5, True), (6, False), (7, True), (8, True)):
         worker.handle(open_(session=number))
         worker.handle(draft(1, prefix=4, session=number, ahead=ahead))
@@ -251,7 +316,9 @@ def test_idle_time_grows_the_trees_of_those_that_ordered_it_a_pass_of_each_in_tu
     assert len(worker.session(6).tree) == before[6]
 
 
-def test_what_grew_ahead_and_was_wasted_is_told_and_adds_up(worker: DraftWorker[DraftSession]) -> None:
+def test_what_grew_ahead_and_was_wasted_is_told_and_adds_up(
+    worker: DraftWorker[DraftSession],
+) -> None:
     worker.handle(open_())
     first = only(worker.handle(draft(1, prefix=4, ahead=True)))
     assert isinstance(first, Drafted)
@@ -261,7 +328,13 @@ def test_what_grew_ahead_and_was_wasted_is_told_and_adds_up(worker: DraftWorker[
     pool = len(worker.session(5).tree)
     assert pool > first.grown
     tree = worker.session(5).tree
-    second = only(worker.handle(draft(2, prefix=6, accepted=(0,), bonus=int(tree.tokens[tree.parents == 0][0]), ahead=True)))
+    second = only(
+        worker.handle(
+            draft(
+                2, prefix=6, accepted=(0,), bonus=int(tree.tokens[tree.parents == 0][0]), ahead=True
+            )
+        )
+    )
     assert isinstance(second, Drafted)
     survivors = len(worker.session(5).tree) - second.grown
     assert (second.hit, second.ahead) == (True, pool - first.grown)
@@ -269,17 +342,27 @@ def test_what_grew_ahead_and_was_wasted_is_told_and_adds_up(worker: DraftWorker[
     assert len(second.passes) > 1
     assert all(rows >= 1 and duration_ns > 0 for rows, duration_ns in second.passes)
     assert [name for name, _, _ in second.spans][-1] == "draft"
-    third = only(worker.handle(draft(3, prefix=7, bonus=next(v for v in range(48) if tree.child(-1, v) is None))))
+    third = only(
+        worker.handle(
+            draft(3, prefix=7, bonus=next(v for v in range(48) if tree.child(-1, v) is None))
+        )
+    )
     assert isinstance(third, Drafted)
     assert (third.hit, third.ahead) == (False, 0)
 
 
-def test_a_hit_with_enough_below_it_leaves_without_a_pass_where_none_pays(worker: DraftWorker[DraftSession]) -> None:
+def test_a_hit_with_enough_below_it_leaves_without_a_pass_where_none_pays(
+    worker: DraftWorker[DraftSession],
+) -> None:
     worker.handle(open_())
     worker.handle(draft(1, prefix=4, ahead=True))
     while worker.idle():
         pass
-    drafted = only(worker.handle(draft(2, prefix=5, bonus=int(worker.session(5).tree.tokens[0]), rate=1e8, ahead=True)))
+    drafted = only(
+        worker.handle(
+            draft(2, prefix=5, bonus=int(worker.session(5).tree.tokens[0]), rate=1e8, ahead=True)
+        )
+    )
     assert isinstance(drafted, Drafted)
     assert drafted.hit
     assert drafted.grown == 0
@@ -287,14 +370,24 @@ def test_a_hit_with_enough_below_it_leaves_without_a_pass_where_none_pays(worker
     assert [name for name, _, _ in drafted.spans] == ["draft"]
 
 
-def test_a_draft_on_a_cpu_says_on_which_cores_it_computes(worker: DraftWorker[DraftSession]) -> None:
+def test_a_draft_on_a_cpu_says_on_which_cores_it_computes(
+    worker: DraftWorker[DraftSession],
+) -> None:
     assert worker.hello(EPOCH).cores == tuple(sorted(os.sched_getaffinity(0)))
 
 
 def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Path) -> None:
-    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-1", threads=1, target="")
+    worker = open_draft_worker(
+        DraftSettings(model=str(llama_folder), device="cpu"), name="draft-1", threads=1, target=""
+    )
     hello = worker.hello(11)
-    assert (hello.epoch, hello.roles, hello.name, hello.model, hello.device) == (11, ("draft",), "draft-1", str(llama_folder), "cpu")
+    assert (hello.epoch, hello.roles, hello.name, hello.model, hello.device) == (
+        11,
+        ("draft",),
+        "draft-1",
+        str(llama_folder),
+        "cpu",
+    )
     assert hello.fingerprint is None
     assert hello.limits is not None
     assert hello.limits.context == CONTEXT
@@ -307,7 +400,13 @@ def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Pat
 def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:
     worker = open_draft_worker(DraftSettings(kind="ngram"), name="draft", threads=1, target="")
     hello = worker.hello(EPOCH)
-    assert (hello.roles, hello.model, hello.device, hello.vocabulary, hello.tokenizer) == (("draft",), "ngram", "cpu", None, None)
+    assert (hello.roles, hello.model, hello.device, hello.vocabulary, hello.tokenizer) == (
+        ("draft",),
+        "ngram",
+        "cpu",
+        None,
+        None,
+    )
     assert isinstance(only(worker.handle(open_(prompt=(3, 1, 4, 1, 5, 3, 1)))), Opened)
     drafted = only(worker.handle(draft(1, prefix=8, bonus=4)))
     assert isinstance(drafted, Drafted)
@@ -324,23 +423,36 @@ def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:
     assert worker.sessions == 0
 
 
-@pytest.mark.parametrize(("settings", "words"), [(DraftSettings(), "draft.model is empty"), (DraftSettings(kind="none", model="x"), "draft.kind is 'none'")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (DraftSettings(), "draft.model is empty"),
+        (DraftSettings(kind="none", model="x"), "draft.kind is 'none'"),
+    ],
+)
 def test_settings_without_a_draft_are_refused(settings: DraftSettings, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         open_draft_worker(settings, name="draft", threads=1, target="")
 
 
-# -- heads -------------------------------------------------------------------------------------------------------------------------------------
+# -- heads -----------------------------------------------------------------------------------------
 
 
 def head_worker(folder: Path, target: Path, **settings: Any) -> DraftWorker[Any]:
-    worker = open_draft_worker(DraftSettings(model=str(folder), device="cpu", **settings), name="draft", threads=1, target=str(target))
+    worker = open_draft_worker(
+        DraftSettings(model=str(folder), device="cpu", **settings),
+        name="draft",
+        threads=1,
+        target=str(target),
+    )
     worker.hello(EPOCH)
     return worker
 
 
 def features(count: int, width: int = 64) -> Array:
-    return to_array(torch.randn(count, width, generator=torch.Generator().manual_seed(count)).half())
+    return to_array(
+        torch.randn(count, width, generator=torch.Generator().manual_seed(count)).half()
+    )
 
 
 def feed(start: int, count: int, *, session: int = 5, width: int = 64) -> Feed:
@@ -352,8 +464,17 @@ def test_a_head_is_recognised_fed_and_drafts(kind: str, tmp_path: Path, llama_fo
     worker = head_worker(write_head(tmp_path, kind), llama_folder)
     hello = worker.hello(EPOCH)
     assert hello.reads is not None
-    assert (hello.roles, hello.model, hello.vocabulary, hello.tokenizer) == (("draft",), str(tmp_path), None, None)
-    assert (hello.reads.width, hello.reads.dtype, hello.reads.vocabulary_size) == (64, "float16", VOCABULARY)
+    assert (hello.roles, hello.model, hello.vocabulary, hello.tokenizer) == (
+        ("draft",),
+        str(tmp_path),
+        None,
+        None,
+    )
+    assert (hello.reads.width, hello.reads.dtype, hello.reads.vocabulary_size) == (
+        64,
+        "float16",
+        VOCABULARY,
+    )
     row = hello.reads.row
     assert row == (192 if kind == "eagle3" else 64)
     assert isinstance(only(worker.handle(open_())), Opened)
@@ -371,7 +492,9 @@ def test_a_head_is_recognised_fed_and_drafts(kind: str, tmp_path: Path, llama_fo
     assert 0 < len(second.tokens) <= 8
 
 
-def test_features_that_cannot_be_are_refused_and_change_nothing(tmp_path: Path, llama_folder: Path) -> None:
+def test_features_that_cannot_be_are_refused_and_change_nothing(
+    tmp_path: Path, llama_folder: Path
+) -> None:
     worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
     worker.handle(open_())
     wrong: list[tuple[Any, str, str]] = [
@@ -397,8 +520,12 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(tmp_path: Path, 
     ):
         with pytest.raises(RequestError, match="positions have come, and this round goes on from"):
             worker.handle(command)
-    assert isinstance(only(worker.handle(draft(2, prefix=6, accepted=(0,), features=features(2)))), Drafted)
-    assert isinstance(only(worker.handle(draft(4, prefix=9, more=(4, 5), features=features(3)))), Drafted)
+    assert isinstance(
+        only(worker.handle(draft(2, prefix=6, accepted=(0,), features=features(2)))), Drafted
+    )
+    assert isinstance(
+        only(worker.handle(draft(4, prefix=9, more=(4, 5), features=features(3)))), Drafted
+    )
 
 
 def test_a_head_may_begin_with_rounds_without_a_draft(tmp_path: Path, llama_folder: Path) -> None:
@@ -420,7 +547,9 @@ def test_a_draft_that_reads_nothing_refuses_features(worker: DraftWorker[DraftSe
     assert isinstance(only(worker.handle(draft(1, prefix=4))), Drafted)
 
 
-def test_a_session_whose_feed_fails_is_forgotten(tmp_path: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_whose_feed_fails_is_forgotten(
+    tmp_path: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object, **named: object) -> None:
         raise MemoryError
 
@@ -432,16 +561,22 @@ def test_a_session_whose_feed_fails_is_forgotten(tmp_path: Path, llama_folder: P
     assert worker.sessions == 0
 
 
-def test_interleaved_sessions_of_a_head_draft_what_each_drafts_alone(tmp_path: Path, llama_folder: Path) -> None:
+def test_interleaved_sessions_of_a_head_draft_what_each_drafts_alone(
+    tmp_path: Path, llama_folder: Path
+) -> None:
     def rounds(worker: DraftWorker[Any], *numbers: int) -> list[tuple[Any, ...]]:
         for number in numbers:
-            worker.handle(open_(session=number, prompt=(*PROMPT, number), sampling=Sampling(temperature=1.0)))
+            worker.handle(
+                open_(session=number, prompt=(*PROMPT, number), sampling=Sampling(temperature=1.0))
+            )
             only(worker.handle(feed(0, 4, session=number)))
         proposals = []
         for round_ in (1, 2, 3):
             for number in numbers:
                 rows = None if round_ == 1 else features(1)
-                drafted = only(worker.handle(draft(round_, session=number, prefix=4 + round_, features=rows)))
+                drafted = only(
+                    worker.handle(draft(round_, session=number, prefix=4 + round_, features=rows))
+                )
                 assert isinstance(drafted, Drafted)
                 proposals.append((number, drafted.tokens, drafted.parents))
         return proposals
@@ -456,14 +591,20 @@ def test_interleaved_sessions_of_a_head_draft_what_each_drafts_alone(tmp_path: P
     ("eagle3", "dovetail", "holds a head of kind 'dovetail'"),
     ("dovetail", "", "holds an ordinary language model"),
 ])  # fmt: skip
-def test_a_kind_that_contradicts_the_folder_is_refused(said: str, folder_kind: str, words: str, tmp_path: Path, llama_folder: Path) -> None:
+def test_a_kind_that_contradicts_the_folder_is_refused(
+    said: str, folder_kind: str, words: str, tmp_path: Path, llama_folder: Path
+) -> None:
     folder = write_head(tmp_path, folder_kind) if folder_kind else llama_folder
     with pytest.raises(SettingsError, match=f"^draft.kind = '{said}', and {folder} {words}"):
         head_worker(folder, llama_folder, kind=said)
 
 
-@pytest.mark.parametrize(("said", "variant", "row"), [("jakiro", "jakiro-star", 64), ("eagle3", "eagle3", 192)])
-def test_a_kind_that_agrees_with_the_folder_is_taken(said: str, variant: str, row: int, tmp_path: Path, llama_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "variant", "row"), [("jakiro", "jakiro-star", 64), ("eagle3", "eagle3", 192)]
+)
+def test_a_kind_that_agrees_with_the_folder_is_taken(
+    said: str, variant: str, row: int, tmp_path: Path, llama_folder: Path
+) -> None:
     reads = head_worker(write_head(tmp_path, variant), llama_folder, kind=said).hello(EPOCH).reads
     assert reads is not None
     assert reads.row == row
@@ -475,7 +616,9 @@ def test_four_bits_are_for_heads(llama_folder: Path, tmp_path: Path) -> None:
     head_worker(write_head(tmp_path, "eagle"), llama_folder, weights="int4")
 
 
-def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there_is_none(tmp_path: Path, llama_folder: Path) -> None:
+def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there_is_none(
+    tmp_path: Path, llama_folder: Path
+) -> None:
     folder = write_head(tmp_path / "a", "jakiro")
     levels = []
     for contrast in ("auto", True, False):
@@ -486,18 +629,24 @@ def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there
         assert isinstance(drafted, Drafted)
         levels.append(drafted.tokens)
     assert levels[0] == levels[1] != levels[2]
-    with pytest.raises(SettingsError, match=r"draft.contrast = true, and the eagle head .* has no contrast output"):
+    with pytest.raises(
+        SettingsError, match=r"draft.contrast = true, and the eagle head .* has no contrast output"
+    ):
         head_worker(write_head(tmp_path / "b", "eagle"), llama_folder, contrast=True)
 
 
-def test_a_head_that_does_not_fit_its_target_is_refused_with_the_shapes_and_what_to_do(tmp_path: Path, llama_folder: Path) -> None:
+def test_a_head_that_does_not_fit_its_target_is_refused_with_the_shapes_and_what_to_do(
+    tmp_path: Path, llama_folder: Path
+) -> None:
     folder = write_head(tmp_path, "eagle", hidden=32, target_width=32, head_dim=8)
     with pytest.raises(CheckpointError, match=r"hidden width 32.*hidden width 64"):
         head_worker(folder, llama_folder)
 
 
 @pytest.mark.parametrize("fine", [False, True])
-def test_growth_ahead_is_told_with_the_session_and_the_round_that_it_was_for(llama: LanguageModel, fine: bool) -> None:
+def test_growth_ahead_is_told_with_the_session_and_the_round_that_it_was_for(
+    llama: LanguageModel, fine: bool
+) -> None:
     worker = new_worker(llama)
     worker.spans.fine = fine
     worker.handle(open_())
@@ -513,6 +662,9 @@ def test_growth_ahead_is_told_with_the_session_and_the_round_that_it_was_for(lla
     told = [(session, round, name) for session, round, (name, _, _) in second.beside]
     assert set(told) <= {(5, 1, "grow"), (None, None, "prepare")}
     assert told.count((5, 1, "grow")) > fine
-    assert all(began_ns <= start <= start + duration <= ended_ns for _, _, (_, start, duration) in second.beside)
+    assert all(
+        began_ns <= start <= start + duration <= ended_ns
+        for _, _, (_, start, duration) in second.beside
+    )
     assert ("move" in {name for name, _, _ in second.spans}) == fine
     assert {name for name, _, _ in (*second.spans, *first.spans)} <= set(NAMES)

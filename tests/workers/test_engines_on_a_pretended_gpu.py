@@ -1,4 +1,5 @@
-"""Whole engines of every draft kind on a pretended GPU: every session is drafted for in every round, and the target's tokens are its own."""
+"""Whole engines of every draft kind on a pretended GPU: every session is drafted for in every
+round, and the target's tokens are its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.protocol.settings import DraftSettings, MemorySettings, Sampling, TargetSettings, TreeSettings
+from dovetail.protocol.settings import (
+    DraftSettings,
+    MemorySettings,
+    Sampling,
+    TargetSettings,
+    TreeSettings,
+)
 from dovetail.workers.devices.pretended import POSSIBLE, capture, device
 from dovetail.workers.draft import open_draft_worker
 from dovetail.workers.target import open_target_worker
@@ -19,15 +26,30 @@ from support.kernels import needs_kernels
 from support.models import reference_tokens, tiny_llama
 from support.pairs import KEY, PairOfWorkers, Run
 
-needs_the_rig = pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device from Python")
-needs_hqq = pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'")
+needs_the_rig = pytest.mark.skipif(
+    not POSSIBLE, reason="this version of torch cannot be told of a device from Python"
+)
+needs_hqq = pytest.mark.skipif(
+    find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'"
+)
 pytestmark = [needs_the_rig, needs_kernels]
 
 PROMPT = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TREE = TreeSettings(policy="dynamic", gamma=10, depth=4, width=4)
-ADAPTIVE = TreeSettings(policy="heterospec", gamma=10, depth=4, width=4, thresholds=(0.5, 1.25), prune=(0.3, 0.6))
+ADAPTIVE = TreeSettings(
+    policy="heterospec", gamma=10, depth=4, width=4, thresholds=(0.5, 1.25), prune=(0.3, 0.6)
+)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
-PROCESSED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((3, 1.0),), min_tokens=4)
+PROCESSED = Sampling(
+    temperature=0.8,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    logit_bias=((3, 1.0),),
+    min_tokens=4,
+)
 DRAWN = Sampling(temperature=1.0, acceptance="rejection")
 TOKENS = 14
 
@@ -40,7 +62,9 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of 16 bits, which streams."""
-    return tiny_llama(tmp_path_factory.mktemp("half"), intermediate_size=128, context=256, dtype=torch.float16)
+    return tiny_llama(
+        tmp_path_factory.mktemp("half"), intermediate_size=128, context=256, dtype=torch.float16
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,12 @@ class Kind:
     contrast: bool = True
 
     def settings(self, folder: Path, where: str) -> DraftSettings:
-        return DraftSettings(model=str(folder), weights=self.weights, device=where, contrast="auto" if self.contrast else False)
+        return DraftSettings(
+            model=str(folder),
+            weights=self.weights,
+            device=where,
+            contrast="auto" if self.contrast else False,
+        )
 
 
 KINDS = {
@@ -76,18 +105,25 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Callable[[Kind], Path]:
+def folder_of(
+    tmp_path_factory: pytest.TempPathFactory, target_folder: Path
+) -> Callable[[Kind], Path]:
     @cache
     def written(head: str, int4: bool) -> Path:
         sizes = {"hidden": 64, "intermediate": 128} if int4 else {}
-        return write_head(tmp_path_factory.mktemp(head), head, gain=1.0, **sizes)  # states that grow would leave fp16
+        return write_head(
+            tmp_path_factory.mktemp(head), head, gain=1.0, **sizes
+        )  # states that grow would leave fp16
 
     return lambda kind: written(kind.head, kind.weights == "int4") if kind.head else target_folder
 
 
 def open_pair(target: Path, settings: DraftSettings, **of_target: object) -> PairOfWorkers:
     wanted = TargetSettings(model=str(target), device="cpu", **of_target)  # type: ignore[arg-type]
-    return PairOfWorkers(open_target_worker(wanted, name="target", threads=1), open_draft_worker(settings, name="draft", threads=1, target=str(target)))
+    return PairOfWorkers(
+        open_target_worker(wanted, name="target", threads=1),
+        open_draft_worker(settings, name="draft", threads=1, target=str(target)),
+    )
 
 
 def check(run: Run, folder: Path, sampling: Sampling) -> None:
@@ -97,7 +133,9 @@ def check(run: Run, folder: Path, sampling: Sampling) -> None:
         assert all(score <= 0.0 for score in drafted.scores)
     assert max(depth(drafted.parents) for drafted in run.proposals) >= 2
     if not sampling.rejects:
-        assert run.reply == reference_tokens(folder, run.log[: run.prompt], len(run.reply), key=KEY, sampling=sampling)
+        assert run.reply == reference_tokens(
+            folder, run.log[: run.prompt], len(run.reply), key=KEY, sampling=sampling
+        )
 
 
 def depth(parents: tuple[int, ...]) -> int:
@@ -117,9 +155,15 @@ def rounds(pair: PairOfWorkers, *runs: Run, tokens: int = TOKENS) -> None:
 EVERYDAY = ("small", "eagle", "dovetail", "jakiro")
 
 
-@pytest.mark.parametrize("name", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
-def test_an_engine_there_drafts_in_every_round(name: str, target_folder: Path, folder_of: Callable[[Kind], Path]) -> None:
-    """Two sessions at a time, greedy and sampled, with growth ahead; then one that goes on from what is kept; then processors, and what is drawn."""
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+)
+def test_an_engine_there_drafts_in_every_round(
+    name: str, target_folder: Path, folder_of: Callable[[Kind], Path]
+) -> None:
+    """Two sessions at a time, greedy and sampled, with growth ahead; then one that goes on from
+    what is kept; then processors, and what is drawn."""
     kind = KINDS[name]
     pair = open_pair(target_folder, kind.settings(folder_of(kind), "pretended"))
     greedy = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE, ahead=True)
@@ -129,19 +173,37 @@ def test_an_engine_there_drafts_in_every_round(name: str, target_folder: Path, f
     pair.close(greedy, keep=True)
     pair.close(sampled, keep=False)
     kept = len(PROMPT) + 4
-    again = pair.open(3, [*greedy.log[: kept + 1], 7, 8, 9], tokens=TOKENS, sampling=GREEDY, tree=TREE, base=1, kept=kept)
+    again = pair.open(
+        3,
+        [*greedy.log[: kept + 1], 7, 8, 9],
+        tokens=TOKENS,
+        sampling=GREEDY,
+        tree=TREE,
+        base=1,
+        kept=kept,
+    )
     rounds(pair, again)
     adaptive = pair.open(4, PROMPT, tokens=TOKENS, sampling=PROCESSED, tree=ADAPTIVE)
-    drawn = pair.open(5, PROMPT, tokens=TOKENS, sampling=DRAWN, tree=TreeSettings(policy="beam", gamma=8, depth=4, width=2))
+    drawn = pair.open(
+        5,
+        PROMPT,
+        tokens=TOKENS,
+        sampling=DRAWN,
+        tree=TreeSettings(policy="beam", gamma=8, depth=4, width=2),
+    )
     rounds(pair, drawn, adaptive)
     for run in (greedy, sampled, again, drawn):
         check(run, target_folder, run.sampling)
-    assert adaptive.reply == reference_tokens(target_folder, PROMPT, len(adaptive.reply), key=KEY, sampling=PROCESSED)
+    assert adaptive.reply == reference_tokens(
+        target_folder, PROMPT, len(adaptive.reply), key=KEY, sampling=PROCESSED
+    )
     assert all(drafted.tokens for drafted in adaptive.proposals)
 
 
 @pytest.mark.parametrize("name", ["small-fp32", "eagle-fp32"])
-def test_an_engine_there_proposes_what_it_proposes_here(name: str, target_folder: Path, folder_of: Callable[[Kind], Path]) -> None:
+def test_an_engine_there_proposes_what_it_proposes_here(
+    name: str, target_folder: Path, folder_of: Callable[[Kind], Path]
+) -> None:
     kind, found = KINDS[name], []
     for where in ("pretended", "cpu"):
         pair = open_pair(target_folder, kind.settings(folder_of(kind), where))
@@ -149,18 +211,34 @@ def test_an_engine_there_proposes_what_it_proposes_here(name: str, target_folder
         rounds(pair, run)
         found.append(run)
     assert found[0].log == found[1].log
-    assert [drafted.tokens for drafted in found[0].proposals] == [drafted.tokens for drafted in found[1].proposals]
-    assert [drafted.parents for drafted in found[0].proposals] == [drafted.parents for drafted in found[1].proposals]
+    assert [drafted.tokens for drafted in found[0].proposals] == [
+        drafted.tokens for drafted in found[1].proposals
+    ]
+    assert [drafted.parents for drafted in found[0].proposals] == [
+        drafted.parents for drafted in found[1].proposals
+    ]
 
 
 @needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
-def test_a_substitute_there_drafts_in_every_round(weights: str, target_folder: Path, tmp_path: Path) -> None:
+def test_a_substitute_there_drafts_in_every_round(
+    weights: str, target_folder: Path, tmp_path: Path
+) -> None:
     settings = DraftSettings(kind="substitute", weights=weights, device="pretended")
-    workers = open_draft_worker(settings, name="draft", threads=1, target=str(target_folder), cache=tmp_path)
-    pair = PairOfWorkers(open_target_worker(TargetSettings(model=str(target_folder), device="cpu"), name="target", threads=1), workers)
-    runs = [pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE, ahead=True), pair.open(2, PROMPT, tokens=TOKENS, sampling=SAMPLED, tree=TREE)]
+    workers = open_draft_worker(
+        settings, name="draft", threads=1, target=str(target_folder), cache=tmp_path
+    )
+    pair = PairOfWorkers(
+        open_target_worker(
+            TargetSettings(model=str(target_folder), device="cpu"), name="target", threads=1
+        ),
+        workers,
+    )
+    runs = [
+        pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE, ahead=True),
+        pair.open(2, PROMPT, tokens=TOKENS, sampling=SAMPLED, tree=TREE),
+    ]
     rounds(pair, *runs)
     for run in runs:
         check(run, target_folder, run.sampling)
@@ -170,10 +248,18 @@ def test_a_substitute_there_drafts_in_every_round(weights: str, target_folder: P
 @needs_hqq
 @pytest.mark.slow
 @pytest.mark.parametrize("resident", [0, 1, 2])
-def test_a_shared_substitute_there_drafts_for_a_target_there(resident: int, sixteen: Path, tmp_path: Path) -> None:
-    target = TargetSettings(model=str(sixteen), weights="half", device="pretended", resident=resident)
+def test_a_shared_substitute_there_drafts_for_a_target_there(
+    resident: int, sixteen: Path, tmp_path: Path
+) -> None:
+    target = TargetSettings(
+        model=str(sixteen), weights="half", device="pretended", resident=resident
+    )
     draft = DraftSettings(kind="substitute", share=True)
-    pair = PairOfWorkers(*open_unified(target, draft, name="both", threads=1, memory=MemorySettings(), cache=tmp_path))
+    pair = PairOfWorkers(
+        *open_unified(
+            target, draft, name="both", threads=1, memory=MemorySettings(), cache=tmp_path
+        )
+    )
     greedy = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE, ahead=True)
     sampled = pair.open(2, PROMPT, tokens=TOKENS, sampling=SAMPLED, tree=TREE, ahead=True)
     rounds(pair, greedy, sampled)
@@ -195,22 +281,42 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_target_there_is_drafted_for_from_there(place: str, sixteen: Path, target_folder: Path, folder_of: Callable[[Kind], Path]) -> None:
+def test_a_target_there_is_drafted_for_from_there(
+    place: str, sixteen: Path, target_folder: Path, folder_of: Callable[[Kind], Path]
+) -> None:
     """A head reads what the target shows of layers on the device."""
     whole = place == "whole"
     folder, weights = (target_folder, "fp32") if whole else (sixteen, "half")
-    pair = open_pair_there(folder, weights, PLACES[place], KINDS["eagle3"].settings(folder_of(KINDS["eagle3"]), "pretended"))
+    pair = open_pair_there(
+        folder,
+        weights,
+        PLACES[place],
+        KINDS["eagle3"].settings(folder_of(KINDS["eagle3"]), "pretended"),
+    )
     greedy = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE)
     sampled = pair.open(2, PROMPT[::-1], tokens=TOKENS, sampling=PROCESSED, tree=TREE)
-    drawn = pair.open(3, PROMPT, tokens=TOKENS, sampling=DRAWN, tree=TreeSettings(policy="beam", insist=True, gamma=8, depth=4, width=2))
+    drawn = pair.open(
+        3,
+        PROMPT,
+        tokens=TOKENS,
+        sampling=DRAWN,
+        tree=TreeSettings(policy="beam", insist=True, gamma=8, depth=4, width=2),
+    )
     rounds(pair, greedy, sampled, drawn)
     for run in (greedy, sampled, drawn):
         check(run, folder, run.sampling)
 
 
-def open_pair_there(folder: Path, weights: str, place: dict[str, object], draft: DraftSettings) -> PairOfWorkers:
-    target = TargetSettings.model_validate({"model": str(folder), "weights": weights, "device": "cpu", **place})
-    return PairOfWorkers(open_target_worker(target, name="target", threads=1), open_draft_worker(draft, name="draft", threads=1, target=str(folder)))
+def open_pair_there(
+    folder: Path, weights: str, place: dict[str, object], draft: DraftSettings
+) -> PairOfWorkers:
+    target = TargetSettings.model_validate(
+        {"model": str(folder), "weights": weights, "device": "cpu", **place}
+    )
+    return PairOfWorkers(
+        open_target_worker(target, name="target", threads=1),
+        open_draft_worker(draft, name="draft", threads=1, target=str(folder)),
+    )
 
 
 @pytest.fixture
@@ -261,4 +367,11 @@ def test_what_cuda_refuses_is_refused_there(place: torch.device) -> None:
     assert there[index].tolist() == [1.0, 2.0]
     assert (there + torch.tensor(1.0)).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     there[index] = torch.tensor(9.0)
-    assert there.masked_fill(there > 8, torch.tensor(0.0)).tolist() == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]
+    assert there.masked_fill(there > 8, torch.tensor(0.0)).tolist() == [
+        0.0,
+        0.0,
+        0.0,
+        3.0,
+        4.0,
+        5.0,
+    ]

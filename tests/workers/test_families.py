@@ -1,4 +1,5 @@
-"""Every family on every back end: what transformers computes, the same with any tree, and with the kernels the same bytes wherever a token is computed."""
+"""Every family on every back end: what transformers computes, the same with any tree, and with the
+kernels the same bytes wherever a token is computed."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +17,15 @@ from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.verifier import First, Verdict, Verifier
-from support.models import CONTEXT, FAMILIES, VOCABULARY, cache_row, reference_logits, reference_tokens, spoil
+from support.models import (
+    CONTEXT,
+    FAMILIES,
+    VOCABULARY,
+    cache_row,
+    reference_logits,
+    reference_tokens,
+    spoil,
+)
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11, 40, 2, 7, 7, 19]
 WAYS = {
@@ -28,12 +37,14 @@ WAYS = {
     "kernels half of bf16": ("kernels", "half", torch.bfloat16, 1e-4),
     "kernels int8": ("kernels", "int8", torch.float32, 0.2),
 }
-"""Back end, weights, type of the checkpoint, and how far logits may lie from transformers' eager fp32 ones, relative to their norm."""
+"""Back end, weights, type of the checkpoint, and how far logits may lie from transformers' eager
+fp32 ones, relative to their norm."""
 ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
 KEY = bytes(range(16))
 LONG = 640
 LENGTHS = {"short": (150, (1, 7, 128)), "long": (530, (1, 7, 64, 256, 512))}
-"""Tokens of a sequence, and of the chunks in which it is read; it takes hundreds of passes to read a long one token by token."""
+"""Tokens of a sequence, and of the chunks in which it is read; it takes hundreds of passes to read
+a long one token by token."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 EVERY_WAY = [pytest.param(way, marks=needs_kernels) if way in ON_KERNELS else way for way in WAYS]
@@ -50,9 +61,13 @@ class Models:
     def get(self, family: str, way: str, context: int = CONTEXT) -> LanguageModel:
         backend, weights, dtype, _ = WAYS[way]
         if (place := (family, dtype, context)) not in self._folders:
-            self._folders[place] = FAMILIES[family](self._factory.mktemp(family), dtype=dtype, context=context)
+            self._folders[place] = FAMILIES[family](
+                self._factory.mktemp(family), dtype=dtype, context=context
+            )
         if (key := (family, way, context)) not in self._models:
-            self._models[key] = load_language_model(str(self._folders[place]), weights=weights, device="cpu", backend=backend)
+            self._models[key] = load_language_model(
+                str(self._folders[place]), weights=weights, device="cpu", backend=backend
+            )
         return self._models[key]
 
 
@@ -67,7 +82,11 @@ def model(family: str, way: str, models: Models) -> LanguageModel:
 
 
 def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
-    return model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [Segment(model.new_cache(len(tokens)), 0, len(tokens))])
+    return model.forward(
+        torch.tensor(tokens),
+        torch.arange(len(tokens)),
+        [Segment(model.new_cache(len(tokens)), 0, len(tokens))],
+    )
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
@@ -79,18 +98,28 @@ def test_logits_are_those_of_transformers_eager(model: LanguageModel, way: str) 
     assert model.backend == way.split()[0]
 
 
-def decode(model: LanguageModel, sampling: Sampling, count: int, trees: random.Random | None, hints: list[int]) -> list[int]:
+def decode(
+    model: LanguageModel,
+    sampling: Sampling,
+    count: int,
+    trees: random.Random | None,
+    hints: list[int],
+) -> list[int]:
     """Tokens after the prompt, verified with random trees, half of which follow `hints`."""
     verifier = Verifier(model, Spans())
     prompt, shape = tuple(TOKENS), TreeSettings(policy="dynamic", gamma=12, depth=6)
-    (first,) = verifier.open(1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape)
+    (first,) = verifier.open(
+        1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape
+    )
     assert isinstance(first, First)
     log = [*prompt, first.token]
     for number in range(1, 1000):
         if len(log) >= len(prompt) + count:
             break
         tree = TokenTree() if trees is None else guess(trees, hints[len(log) - len(prompt) :])
-        item = VerifyItem(session=1, round=number, prefix=len(log), tokens=tree.tokens, parents=tree.parents)
+        item = VerifyItem(
+            session=1, round=number, prefix=len(log), tokens=tree.tokens, parents=tree.parents
+        )
         (verdict,) = verifier.verify([item])
         assert isinstance(verdict, Verdict)
         log += [*(tree.tokens[node] for node in verdict.item.accepted), verdict.item.bonus]
@@ -98,12 +127,20 @@ def decode(model: LanguageModel, sampling: Sampling, count: int, trees: random.R
 
 
 def guess(trees: random.Random, hints: list[int]) -> TokenTree:
-    """A tree of up to 12 nodes: a chain of some hints, siblings that are wrong before and behind its nodes."""
+    """A tree of up to 12 nodes: a chain of some hints, siblings that are wrong before and behind
+    its nodes."""
     tokens: list[int] = []
     parents: list[int] = []
     above = -1
     for hint in hints[: trees.randrange(5)]:
-        siblings = [hint, *(t for t in (trees.randrange(VOCABULARY) for _ in range(trees.randrange(2))) if t != hint)]
+        siblings = [
+            hint,
+            *(
+                t
+                for t in (trees.randrange(VOCABULARY) for _ in range(trees.randrange(2)))
+                if t != hint
+            ),
+        ]
         trees.shuffle(siblings)
         for token in siblings:
             tokens.append(token)
@@ -115,13 +152,17 @@ def guess(trees: random.Random, hints: list[int]) -> TokenTree:
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_any_tree_gives_the_tokens_that_one_at_a_time_gives_and_transformers_too(model: LanguageModel, way: str, temperature: float) -> None:
+def test_any_tree_gives_the_tokens_that_one_at_a_time_gives_and_transformers_too(
+    model: LanguageModel, way: str, temperature: float
+) -> None:
     sampling = Sampling(temperature=temperature)
     alone = decode(model, sampling, 24, None, [])
     for seed in range(3):
         assert decode(model, sampling, 24, random.Random(seed), alone) == alone
     if WAYS[way][3] <= 1e-4:
-        assert alone[:16] == reference_tokens(model.checkpoint.folder, TOKENS, 16, key=KEY, sampling=sampling)
+        assert alone[:16] == reference_tokens(
+            model.checkpoint.folder, TOKENS, 16, key=KEY, sampling=sampling
+        )
 
 
 @pytest.fixture
@@ -137,17 +178,26 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 class Bytes:
-    """What a model computed for a sequence: logits and last hidden states by token, keys and values by slot."""
+    """What a model computed for a sequence: logits and last hidden states by token, keys and values
+    by slot."""
 
     def __init__(self, model: LanguageModel, tokens: list[int], chunks: list[int]) -> None:
         self.cache = model.new_cache(len(tokens))
         logits, self._states = [], list[Tensor]()
         norm = model._back_end._norm  # type: ignore[attr-defined]
-        hook = norm.register_forward_pre_hook(lambda module, given: self._states.append(given[0].reshape(-1, given[0].shape[-1]).clone()))
+        hook = norm.register_forward_pre_hook(
+            lambda module, given: self._states.append(
+                given[0].reshape(-1, given[0].shape[-1]).clone()
+            )
+        )
         start = 0
         for count in chunks:
             part = torch.tensor(tokens[start : start + count])
-            logits.append(model.forward(part, torch.arange(start, start + count), [Segment(self.cache, start, count)]))
+            logits.append(
+                model.forward(
+                    part, torch.arange(start, start + count), [Segment(self.cache, start, count)]
+                )
+            )
             self.cache.keep(range(start, start + count), count)
             start += count
         hook.remove()
@@ -155,7 +205,9 @@ class Bytes:
 
     def equals(self, other: "Bytes", count: int) -> bool:
         """Whether the first `count` tokens have the same bytes."""
-        mine, theirs = ((of.logits[:count], of.states[:count], *of.rows(count)) for of in (self, other))
+        mine, theirs = (
+            (of.logits[:count], of.states[:count], *of.rows(count)) for of in (self, other)
+        )
         return all(same_bytes(*pair) for pair in zip(mine, theirs, strict=True))
 
     def rows(self, count: int) -> tuple[Tensor, ...]:
@@ -182,13 +234,16 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_
         kernels.use_isa(isa)
         for size in chunks:
             count = total if size > 7 else 40
-            assert Bytes(model, tokens[:count], chunks_of(size, count)).equals(alone, count), (isa, size)
+            assert Bytes(model, tokens[:count], chunks_of(size, count)).equals(alone, count), (
+                isa,
+                size,
+            )
 
 
 @needs_kernels
 @pytest.mark.parametrize("way", ON_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_token_has_the_same_bytes_in_any_slot_of_a_tree_with_any_neighbours_and_sessions_beside_it(
+def test_a_token_has_the_same_bytes_in_any_slot_of_a_tree_with_any_neighbours_and_sessions_beside_it(  # noqa: E501
     model: LanguageModel, way: str, every_isa: list[kernels.Isa]
 ) -> None:
     path = TOKENS[9:14]
@@ -200,7 +255,8 @@ def test_a_token_has_the_same_bytes_in_any_slot_of_a_tree_with_any_neighbours_an
 
 
 def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.Random) -> None:
-    """The path's tokens among strangers, in slots of any distance, after nine committed tokens and beside another session."""
+    """The path's tokens among strangers, in slots of any distance, after nine committed tokens and
+    beside another session."""
     start, slots = 9, [9]
     for _ in path[1:]:
         slots.append(slots[-1] + rng.randrange(1, 5))
@@ -221,12 +277,21 @@ def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.
         model.forward(torch.tensor(TOKENS[:9]), torch.arange(9), [Segment(cache, 0, 9)])
         cache.keep(range(9), 9)
     other = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 6))]
-    segments = [Segment(caches[1], 9, len(other)), Segment(caches[0], start, count, Paths.of(start, paths))]
-    logits = model.forward(torch.tensor(other + tokens), torch.tensor([*range(9, 9 + len(other)), *positions]), segments)[len(other) :]
+    segments = [
+        Segment(caches[1], 9, len(other)),
+        Segment(caches[0], start, count, Paths.of(start, paths)),
+    ]
+    logits = model.forward(
+        torch.tensor(other + tokens),
+        torch.tensor([*range(9, 9 + len(other)), *positions]),
+        segments,
+    )[len(other) :]
     found = logits[[slot - start for slot in slots]]
     assert same_bytes(found, alone.logits[9:14])
     caches[0].keep(slots, len(slots))
-    assert all(same_bytes(cache_row(caches[0], slot), cache_row(alone.cache, slot)) for slot in range(14))
+    assert all(
+        same_bytes(cache_row(caches[0], slot), cache_row(alone.cache, slot)) for slot in range(14)
+    )
 
 
 @needs_kernels

@@ -1,4 +1,5 @@
-"""Features: the target's states as transformers computes them, the same stored and computed on the fly, and a store that survives being killed."""
+"""Features: the target's states as transformers computes them, the same stored and computed on the
+fly, and a store that survives being killed."""
 
 import dataclasses
 import json
@@ -16,12 +17,22 @@ from dovetail.workers.training.corpus import open_reader, read_examples
 from dovetail.workers.training.examples import Example, Examples, arrange, read_token_file
 from dovetail.workers.training.features import Features, online_features, open_features
 from dovetail.workers.training.run import Progress
-from dovetail.workers.training.states import PASS_ROWS, Origin, TargetStates, choose_taps, open_states
+from dovetail.workers.training.states import (
+    PASS_ROWS,
+    Origin,
+    TargetStates,
+    choose_taps,
+    open_states,
+)
 from support.features import samples
 from support.models import tiny_llama, transformers_model
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
-TALKS = [["What is a window made from?", "A window is made from glass."], ["Hello", "Hi! How are you?", "Fine.", "Good."], ["Say a word.", "Word."]]
+TALKS = [
+    ["What is a window made from?", "A window is made from glass."],
+    ["Hello", "Hi! How are you?", "Fine.", "Good."],
+    ["Say a word.", "Word."],
+]
 SMALL_SHARD = 4 * 256 * 2 * 60
 """Of about sixty tokens."""
 
@@ -34,12 +45,20 @@ def target() -> TargetStates:
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Examples:
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    file.write_text("".join(json.dumps({"turns": [turns[0] + " " * n, *turns[1:]]}) + "\n" for turns in TALKS for n in range(4)))
+    file.write_text(
+        "".join(
+            json.dumps({"turns": [turns[0] + " " * n, *turns[1:]]}) + "\n"
+            for turns in TALKS
+            for n in range(4)
+        )
+    )
     return read_examples([file], open_reader(str(TARGET)))
 
 
 @pytest.fixture(scope="module")
-def folder(target: TargetStates, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    target: TargetStates, examples: Examples, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return write(tmp_path_factory.mktemp("features") / "store", examples, target)
 
 
@@ -52,7 +71,9 @@ def write(folder: Path, examples: Examples, target: TargetStates) -> Path:
 @torch.no_grad()
 def reference_states(model: Path, tokens: Tensor, taps: Sequence[int]) -> Tensor:
     """transformers' own states [n, (1 + K) * H], for a whole sequence at once."""
-    hidden = transformers_model(model)(tokens.unsqueeze(0), output_hidden_states=True, use_cache=False).hidden_states
+    hidden = transformers_model(model)(
+        tokens.unsqueeze(0), output_hidden_states=True, use_cache=False
+    ).hidden_states
     return torch.cat([hidden[place][0] for place in (-1, *taps)], -1)
 
 
@@ -64,7 +85,9 @@ def test_states_are_those_that_transformers_computes(folder: Path, examples: Exa
         assert sample.tokens.tolist() == row.tokens.tolist()
         assert sample.learn.tolist() == row.learn.tolist()
         expected = reference_states(TARGET, sample.tokens, (2, 4, 5))
-        torch.testing.assert_close(torch.cat([sample.g, sample.taps], -1).float(), expected, rtol=2e-3, atol=2e-2)
+        torch.testing.assert_close(
+            torch.cat([sample.g, sample.taps], -1).float(), expected, rtol=2e-3, atol=2e-2
+        )
         assert sample.g.dtype == torch.float16
 
 
@@ -73,13 +96,19 @@ def test_sequence_that_is_longer_than_a_pass_has_the_same_states(tmp_path: Path)
     tokens = torch.randint(0, 48, (PASS_ROWS + 37,), generator=torch.Generator().manual_seed(1))
     states = open_states(str(model), taps="1")
     long, short = states.read([tokens, tokens[:5]])
-    torch.testing.assert_close(long.float(), reference_states(model, tokens, (1,)), rtol=2e-3, atol=5e-3)
+    torch.testing.assert_close(
+        long.float(), reference_states(model, tokens, (1,)), rtol=2e-3, atol=5e-3
+    )
     assert torch.equal(short, long[:5])
 
 
-def test_online_gives_the_same_numbers_as_the_store(folder: Path, examples: Examples, target: TargetStates) -> None:
+def test_online_gives_the_same_numbers_as_the_store(
+    folder: Path, examples: Examples, target: TargetStates
+) -> None:
     stored, online = open_features(folder), online_features(examples, target)
-    for one, other in zip((stored, *stored.split(0.25)), (online, *online.split(0.25)), strict=True):
+    for one, other in zip(
+        (stored, *stored.split(0.25)), (online, *online.split(0.25)), strict=True
+    ):
         for length in (7, 24, 400):
             expected, found = (of.batch(np.random.default_rng(5), 6, length) for of in (one, other))
             for name in ("tokens", "learn", "sequence", "position", "g", "taps"):
@@ -125,7 +154,11 @@ def test_every_token_comes_up(folder: Path) -> None:
 
 
 def test_split_keeps_answers_to_a_prompt_together(tmp_path: Path, target: TargetStates) -> None:
-    answers = [Example(np.array([0, 2, prompt, 3, answer]), np.array([False] * 4 + [True])) for prompt in range(20, 30) for answer in range(10, 14)]
+    answers = [
+        Example(np.array([0, 2, prompt, 3, answer]), np.array([False] * 4 + [True]))
+        for prompt in range(20, 30)
+        for answer in range(10, 14)
+    ]
     features: Features = online_features(arrange(answers, context=8, vocabulary_size=4096), target)
     learning, held = features.split(0.3)
     assert learning.count + held.count == 40
@@ -137,7 +170,9 @@ def test_split_keeps_answers_to_a_prompt_together(tmp_path: Path, target: Target
         held.split(0.001)
 
 
-def test_killed_run_goes_on_where_the_last_shard_ended(folder: Path, examples: Examples, target: TargetStates, tmp_path: Path) -> None:
+def test_killed_run_goes_on_where_the_last_shard_ended(
+    folder: Path, examples: Examples, target: TargetStates, tmp_path: Path
+) -> None:
     class Counting:
         origin, read_before = target.origin, 0
 
@@ -151,7 +186,13 @@ def test_killed_run_goes_on_where_the_last_shard_ended(folder: Path, examples: E
 
     planned = store.plan(examples, target.origin, SMALL_SHARD)
     with pytest.raises(KeyboardInterrupt):
-        store.write(tmp_path / "killed", store.begin(tmp_path / "killed", planned, examples), examples, target, stop)
+        store.write(
+            tmp_path / "killed",
+            store.begin(tmp_path / "killed", planned, examples),
+            examples,
+            target,
+            stop,
+        )
     with pytest.raises(UserError, match=f"holds 2 of {len(planned.shards)} shards"):
         open_features(tmp_path / "killed")
     rest = Counting()
@@ -160,10 +201,16 @@ def test_killed_run_goes_on_where_the_last_shard_ended(folder: Path, examples: E
     assert found.written == 2
     assert rest.read_before == sum(len(row.tokens) for row in examples.rows[planned.shards[2] :])
     written = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert {file.name: file.read_bytes() for file in (tmp_path / "killed").iterdir() if file.suffix != ".new"} == written
+    assert {
+        file.name: file.read_bytes()
+        for file in (tmp_path / "killed").iterdir()
+        if file.suffix != ".new"
+    } == written
 
 
-def test_store_refuses_what_is_not_its_own(folder: Path, examples: Examples, target: TargetStates, tmp_path: Path) -> None:
+def test_store_refuses_what_is_not_its_own(
+    folder: Path, examples: Examples, target: TargetStates, tmp_path: Path
+) -> None:
     def begin(origin: Origin, of: Examples = examples) -> None:
         store.begin(folder, store.plan(of, origin), of)
 
@@ -179,11 +226,19 @@ def test_store_refuses_what_is_not_its_own(folder: Path, examples: Examples, tar
         store.begin(tmp_path / "mine", store.plan(examples, target.origin), examples)
 
 
-def test_size_is_known_before_anything_is_written(folder: Path, examples: Examples, target: TargetStates, tmp_path: Path) -> None:
+def test_size_is_known_before_anything_is_written(
+    folder: Path, examples: Examples, target: TargetStates, tmp_path: Path
+) -> None:
     index = store.read_index(folder)
-    assert index.bytes == sum(file.stat().st_size for file in folder.iterdir() if file.suffix == ".bin")
+    assert index.bytes == sum(
+        file.stat().st_size for file in folder.iterdir() if file.suffix == ".bin"
+    )
     with pytest.raises(UserError, match="GB more are needed"):
-        store.begin(tmp_path / "large", dataclasses.replace(store.plan(examples, target.origin), tokens=10**15), examples)
+        store.begin(
+            tmp_path / "large",
+            dataclasses.replace(store.plan(examples, target.origin), tokens=10**15),
+            examples,
+        )
     assert not list((tmp_path / "large").iterdir())
 
 
@@ -212,9 +267,15 @@ def test_taps_are_those_of_eagle3_unless_named() -> None:
 
 def test_token_file_is_read_with_its_mask(tmp_path: Path) -> None:
     np.array([0, 5, 6, 1, 0, 7, 1], dtype="<u2").tofile(tmp_path / "a.bin")
-    assert [row.tokens.tolist() for row in read_token_file(tmp_path / "a.bin", 0)] == [[0, 5, 6, 1], [0, 7, 1]]
+    assert [row.tokens.tolist() for row in read_token_file(tmp_path / "a.bin", 0)] == [
+        [0, 5, 6, 1],
+        [0, 7, 1],
+    ]
     np.array([0, 0, 1, 1, 0, 0, 1], dtype=np.uint8).tofile(tmp_path / "a.mask")
-    assert [row.learn.tolist() for row in read_token_file(tmp_path / "a.bin", 0)] == [[False, False, True, True], [False, False, True]]
+    assert [row.learn.tolist() for row in read_token_file(tmp_path / "a.bin", 0)] == [
+        [False, False, True, True],
+        [False, False, True],
+    ]
     with pytest.raises(UserError, match="does not begin with id 3"):
         read_token_file(tmp_path / "a.bin", 3)
     (tmp_path / "a.mask").write_bytes(b"\1")

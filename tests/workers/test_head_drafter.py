@@ -35,8 +35,19 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SHAPE = Shape(12, 4, 4)
 TREE = TreeSettings(policy="dynamic", gamma=12, depth=4, width=4)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.5, top_k=20)
-PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.7, "logit_bias": ((3, 4.0), (7, -5.0)), "min_tokens": 9}
-SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": Sampling(**PENALTIES), "all": SAMPLED.model_copy(update=PENALTIES)}
+PENALTIES = {
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 0.7,
+    "logit_bias": ((3, 4.0), (7, -5.0)),
+    "min_tokens": 9,
+}
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "penalised": Sampling(**PENALTIES),
+    "all": SAMPLED.model_copy(update=PENALTIES),
+}
 END = (1, 30)
 CAPACITY = 60
 GAIN_ERROR = 1e-4
@@ -50,16 +61,29 @@ KINDS = ("eagle", "eagle3", "dovetail-3", "jakiro", "jakiro-star")
 def open_kind(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> Callable[..., Head]:
     """Heads whose states stay small, however often they read their own.
 
-    With states that grow, attention decides between scores of hundreds, and what fp32 rounds off differently in passes of other shapes comes out as
-    differences of up to 0.2 in a log-probability, on torch's operations as on the kernels; with these it is less than 1e-5.
+    With states that grow, attention decides between scores of hundreds, and what fp32 rounds off
+    differently in passes of other shapes comes out as differences of up to 0.2 in a
+    log-probability, on torch's operations as on the kernels; with these it is less than 1e-5.
     """
 
     @cache
     def opened(name: str, backend: str = "auto") -> Head:
         file = write_head(tmp_path_factory.mktemp(name), name) / "model.safetensors"
         scales = {"fc.weight": 0.4, "W_1": 0.4}
-        save_file({name: tensor * scales[name] if name in scales else tensor for name, tensor in load_file(file).items()}, file)
-        return open_head(str(file.parent), target=str(llama_folder), weights="fp32", device="cpu", backend=backend)
+        save_file(
+            {
+                name: tensor * scales[name] if name in scales else tensor
+                for name, tensor in load_file(file).items()
+            },
+            file,
+        )
+        return open_head(
+            str(file.parent),
+            target=str(llama_folder),
+            weights="fp32",
+            device="cpu",
+            backend=backend,
+        )
 
     return opened
 
@@ -91,13 +115,25 @@ class Story:
         honest: bool = False,
     ) -> None:
         """`honest`: from the first verdict on the target's features are what the head guesses."""
-        self.head, self.engine, self.honest = head, HeadDrafter(head, Spans(), contrast=contrast, capture=capture, ahead=ahead), honest
+        self.head, self.engine, self.honest = (
+            head,
+            HeadDrafter(head, Spans(), contrast=contrast, capture=capture, ahead=ahead),
+            honest,
+        )
         if ahead:  # how long things take must not decide what grows
             self.engine._clock = lambda: 0
         self.random = torch.Generator().manual_seed(seed)
         self.log = list(PROMPT)
         self.features = self.some(len(PROMPT))
-        self.session = self.engine.open(PROMPT, capacity=capacity, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=tree, end=END)
+        self.session = self.engine.open(
+            PROMPT,
+            capacity=capacity,
+            vocabulary_size=VOCABULARY,
+            key=KEY,
+            sampling=sampling,
+            tree=tree,
+            end=END,
+        )
 
     def some(self, count: int) -> Tensor:
         """Features [count, W] as they travel."""
@@ -122,10 +158,19 @@ class Story:
         more: Sequence[int] = (),
         ahead: bool = False,
     ) -> Proposal:
-        """A round, with the features of the last root and of all that is committed but the new root, from the second one on."""
-        tokens = [*(int(self.session.tree.tokens[self.session.offered[node]]) for node in accepted), bonus, *more]
+        """A round, with the features of the last root and of all that is committed but the new
+        root, from the second one on."""
+        tokens = [
+            *(int(self.session.tree.tokens[self.session.offered[node]]) for node in accepted),
+            bonus,
+            *more,
+        ]
         if len(self.log) > len(PROMPT):
-            new = torch.cat([row.states for row in self.alone(tokens[:-1])[1]]) if self.honest else self.some(len(tokens))
+            new = (
+                torch.cat([row.states for row in self.alone(tokens[:-1])[1]])
+                if self.honest
+                else self.some(len(tokens))
+            )
             self.features = torch.cat((self.features, new))
             if self.honest:  # as they are, not rounded for a journey
                 self.session.waiting.append(new)
@@ -133,53 +178,99 @@ class Story:
                 self.engine.check_features(self.session, len(tokens) - 1, to_array(new))
                 self.engine.take_features(self.session, to_array(new))
         self.log += tokens
-        return self.engine.draft(self.session, accepted, bonus, shape, deadline_ns, more=more, ahead=ahead)
+        return self.engine.draft(
+            self.session, accepted, bonus, shape, deadline_ns, more=more, ahead=ahead
+        )
 
     def alone(self, path: Sequence[int]) -> tuple[Tensor, list[Predicted]]:
-        """The last row of the cache [...] and what each row predicts, the root's first, from a plain pass over the log and one for each token of `path`."""
+        """The last row of the cache [...] and what each row predicts, the root's first, from a
+        plain pass over the log and one for each token of `path`."""
         count = len(self.log) - 1
         cache = self.head.new_cache(count + len(path))
         contrast = self.head.spec.contrast
         rows = torch.tensor([count - 1])
         tokens, segment = torch.tensor(self.log[1:]), Segment(cache, 0, count)
-        predicted = [self.head.forward(tokens, self.features[:count], torch.arange(count), [segment], true=True, rows=rows, contrast=contrast)]
+        predicted = [
+            self.head.forward(
+                tokens,
+                self.features[:count],
+                torch.arange(count),
+                [segment],
+                true=True,
+                rows=rows,
+                contrast=contrast,
+            )
+        ]
         cache.keep(range(count), count)
         for place, token in enumerate(path, start=count):
             segment = Segment(cache, place, 1)
-            predicted.append(self.head.forward(torch.tensor([token]), predicted[-1].states, torch.tensor([place]), [segment], true=False, contrast=contrast))
+            predicted.append(
+                self.head.forward(
+                    torch.tensor([token]),
+                    predicted[-1].states,
+                    torch.tensor([place]),
+                    [segment],
+                    true=False,
+                    contrast=contrast,
+                )
+            )
             cache.keep([place], 1)
         return cache_row(cache, cache.length - 1), predicted
 
     def gain(self, path: Sequence[int], logits: Tensor) -> float:
-        """The log-probability of the last token of `path` by the `logits` [V] before it, processed and sharpened in plain numbers."""
+        """The log-probability of the last token of `path` by the `logits` [V] before it, processed
+        and sharpened in plain numbers."""
         session, above = self.session, path[:-1]
         sampling = session.ranking.sampling
         said = [*self.log[len(PROMPT) :], *above]
         processed = reference_processed(logits.tolist(), sampling, PROMPT, said, END)
         if sampling.temperature > 0:
             law = reference_law(processed, sampling)
-            processed = [math.log(p) + NOISE_SHARE * gumbel(KEY, len(self.log) + len(above), v) if p else -math.inf for v, p in enumerate(law)]
-        return float(torch.log_softmax(torch.tensor(processed) / session.ranking.scales[0].sharpening, 0)[path[-1]])
+            processed = [
+                math.log(p) + NOISE_SHARE * gumbel(KEY, len(self.log) + len(above), v)
+                if p
+                else -math.inf
+                for v, p in enumerate(law)
+            ]
+        return float(
+            torch.log_softmax(torch.tensor(processed) / session.ranking.scales[0].sharpening, 0)[
+                path[-1]
+            ]
+        )
 
     def check(self, shape: Shape = SHAPE, *, contrast: bool = False, step: int = 1) -> None:
-        """Every node has the score, and every row that was computed the numbers, that the head by itself gives; looks at each `step`-th node."""
+        """Every node has the score, and every row that was computed the numbers, that the head by
+        itself gives; looks at each `step`-th node."""
         tree, session = self.session.tree, self.session
         assert session.log == self.log
         assert session.rows == len(self.log) - 1
-        torch.testing.assert_close(cache_row(session.cache, session.cache.length - 1), self.alone(())[0], **ROW_ERROR)
+        torch.testing.assert_close(
+            cache_row(session.cache, session.cache.length - 1), self.alone(())[0], **ROW_ERROR
+        )
         for node in range(0, len(tree), step):
             path, parent = tree.path_tokens(node), int(tree.parents[node])
             row, predicted = self.alone(path)
             found = tree.scores[node] - (0.0 if parent == ROOT else tree.scores[parent])
-            foretold = predicted[-3].contrast if contrast and len(path) == shape.depth > 1 else predicted[-2].logits
+            foretold = (
+                predicted[-3].contrast
+                if contrast and len(path) == shape.depth > 1
+                else predicted[-2].logits
+            )
             assert foretold is not None
             assert found == pytest.approx(self.gain(path, foretold[0]), abs=GAIN_ERROR)
             if tree.rows[node] != NO_ROW and not (contrast and len(path) == shape.depth - 1):
-                torch.testing.assert_close(cache_row(session.cache, session.cache.length + int(tree.rows[node])), row, **ROW_ERROR)
+                torch.testing.assert_close(
+                    cache_row(session.cache, session.cache.length + int(tree.rows[node])),
+                    row,
+                    **ROW_ERROR,
+                )
 
 
-def walk(story: Story, seed: int, rounds: int, *, contrast: bool = False, shape: Shape = SHAPE) -> list[int]:
-    """Rounds with random verdicts, each compared with the head by itself; the deepest level of each that was compared."""
+def walk(
+    story: Story, seed: int, rounds: int, *, contrast: bool = False, shape: Shape = SHAPE
+) -> list[int]:
+    """Rounds with random verdicts, each compared with the head by itself; the deepest level of each
+    that was compared."""
     deepest: list[int] = []
     random = np.random.default_rng(seed)
     session = story.session
@@ -192,12 +283,18 @@ def walk(story: Story, seed: int, rounds: int, *, contrast: bool = False, shape:
         proposal.tree.check(VOCABULARY)
         assert max(proposal.tree.depths) <= shape.depth
         story.check(shape, contrast=contrast)
-        deepest.append(max(len(session.tree.path_tokens(node)) for node in range(len(session.tree))))
+        deepest.append(
+            max(len(session.tree.path_tokens(node)) for node in range(len(session.tree)))
+        )
         path = proposal.tree.path(int(random.integers(len(proposal.tree))))
         accepted = path[: random.integers(len(path) + 1)]
         last = session.offered[accepted[-1]] if accepted else ROOT
         below = session.tree.tokens[session.tree.parents == last]
-        bonus = int(random.choice(below)) if len(below) and random.random() < 0.7 else int(random.integers(VOCABULARY))
+        bonus = (
+            int(random.choice(below))
+            if len(below) and random.random() < 0.7
+            else int(random.integers(VOCABULARY))
+        )
     return deepest
 
 
@@ -207,25 +304,37 @@ def walk(story: Story, seed: int, rounds: int, *, contrast: bool = False, shape:
 def test_every_node_is_what_the_head_gives_over_its_path_wherever_the_root_moves(
     open_kind: Callable[..., Head], kind: str, seed: int, sampling: Sampling
 ) -> None:
-    assert min(walk(Story(open_kind(kind), sampling=sampling, seed=seed).fed(3, 4), seed, rounds=4)) > 1
+    assert (
+        min(walk(Story(open_kind(kind), sampling=sampling, seed=seed).fed(3, 4), seed, rounds=4))
+        > 1
+    )
 
 
-@pytest.mark.parametrize(("kind", "contrast"), [("eagle", False), ("eagle3", False), ("jakiro", True), ("jakiro-star", False)])
-def test_levels_in_fixed_shapes_are_the_same(open_kind: Callable[..., Head], kind: str, contrast: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "contrast"),
+    [("eagle", False), ("eagle3", False), ("jakiro", True), ("jakiro-star", False)],
+)
+def test_levels_in_fixed_shapes_are_the_same(
+    open_kind: Callable[..., Head], kind: str, contrast: bool
+) -> None:
     captured = []
 
     def capture(function: Callable[[], Predicted]) -> Callable[[], Predicted]:
         captured.append(function)
         return function
 
-    story = Story(open_kind(kind, "library"), contrast=contrast, sampling=SAMPLED, capture=capture).fed()
+    story = Story(
+        open_kind(kind, "library"), contrast=contrast, sampling=SAMPLED, capture=capture
+    ).fed()
     walk(story, 1, rounds=4, contrast=contrast)
     assert 1 <= len(captured) <= 6
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "static", "beam", "budget"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_the_last_level_comes_from_the_contrast_of_the_parents(contrasting: Head, policy: str, depth: int) -> None:
+def test_the_last_level_comes_from_the_contrast_of_the_parents(
+    contrasting: Head, policy: str, depth: int
+) -> None:
     shape = Shape(25, depth, 4)
     tree = TreeSettings(policy=policy, gamma=25, depth=depth, width=4)
     story = Story(contrasting, contrast=True, tree=tree).fed()
@@ -234,21 +343,37 @@ def test_the_last_level_comes_from_the_contrast_of_the_parents(contrasting: Head
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_levels_that_a_gpu_replays_are_what_it_computes_one_by_one(kind: str, tmp_path: Path, llama_folder: Path) -> None:
+def test_levels_that_a_gpu_replays_are_what_it_computes_one_by_one(
+    kind: str, tmp_path: Path, llama_folder: Path
+) -> None:
     device = open_device("cuda:0", 1)
-    head = open_head(str(write_head(tmp_path, kind)), target=str(llama_folder), weights="fp16", device=device.name)
+    head = open_head(
+        str(write_head(tmp_path, kind)),
+        target=str(llama_folder),
+        weights="fp16",
+        device=device.name,
+    )
     assert device.capture is not None
-    replayed, launched = (Story(head, contrast=head.spec.contrast, capture=capture).fed() for capture in (device.capture, None))
+    replayed, launched = (
+        Story(head, contrast=head.spec.contrast, capture=capture).fed()
+        for capture in (device.capture, None)
+    )
     for bonus in range(2, 8):
         found, expected = replayed.draft(bonus=bonus), launched.draft(bonus=bonus)
         assert found.tree == expected.tree
         assert found.scores == pytest.approx(expected.scores, abs=0.05)
 
 
-def test_a_last_level_that_is_foretold_saves_one_pass_of_the_head(contrasting: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_level_that_is_foretold_saves_one_pass_of_the_head(
+    contrasting: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes: list[bool] = []
     real = contrasting.forward
-    monkeypatch.setattr(contrasting, "forward", lambda *a, true, **k: (passes.append(true), real(*a, true=true, **k))[1])
+    monkeypatch.setattr(
+        contrasting,
+        "forward",
+        lambda *a, true, **k: (passes.append(true), real(*a, true=true, **k))[1],
+    )
     for contrast, levels in ((False, 3), (True, 2)):
         story = Story(contrasting, contrast=contrast).fed()
         passes.clear()
@@ -270,10 +395,25 @@ def test_features_that_do_not_follow_are_refused_and_change_nothing(head: Head) 
     wrong = [
         (4, features[4:6], RequestError, "features from position 4 on follow those of 3 positions"),
         (2, features[2:5], RequestError, "features from position 2 on follow those of 3 positions"),
-        (3, torch.cat((features[3:], features[:1])), RequestError, "features of 9 positions have come, of a log of 8 tokens"),
+        (
+            3,
+            torch.cat((features[3:], features[:1])),
+            RequestError,
+            "features of 9 positions have come, of a log of 8 tokens",
+        ),
         (0, features[:3], StaleError, "have come before"),
-        (3, features[3:4].float(), RequestError, rf"features of type float32 and shape \[1, {row}\]"),
-        (3, features[3:4, :-1], RequestError, rf"this head reads {engine.reads.dtype} in rows of {row}"),
+        (
+            3,
+            features[3:4].float(),
+            RequestError,
+            rf"features of type float32 and shape \[1, {row}\]",
+        ),
+        (
+            3,
+            features[3:4, :-1],
+            RequestError,
+            rf"this head reads {engine.reads.dtype} in rows of {row}",
+        ),
         (3, features[3], RequestError, "this head reads"),
     ]
     for start, part, error, words in wrong:
@@ -286,12 +426,17 @@ def test_features_that_do_not_follow_are_refused_and_change_nothing(head: Head) 
 
 def test_a_round_whose_features_are_missing_or_too_many_is_refused(head: Head) -> None:
     story = Story(head)
-    with pytest.raises(RequestError, match="features of 0 positions have come, and this round goes on from 8"):
+    with pytest.raises(
+        RequestError, match="features of 0 positions have come, and this round goes on from 8"
+    ):
         story.engine.check_features(story.session, 0, None)
     story.fed().engine.check_features(story.session, 0, None)
     story.draft()
     for rows in (0, 1, 3):
-        with pytest.raises(RequestError, match=f"features of {8 + rows} positions have come, and this round goes on from 10") as refusal:
+        with pytest.raises(
+            RequestError,
+            match=f"features of {8 + rows} positions have come, and this round goes on from 10",
+        ) as refusal:
             story.engine.check_features(story.session, 1, to_array(story.some(rows)))
         assert refusal.value.code == "prefix"
     story.engine.check_features(story.session, 1, to_array(story.some(2)))
@@ -330,12 +475,19 @@ def test_growth_ends_with_the_first_level_that_ends_after_the_deadline(head: Hea
     story = Story(head).fed()
     ticks = iter(range(100))
     story.engine._clock = lambda: next(ticks)
-    assert max(story.draft(shape=Shape(40, 6, 4), deadline_ns=4).tree.depths) == 3  # a pass is two ticks
+    assert (
+        max(story.draft(shape=Shape(40, 6, 4), deadline_ns=4).tree.depths) == 3
+    )  # a pass is two ticks
 
 
-def test_near_the_end_of_the_sequence_no_level_is_drafted_that_it_has_no_place_for(head: Head) -> None:
+def test_near_the_end_of_the_sequence_no_level_is_drafted_that_it_has_no_place_for(
+    head: Head,
+) -> None:
     story = Story(head, capacity=len(PROMPT) + 5).fed()
-    depths = [max(story.draft(bonus=token, shape=Shape(12, 9, 2)).tree.depths, default=0) for token in range(6)]
+    depths = [
+        max(story.draft(bonus=token, shape=Shape(12, 9, 2)).tree.depths, default=0)
+        for token in range(6)
+    ]
     assert depths == [3, 2, 1, 0, 0, 0]
 
 
@@ -347,7 +499,9 @@ def test_noise_is_computed_ahead_and_changes_nothing(head: Head) -> None:
     assert not prepared.engine.prepare(Story(head).session)
 
 
-def test_beyond_the_length_it_was_trained_with_a_head_sees_the_last_rows_at_their_own_positions(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_length_it_was_trained_with_a_head_sees_the_last_rows_at_their_own_positions(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "spec", replace(head.spec, context=20))
     story = Story(head, capacity=200).fed()
     session = story.session
@@ -364,7 +518,8 @@ def test_beyond_the_length_it_was_trained_with_a_head_sees_the_last_rows_at_thei
 
 
 def check_window(story: Story) -> None:
-    """The root's children are ranked as by a head whose first row is the oldest that is left; in a head of one block rows do not depend on others."""
+    """The root's children are ranked as by a head whose first row is the oldest that is left; in a
+    head of one block rows do not depend on others."""
     session = story.session
     first, count = session.dropped, session.rows - session.dropped
     cache = story.head.new_cache(count)
@@ -379,10 +534,14 @@ def check_window(story: Story) -> None:
     cache.keep(range(count), count)
     torch.testing.assert_close(session.states[0], predicted.states[0], **ROW_ERROR)
     for slot in range(count):
-        torch.testing.assert_close(cache_row(session.cache, slot), cache_row(cache, slot), **ROW_ERROR)
+        torch.testing.assert_close(
+            cache_row(session.cache, slot), cache_row(cache, slot), **ROW_ERROR
+        )
 
 
-def test_a_prompt_longer_than_the_window_leaves_its_last_rows(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_longer_than_the_window_leaves_its_last_rows(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "spec", replace(head.spec, context=9))
     story = Story(head, capacity=200).fed()
     story.draft()
@@ -392,37 +551,53 @@ def test_a_prompt_longer_than_the_window_leaves_its_last_rows(head: Head, monkey
 
 
 def test_a_token_that_the_target_has_no_row_for_is_refused(head: Head) -> None:
-    with pytest.raises(RequestError, match="token 48 is beyond the vocabulary of 48 of the target that this head is for"):
+    with pytest.raises(
+        RequestError,
+        match="token 48 is beyond the vocabulary of 48 of the target that this head is for",
+    ):
         HeadDrafter(head, Spans(), contrast=False).check_tokens([5, VOCABULARY])
 
 
 def test_a_head_says_what_it_reads(head: Head) -> None:
     reads = HeadDrafter(head, Spans(), contrast=False).reads
-    assert (reads.taps, reads.width, reads.dtype, reads.vocabulary_size) == (head.spec.taps, head.spec.target_width, head.spec.dtype, VOCABULARY)
+    assert (reads.taps, reads.width, reads.dtype, reads.vocabulary_size) == (
+        head.spec.taps,
+        head.spec.target_width,
+        head.spec.dtype,
+        VOCABULARY,
+    )
     assert reads.row == head.spec.feature_width
 
 
-# -- ahead -------------------------------------------------------------------------------------------------------------------------------------
+# -- ahead -----------------------------------------------------------------------------------------
 
 
 SMALL = Shape(8, 3, 3)
 SMALL_TREE = TreeSettings(policy="dynamic", gamma=8, depth=3, width=3)
 
 
-def verdict(story: Story, proposal: Proposal, random: np.random.Generator) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Accepted nodes, a bonus that is mostly in the pool, and sometimes more tokens, which follow the pool for a while."""
+def verdict(
+    story: Story, proposal: Proposal, random: np.random.Generator
+) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Accepted nodes, a bonus that is mostly in the pool, and sometimes more tokens, which follow
+    the pool for a while."""
     tree, path = story.session.tree, proposal.tree.path(int(random.integers(len(proposal.tree))))
     accepted = path[: random.integers(len(path) + 1)]
     node, tokens = story.session.offered[accepted[-1]] if accepted else ROOT, list[int]()
     for _ in range(1 + int(random.choice([0, 0, 1, 3]))):
         below = [] if node is None else tree.tokens[tree.parents == node]
-        tokens.append(int(random.choice(below)) if len(below) and random.random() < 0.8 else int(random.integers(VOCABULARY)))
+        tokens.append(
+            int(random.choice(below))
+            if len(below) and random.random() < 0.8
+            else int(random.integers(VOCABULARY))
+        )
         node = None if node is None else tree.child(node, tokens[-1])
     return accepted, tokens[0], tuple(tokens[1:])
 
 
 def rounds_ahead(story: Story, seed: int, rounds: int, after: Callable[[], None]) -> int:
-    """Rounds with random verdicts and a random number of passes ahead in each; `after` each proposal and the passes. How many rounds began with a hit."""
+    """Rounds with random verdicts and a random number of passes ahead in each; `after` each
+    proposal and the passes. How many rounds began with a hit."""
     random, hits = np.random.default_rng(seed), 0
     accepted, bonus, more = (), int(random.integers(VOCABULARY)), ()
     for _ in range(rounds):
@@ -443,34 +618,57 @@ def rounds_ahead(story: Story, seed: int, rounds: int, after: Callable[[], None]
 def test_where_all_guesses_come_true_a_tree_that_survived_is_what_the_head_gives_over_its_paths(
     open_kind: Callable[..., Head], kind: str, sampling: Sampling
 ) -> None:
-    story = Story(open_kind(kind), sampling=sampling, tree=SMALL_TREE, ahead=True, honest=True).fed()
+    story = Story(
+        open_kind(kind), sampling=sampling, tree=SMALL_TREE, ahead=True, honest=True
+    ).fed()
     assert rounds_ahead(story, 3, 4, lambda: story.check(SMALL, step=5)) > 0
 
 
-def test_in_fixed_shapes_too_what_survived_is_what_the_head_gives(open_kind: Callable[..., Head]) -> None:
-    story = Story(open_kind("eagle", "library"), tree=SMALL_TREE, ahead=True, honest=True, capture=lambda function: function).fed()
+def test_in_fixed_shapes_too_what_survived_is_what_the_head_gives(
+    open_kind: Callable[..., Head],
+) -> None:
+    story = Story(
+        open_kind("eagle", "library"),
+        tree=SMALL_TREE,
+        ahead=True,
+        honest=True,
+        capture=lambda function: function,
+    ).fed()
     assert rounds_ahead(story, 5, 4, lambda: story.check(SMALL, step=5)) > 0
 
 
 class Followed:
-    """What is known of the nodes of a session by their paths from the beginning, so that it can be looked for when the root has moved."""
+    """What is known of the nodes of a session by their paths from the beginning, so that it can be
+    looked for when the root has moved."""
 
     def __init__(self, story: Story) -> None:
         self.story, self.moved = story, 0
         self.known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def check(self) -> None:
-        """The log's rows are true, the root's children ranked by the true logits, and whatever has a row that it had before still has the same."""
+        """The log's rows are true, the root's children ranked by the true logits, and whatever has
+        a row that it had before still has the same."""
         story, session = self.story, self.story.session
         tree, cache, count = session.tree, session.cache, len(story.log) - 1
         assert session.rows == count
         fresh, tokens = story.head.new_cache(count), torch.tensor(story.log[1:])
-        story.head.forward(tokens, story.features[:count], torch.arange(count), [Segment(fresh, 0, count)], true=True, rows=torch.tensor([0]))
+        story.head.forward(
+            tokens,
+            story.features[:count],
+            torch.arange(count),
+            [Segment(fresh, 0, count)],
+            true=True,
+            rows=torch.tensor([0]),
+        )
         for slot in range(cache.length):
-            torch.testing.assert_close(cache_row(cache, slot), cache_row(fresh, session.dropped + slot), **ROW_ERROR)
+            torch.testing.assert_close(
+                cache_row(cache, slot), cache_row(fresh, session.dropped + slot), **ROW_ERROR
+            )
         logits = story.alone(())[1][0].logits[0]
         children = np.flatnonzero(tree.parents == ROOT)
-        assert [float(tree.gains[n]) for n in children] == pytest.approx([story.gain([int(tree.tokens[n])], logits) for n in children], abs=GAIN_ERROR)
+        assert [float(tree.gains[n]) for n in children] == pytest.approx(
+            [story.gain([int(tree.tokens[n])], logits) for n in children], abs=GAIN_ERROR
+        )
         assert len(children) == SMALL.width
         for parent in {ROOT, *tree.parents.tolist()}:
             tokens = tree.tokens[tree.parents == parent].tolist()
@@ -486,7 +684,10 @@ class Followed:
         self.known = {}
         for node in np.flatnonzero(tree.rows >= 0).tolist():
             path, row = (*self.story.log, *tree.path_tokens(node)), int(tree.rows[node])
-            self.known[path] = cache_row(cache, cache.length + row).clone(), session.states[1 + row].clone()
+            self.known[path] = (
+                cache_row(cache, cache.length + row).clone(),
+                session.states[1 + row].clone(),
+            )
             assert tree.parents[node] == ROOT or tree.rows[tree.parents[node]] >= 0
             for found, expected in zip(self.known[path], known.get(path, ()), strict=False):
                 torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
@@ -494,10 +695,19 @@ class Followed:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rows_of_the_log_are_true_whatever_was_guessed_and_those_of_survivors_move_with_them(open_kind: Callable[..., Head], kind: str) -> None:
+def test_the_rows_of_the_log_are_true_whatever_was_guessed_and_those_of_survivors_move_with_them(
+    open_kind: Callable[..., Head], kind: str
+) -> None:
     moved = 0
     for seed, sampling in enumerate((GREEDY, SAMPLINGS["all"])):
-        story = Story(open_kind(kind), contrast=kind == "jakiro", sampling=sampling, seed=seed, tree=SMALL_TREE, ahead=True).fed(3)
+        story = Story(
+            open_kind(kind),
+            contrast=kind == "jakiro",
+            sampling=sampling,
+            seed=seed,
+            tree=SMALL_TREE,
+            ahead=True,
+        ).fed(3)
         followed = Followed(story)
         rounds_ahead(story, seed, 6, followed.check)
         moved += followed.moved
@@ -523,7 +733,9 @@ def test_in_a_sliding_window_too(head: Head, monkeypatch: pytest.MonkeyPatch) ->
     assert followed.moved > 40
 
 
-def test_what_was_foretold_is_computed_when_something_below_it_is_to_be_used(contrasting: Head) -> None:
+def test_what_was_foretold_is_computed_when_something_below_it_is_to_be_used(
+    contrasting: Head,
+) -> None:
     story = Story(contrasting, contrast=True, tree=SMALL_TREE, ahead=True).fed()
     story.draft(shape=SMALL, ahead=True)
     tree = story.session.tree
@@ -536,11 +748,16 @@ def test_what_was_foretold_is_computed_when_something_below_it_is_to_be_used(con
     assert tree.levels.max() > SMALL.depth
     assert [tree.path_tokens(node) for node in story.session.offered] == offered
     row, predicted = story.alone(tree.path_tokens(int(foretold[0])))
-    torch.testing.assert_close(cache_row(story.session.cache, story.session.cache.length + int(tree.rows[foretold[0]])), row, **ROW_ERROR)
+    torch.testing.assert_close(
+        cache_row(story.session.cache, story.session.cache.length + int(tree.rows[foretold[0]])),
+        row,
+        **ROW_ERROR,
+    )
     best = [n for n in np.flatnonzero(tree.parents == foretold[0]) if tree.ranks[n] < SMALL.width]
     path = tree.path_tokens(int(foretold[0]))
     assert [float(tree.gains[n]) for n in best] == pytest.approx(
-        [story.gain([*path, int(tree.tokens[n])], predicted[-1].logits[0]) for n in best], abs=GAIN_ERROR
+        [story.gain([*path, int(tree.tokens[n])], predicted[-1].logits[0]) for n in best],
+        abs=GAIN_ERROR,
     )
 
 
@@ -553,12 +770,16 @@ def test_without_growth_ahead_a_tree_is_grown_anew_every_round(head: Head) -> No
     assert second.grown == len(story.session.tree)
 
 
-def test_a_pass_ahead_that_fails_leaves_the_tree_and_the_features_as_they_were(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_ahead_that_fails_leaves_the_tree_and_the_features_as_they_were(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object, **named: object) -> None:
         raise MemoryError
 
     story = Story(head, tree=SMALL_TREE, ahead=True).fed()
-    story.draft(shape=Shape(0, 3, 3), ahead=True)  # nothing is drafted, and the first pass ahead is the root's
+    story.draft(
+        shape=Shape(0, 3, 3), ahead=True
+    )  # nothing is drafted, and the first pass ahead is the root's
     for _ in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(head, "forward", fail)

@@ -1,4 +1,5 @@
-"""Training of draft heads: losses, training-time test and simulated acceptance against slow loops; resuming; the folder that is written."""
+"""Training of draft heads: losses, training-time test and simulated acceptance against slow loops;
+resuming; the folder that is written."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from dovetail.workers.training import losses, run, trainer
 from dovetail.workers.training.features import Batch
-from dovetail.workers.training.heads import Eagle3Head, Head, HeadShape, Seen, mask_of, most_frequent, new_head
+from dovetail.workers.training.heads import (
+    Eagle3Head,
+    Head,
+    HeadShape,
+    Seen,
+    mask_of,
+    most_frequent,
+    new_head,
+)
 from dovetail.workers.training.losses import Frozen, Recipe, head_loss, simulate
 
 H, V, N = 16, 40, 14
@@ -20,7 +29,9 @@ SHAPES = {
     "eagle": HeadShape("eagle", H, 4, 2, 4, 24, V),
     "eagle3": HeadShape("eagle3", H, 4, 2, 4, 24, V, draft_vocabulary=30),
     "dovetail": HeadShape("dovetail", H, 4, 2, 4, 24, V, blocks=2),
-    "dovetail-paper": HeadShape("dovetail", H, 4, 2, 4, 24, V, dgf_silu=False, dgf_embed_norm=False),
+    "dovetail-paper": HeadShape(
+        "dovetail", H, 4, 2, 4, 24, V, dgf_silu=False, dgf_embed_norm=False
+    ),
     "jakiro": HeadShape("jakiro", H, 4, 2, 4, 24, V),
     "jakiro-3": HeadShape("jakiro", H, 4, 2, 4, 24, V, experts=3),
     "jakiro-plain": HeadShape("jakiro", H, 4, 2, 4, 24, V, contrast=False),
@@ -42,7 +53,8 @@ def frozen(seed: int = 5) -> Frozen:
 
 
 def some_batch(seed: int = 0) -> Batch:
-    """Two rows: three sequences with padding behind them, and one sequence that begins in its middle."""
+    """Two rows: three sequences with padding behind them, and one sequence that begins in its
+    middle."""
     random = torch.Generator().manual_seed(seed)
     sequence = torch.tensor([[0] * 5 + [1] * 6 + [2] * 2 + [-1], [0] * N], dtype=torch.int32)
     position = torch.tensor([[*range(5), *range(6), *range(2), 0], [*range(3, 3 + N)]])
@@ -70,19 +82,34 @@ def begun(head: Head, batch: Batch) -> Tensor:
 # The training-time test
 
 
-def chain(head: Head, batch: Batch, kept: Frozen, row: int, column: int, tokens: list[int], start: Tensor) -> list[Any]:
-    """A chain from one place, one step after the other: each step is a plain causal pass over the true rows of its sequence and the chain so far."""
+def chain(
+    head: Head, batch: Batch, kept: Frozen, row: int, column: int, tokens: list[int], start: Tensor
+) -> list[Any]:
+    """A chain from one place, one step after the other: each step is a plain causal pass over the
+    true rows of its sequence and the chain so far."""
     first = int((batch.sequence[row] == batch.sequence[row, column]).nonzero()[0])
-    states, taken = [*start[row, first : column + 1]], [*batch.tokens[row, first + 1 : column + 1].tolist(), tokens[0]]
+    states, taken = (
+        [*start[row, first : column + 1]],
+        [*batch.tokens[row, first + 1 : column + 1].tolist(), tokens[0]],
+    )
     positions, said = batch.position[row, first : column + 1].tolist(), []
     for step in range(len(tokens)):
         count = len(states)
         seen = Seen(mask_of(torch.zeros(1, count)))
-        said.append(head(kept.embedding[torch.tensor([taken])], torch.stack(states)[None], torch.tensor([positions]), seen))
+        said.append(
+            head(
+                kept.embedding[torch.tensor([taken])],
+                torch.stack(states)[None],
+                torch.tensor([positions]),
+                seen,
+            )
+        )
         states.append(said[-1].state[0, -1])
         positions.append(positions[-1] + 1)
         taken += tokens[step + 1 : step + 2]
-    return [(one.state[0, -1], None if one.contrast is None else one.contrast[0, -1]) for one in said]
+    return [
+        (one.state[0, -1], None if one.contrast is None else one.contrast[0, -1]) for one in said
+    ]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -96,7 +123,9 @@ def test_a_step_of_the_training_time_test_is_a_step_of_the_chain_from_its_row(na
         state = found[-1].state
     for row, column in ((0, 0), (0, 2), (0, 6), (1, 0), (1, 9)):
         tokens = batch.tokens[row, column + 1 : column + 5].tolist()
-        for step, (expected, contrast) in enumerate(chain(head, batch, kept, row, column, tokens, start)):
+        for step, (expected, contrast) in enumerate(
+            chain(head, batch, kept, row, column, tokens, start)
+        ):
             torch.testing.assert_close(found[step].state[row, column], expected, **CLOSE)
             if contrast is not None:
                 said = found[step].contrast
@@ -125,23 +154,40 @@ def slow_loss(head: Head, batch: Batch, kept: Frozen, recipe: Recipe) -> Tensor:
 
     def mean(found: list[tuple[Tensor, Tensor | None]], feature: float, entropy: float) -> Tensor:
         surprises = [e for _, e in found if e is not None]
-        return feature * torch.stack([s for s, _ in found]).mean() + entropy * torch.stack(surprises).mean()
+        return (
+            feature * torch.stack([s for s, _ in found]).mean()
+            + entropy * torch.stack(surprises).mean()
+        )
 
-    places = [(row, column) for row in range(2) for column in range(N) if batch.sequence[row, column] >= 0]
+    places = [
+        (row, column) for row in range(2) for column in range(N) if batch.sequence[row, column] >= 0
+    ]
     for step in range(recipe.steps):
         main, further = [], []
         for row, column in places:
             tokens = [*batch.tokens[row, column + 1 : column + 2 + step].tolist()]
-            if len(tokens) <= step or batch.sequence[row, column] != batch.sequence[row, column + 1 + step]:
+            if (
+                len(tokens) <= step
+                or batch.sequence[row, column] != batch.sequence[row, column + 1 + step]
+            ):
                 continue
             state, contrast = chain(head, batch, kept, row, column, tokens, start)[-1]
             for ahead, said, goal in ((2 + step, state, main), (3 + step, contrast, further)):
                 token = column + ahead
-                if said is not None and token < N and batch.sequence[row, token] == batch.sequence[row, column] and batch.learn[row, token]:
+                if (
+                    said is not None
+                    and token < N
+                    and batch.sequence[row, token] == batch.sequence[row, column]
+                    and batch.learn[row, token]
+                ):
                     goal.append(one(said, row, token))
         loss = mean(main, recipe.feature, recipe.cross_entropy)
         if further:
-            loss = loss + mean(further, recipe.feature * recipe.contrast_feature, recipe.cross_entropy * recipe.contrast_cross_entropy)
+            loss = loss + mean(
+                further,
+                recipe.feature * recipe.contrast_feature,
+                recipe.cross_entropy * recipe.contrast_cross_entropy,
+            )
         total = total + recipe.decay**step * loss
     return total
 
@@ -150,21 +196,39 @@ def slow_loss(head: Head, batch: Batch, kept: Frozen, recipe: Recipe) -> Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 @torch.no_grad()
 def test_the_loss_is_that_of_the_formulas(name: str, steps: int) -> None:
-    head, batch, recipe = head_of(name), some_batch(), Recipe(steps=steps, contrast_feature=0.7, noise=0.0)
-    torch.testing.assert_close(head_loss(head, frozen(), batch, recipe), slow_loss(head, batch, frozen(), recipe), **CLOSE)
+    head, batch, recipe = (
+        head_of(name),
+        some_batch(),
+        Recipe(steps=steps, contrast_feature=0.7, noise=0.0),
+    )
+    torch.testing.assert_close(
+        head_loss(head, frozen(), batch, recipe), slow_loss(head, batch, frozen(), recipe), **CLOSE
+    )
 
 
 @pytest.mark.parametrize("numbers", [1, 1 << 20])
-def test_cross_entropies_and_their_gradients_are_those_of_torch(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropies_and_their_gradients_are_those_of_torch(
+    numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(losses, "CACHED_LOGITS", numbers)  # 16 rows at a time, or all
     random = torch.Generator().manual_seed(4)
     state, weight = (torch.randn(rows, H, generator=random, requires_grad=True) for rows in (50, V))
-    wanted, index = torch.softmax(torch.randn(30, V, generator=random), -1), torch.randint(30, (50,), generator=random)
+    wanted, index = (
+        torch.softmax(torch.randn(30, V, generator=random), -1),
+        torch.randint(30, (50,), generator=random),
+    )
     counts = torch.rand(50, generator=random)
-    expected = (torch.nn.functional.cross_entropy(state @ weight.T, wanted[index], reduction="none") * counts).sum()
+    expected = (
+        torch.nn.functional.cross_entropy(state @ weight.T, wanted[index], reduction="none")
+        * counts
+    ).sum()
     found = losses.soft_cross_entropy(state, weight, wanted, index, counts)
     torch.testing.assert_close(found, expected)
-    for got, right in zip(torch.autograd.grad(3 * found, (state, weight)), torch.autograd.grad(3 * expected, (state, weight)), strict=True):
+    for got, right in zip(
+        torch.autograd.grad(3 * found, (state, weight)),
+        torch.autograd.grad(3 * expected, (state, weight)),
+        strict=True,
+    ):
         torch.testing.assert_close(got, right)
 
 
@@ -174,8 +238,14 @@ def test_a_row_counts_where_what_it_predicts_is_learned() -> None:
     learn[0, 3] = True  # row 1 predicts token 3, and nothing else does
     only = dataclasses.replace(batch, learn=learn)
     assert losses.predicted(only, 2).nonzero().tolist() == [[0, 1]]
-    learn[0, 6] = True  # the second token of the second sequence: nothing of its own sequence predicts it two tokens on
-    assert losses.predicted(dataclasses.replace(batch, learn=learn), 2).nonzero().tolist() == [[0, 1]]
+    learn[0, 6] = (
+        # the second token of the second sequence: nothing of its own sequence predicts it two
+        # tokens on
+        True
+    )
+    assert losses.predicted(dataclasses.replace(batch, learn=learn), 2).nonzero().tolist() == [
+        [0, 1]
+    ]
 
 
 def test_a_batch_without_anything_to_learn_costs_nothing() -> None:
@@ -187,7 +257,10 @@ def test_a_batch_without_anything_to_learn_costs_nothing() -> None:
 
 def test_noise_moves_what_a_head_reads_and_not_what_it_learns() -> None:
     head, batch, kept, recipe = head_of("eagle"), some_batch(), frozen(), Recipe(noise=0.2)
-    first, again = (head_loss(head, kept, batch, recipe, torch.Generator().manual_seed(1)).item() for _ in range(2))
+    first, again = (
+        head_loss(head, kept, batch, recipe, torch.Generator().manual_seed(1)).item()
+        for _ in range(2)
+    )
     assert first == again
     assert first != head_loss(head, kept, batch, recipe).item()
 
@@ -208,7 +281,12 @@ def test_simulated_acceptance_is_that_of_chains_drafted_one_by_one(name: str) ->
             tokens = [int(batch.tokens[row, column + 1])]
             for step in range(depth):
                 place = column + 2 + step
-                if place >= N or batch.sequence[row, place] != batch.sequence[row, column] or batch.sequence[row, column] < 0 or not batch.learn[row, place]:
+                if (
+                    place >= N
+                    or batch.sequence[row, place] != batch.sequence[row, column]
+                    or batch.sequence[row, column] < 0
+                    or not batch.learn[row, place]
+                ):
                     break
                 said = chain(head, batch, kept, row, column, tokens, start)
                 best = int((kept.head @ batch.g[row, place - 1].float()).argmax())
@@ -235,13 +313,16 @@ def drafted(head: Head, kept: Frozen, state: Tensor) -> int:
 
 
 def agreeing(head: Head, batch: Batch, kept: Frozen) -> Batch:
-    """The batch with text and hidden states that agree with the chains from three places; in the last chain the text is not what the target would say."""
+    """The batch with text and hidden states that agree with the chains from three places; in the
+    last chain the text is not what the target would say."""
     batch = dataclasses.replace(batch, learn=torch.ones_like(batch.learn))
     for row, column in ((0, 5), (1, 0), (1, 6)):
         tokens, g, start = batch.tokens.clone(), batch.g.clone(), begun(head, batch)
         own = [int(tokens[row, column + 1])]
         for place in range(column + 2, column + 6):
-            own.append(drafted(head, kept, chain(head, batch, kept, row, column, own, start)[-1][0]))
+            own.append(
+                drafted(head, kept, chain(head, batch, kept, row, column, own, start)[-1][0])
+            )
             tokens[row, place], g[row, place - 1] = own[-1], kept.head[own[-1]].half()
         batch = dataclasses.replace(batch, tokens=tokens, g=g)
     batch.tokens[1, 9] = (batch.tokens[1, 9] + 1) % V
@@ -265,23 +346,37 @@ def test_the_most_frequent_tokens_are_kept_in_order() -> None:
 
 
 class Sequences:
-    """Sequences in memory in which every token follows from the one before, with hidden states that say so. Stands in for stored features."""
+    """Sequences in memory in which every token follows from the one before, with hidden states that
+    say so. Stands in for stored features."""
 
     def __init__(self, count: int = 60, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        rows = [(int(rng.integers(V)) + np.arange(int(rng.integers(4, 12)))) % V for _ in range(count)]
+        rows = [
+            (int(rng.integers(V)) + np.arange(int(rng.integers(4, 12)))) % V for _ in range(count)
+        ]
         self.ids = torch.from_numpy(np.concatenate(rows))
         self.sequence = torch.from_numpy(np.repeat(np.arange(count), [len(row) for row in rows]))
         self.position = torch.from_numpy(np.concatenate([np.arange(len(row)) for row in rows]))
-        self.g = frozen().head[(self.ids + 1) % V] + 0.1 * torch.randn(len(self.ids), H, generator=torch.Generator().manual_seed(seed))
+        self.g = frozen().head[(self.ids + 1) % V] + 0.1 * torch.randn(
+            len(self.ids), H, generator=torch.Generator().manual_seed(seed)
+        )
         self.tokens = len(self.ids)
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
-        columns = torch.from_numpy(rng.integers(self.tokens - length, size=size))[:, None] + torch.arange(length)
+        columns = torch.from_numpy(rng.integers(self.tokens - length, size=size))[
+            :, None
+        ] + torch.arange(length)
         sequence = self.sequence[columns]
         learn = torch.ones_like(columns, dtype=torch.bool)
         g = self.g[columns].half()
-        return Batch(self.ids[columns], learn, (sequence - sequence[:, :1]).int(), self.position[columns], g, g.repeat(1, 1, 3))
+        return Batch(
+            self.ids[columns],
+            learn,
+            (sequence - sequence[:, :1]).int(),
+            self.position[columns],
+            g,
+            g.repeat(1, 1, 3),
+        )
 
     def split(self, held: float) -> "tuple[Sequences, Sequences]":
         return self, Sequences(20, seed=1)
@@ -293,7 +388,16 @@ class Sequences:
 def quick(steps: int = 40, **otherwise: Any) -> trainer.Plan:
     pace = run.Pace(steps=steps, rate=1e-2, warm_up=4, seed=2, device="cpu")
     recipe = Recipe(cross_entropy=1.0, steps=2, noise=0.1)
-    return trainer.Plan(dataclasses.replace(pace, **otherwise), recipe, batch=4, length=24, alone=0.4, checks=4, check_rows=4, depth=3)
+    return trainer.Plan(
+        dataclasses.replace(pace, **otherwise),
+        recipe,
+        batch=4,
+        length=24,
+        alone=0.4,
+        checks=4,
+        check_rows=4,
+        depth=3,
+    )
 
 
 def taught(name: str, plan: trainer.Plan, **how: Any) -> trainer.Trained:
@@ -331,7 +435,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_products_in_bf16_train_the_same_head_nearly() -> None:
     plan = quick()
-    exact, rounded = taught("eagle", plan), taught("eagle", dataclasses.replace(plan, number="bf16"))
+    exact, rounded = (
+        taught("eagle", plan),
+        taught("eagle", dataclasses.replace(plan, number="bf16")),
+    )
     assert rounded.checks[-1].loss == pytest.approx(exact.checks[-1].loss, rel=0.1)
     assert {p.dtype for p in rounded.head.parameters()} == {torch.float32}
     assert trainer.faster_number("cpu") in ("fp32", "bf16")

@@ -1,4 +1,5 @@
-"""heterospec against its definitions, written out slowly over paths, and by numbers made by hand."""
+"""heterospec against its definitions, written out slowly over paths, and by numbers made by
+hand."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +33,9 @@ Offered = list[tuple[Path, np.float32]]
 
 
 def tree_settings(gamma: int, depth: int, width: int, **otherwise: object) -> TreeSettings:
-    return TreeSettings.model_validate({"policy": "heterospec", "gamma": gamma, "depth": depth, "width": width, **otherwise})
+    return TreeSettings.model_validate(
+        {"policy": "heterospec", "gamma": gamma, "depth": depth, "width": width, **otherwise}
+    )
 
 
 def largest(tree: TreeSettings) -> Shape:
@@ -40,7 +43,7 @@ def largest(tree: TreeSettings) -> Shape:
     return Shape(tree.most_nodes, tree.most_levels, tree.width)
 
 
-# -- the definitions, slowly -------------------------------------------------------------------------------------------------------------------
+# -- the definitions, slowly -----------------------------------------------------------------------
 
 
 def expand_and_rerank(children: Children, width: int, levels: int) -> Offered:
@@ -59,7 +62,8 @@ def expand_and_rerank(children: Children, width: int, levels: int) -> Offered:
 
 
 def surest(tree: GrowingTree, depth: int) -> Path:
-    """Of the paths to the deepest level there is, the one whose last token is the likeliest after its parent; the first that was drafted."""
+    """Of the paths to the deepest level there is, the one whose last token is the likeliest after
+    its parent; the first that was drafted."""
     paths = [path_of(tree, node) for node in range(len(tree)) if tree.levels[node] <= depth]
     deepest = [path for path in paths if len(path) == max(map(len, paths))]
     gains = {path_of(tree, node): float(tree.gains[node]) for node in range(len(tree))}
@@ -73,7 +77,9 @@ def cumulative_entropy(children: Children, path: Path, *, depth: int, width: int
         if step >= len(path):
             total += math.log(width)
             continue
-        likeliest = [math.exp(float(gain)) for _, gain in children(path[:step])[:width] if np.isfinite(gain)]
+        likeliest = [
+            math.exp(float(gain)) for _, gain in children(path[:step])[:width] if np.isfinite(gain)
+        ]
         total -= sum(p / sum(likeliest) * math.log(p / sum(likeliest)) for p in likeliest)
     return total
 
@@ -85,7 +91,7 @@ def with_path(ranked: Offered, path: Path, count: int) -> Offered:
     return [entry for entry in ranked if entry in others or entry[0] in way]
 
 
-# -- entropy and bins --------------------------------------------------------------------------------------------------------------------------
+# -- entropy and bins ------------------------------------------------------------------------------
 
 tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.just(False))
 sizes = st.tuples(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5))
@@ -93,19 +99,30 @@ sizes = st.tuples(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5))
 
 @given(tables, sizes)
 @settings(deadline=None, max_examples=150)
-def test_the_entropy_is_that_of_the_path_whose_last_token_is_the_surest(children: Table, size: tuple[int, int, int]) -> None:
+def test_the_entropy_is_that_of_the_path_whose_last_token_is_the_surest(
+    children: Table, size: tuple[int, int, int]
+) -> None:
     wanted = tree_settings(*size)
     tree, policy = GrowingTree(), Heterospec(wanted)
     grow(tree, policy, children, largest(wanted))
-    assert policy.entropy == pytest.approx(cumulative_entropy(children, surest(tree, wanted.depth), depth=wanted.depth, width=wanted.width), abs=1e-5)
+    assert policy.entropy == pytest.approx(
+        cumulative_entropy(
+            children, surest(tree, wanted.depth), depth=wanted.depth, width=wanted.width
+        ),
+        abs=1e-5,
+    )
 
 
 def test_of_equally_sure_paths_the_first_counts() -> None:
     def children(path: Path) -> list[tuple[int, np.float32]]:
-        """Both ways end equally sure; the first step of the second is the more certain one of the two."""
+        """Both ways end equally sure; the first step of the second is the more certain one of the
+        two."""
         if path == ():
             return [(0, np.float32(math.log(0.5))), (1, np.float32(math.log(0.5)))]
-        return [(2, np.float32(math.log(0.9))), (3, np.float32(math.log(0.1 if path == (0,) else 0.05)))]
+        return [
+            (2, np.float32(math.log(0.9))),
+            (3, np.float32(math.log(0.1 if path == (0,) else 0.05))),
+        ]
 
     wanted = tree_settings(15, 2, 2)
     policy = Heterospec(wanted)
@@ -121,7 +138,9 @@ def test_of_equally_sure_paths_the_first_counts() -> None:
     st.sampled_from([("extend",), ("prune",), ("extend", "prune")]),
 )
 @settings(deadline=None, max_examples=200)
-def test_in_every_bin_the_offer_is_that_of_the_definition(children: Table, size: tuple[int, int, int], bounds: list[float], adapt: tuple[str, ...]) -> None:
+def test_in_every_bin_the_offer_is_that_of_the_definition(
+    children: Table, size: tuple[int, int, int], bounds: list[float], adapt: tuple[str, ...]
+) -> None:
     wanted = tree_settings(*size, thresholds=bounds, adapt=adapt)
     tree, policy = GrowingTree(), Heterospec(wanted)
     grow(tree, policy, children, largest(wanted))
@@ -130,13 +149,22 @@ def test_in_every_bin_the_offer_is_that_of_the_definition(children: Table, size:
     nodes, levels = wanted.size_in(policy.stratum)
     ranked = expand_and_rerank(children, wanted.width, levels)
     low = policy.stratum < min(3, len(bounds))
-    expected = with_path(ranked, surest(tree, wanted.depth), nodes) if low else ranked[: wanted.gamma]
+    expected = (
+        with_path(ranked, surest(tree, wanted.depth), nodes) if low else ranked[: wanted.gamma]
+    )
     assert proposal(tree, policy, largest(wanted)) == expected
 
 
-@given(st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.booleans()), sizes, st.integers(1, 40), st.integers(1, 9))
+@given(
+    st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.booleans()),
+    sizes,
+    st.integers(1, 40),
+    st.integers(1, 9),
+)
 @settings(deadline=None, max_examples=150)
-def test_every_prefix_of_an_offer_is_a_tree_within_what_was_asked_for(children: Table, size: tuple[int, int, int], nodes: int, levels: int) -> None:
+def test_every_prefix_of_an_offer_is_a_tree_within_what_was_asked_for(
+    children: Table, size: tuple[int, int, int], nodes: int, levels: int
+) -> None:
     wanted = tree_settings(*size, thresholds=[100.0, 101.0])
     tree, policy, shape = GrowingTree(), Heterospec(wanted), Shape(nodes, levels, wanted.width)
     grow(tree, policy, children, shape)
@@ -151,7 +179,9 @@ def test_every_prefix_of_an_offer_is_a_tree_within_what_was_asked_for(children: 
 
 @given(tables, sizes)
 @settings(deadline=None, max_examples=100)
-def test_without_thresholds_everything_is_as_with_dynamic(children: Table, size: tuple[int, int, int]) -> None:
+def test_without_thresholds_everything_is_as_with_dynamic(
+    children: Table, size: tuple[int, int, int]
+) -> None:
     wanted = tree_settings(*size)
     mine, plain, shape = GrowingTree(), GrowingTree(), Shape(*size)
     policy = open_policy(wanted)
@@ -160,7 +190,9 @@ def test_without_thresholds_everything_is_as_with_dynamic(children: Table, size:
 
 
 @pytest.mark.parametrize(("likelier", "passes"), [(0.97, 4 + 2), (0.6, 4)])
-def test_growth_goes_on_from_the_frontier_one_pass_a_level_and_only_where_the_text_is_predictable(likelier: float, passes: int) -> None:
+def test_growth_goes_on_from_the_frontier_one_pass_a_level_and_only_where_the_text_is_predictable(
+    likelier: float, passes: int
+) -> None:
     row = [(0, np.float32(math.log(likelier))), (1, np.float32(math.log(1 - likelier)))]
     wanted = tree_settings(12, 4, 2, thresholds=[1.0])
     assert len(grow(GrowingTree(), Heterospec(wanted), lambda _: row, largest(wanted))) == passes
@@ -169,7 +201,11 @@ def test_growth_goes_on_from_the_frontier_one_pass_a_level_and_only_where_the_te
 def test_a_tree_that_ended_early_passes_for_no_sure_one() -> None:
     def children(path: Path) -> list[tuple[int, np.float32]]:
         """Nobody knows what comes first; what follows is certain."""
-        return [(token, np.float32(-math.log(5))) for token in range(5)] if path == () else [(0, np.float32(0.0))]
+        return (
+            [(token, np.float32(-math.log(5))) for token in range(5)]
+            if path == ()
+            else [(0, np.float32(0.0))]
+        )
 
     wanted = tree_settings(4, 6, 5, thresholds=[2.0])
     tree, policy = GrowingTree(), Heterospec(wanted)
@@ -186,7 +222,11 @@ def test_a_round_that_was_cut_off_is_one_of_dynamic() -> None:
     tree.clear()
     for nodes in policy.passes(tree, largest(wanted)):
         row = children(())[: wanted.width]
-        tree.add_children(nodes, np.array([[t for t, _ in row]], np.int32), np.array([[g for _, g in row]], np.float32))
+        tree.add_children(
+            nodes,
+            np.array([[t for t, _ in row]], np.int32),
+            np.array([[g for _, g in row]], np.float32),
+        )
         break
     assert (policy.entropy, policy.stratum) == (None, 1)
     assert proposal(tree, policy, largest(wanted)) == proposal(tree, Dynamic(), Shape(8, 4, 3))
@@ -204,11 +244,12 @@ def test_what_lies_below_the_set_depth_already_does_not_change_the_entropy() -> 
     assert policy.entropy == alone
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 BOUNDS = (1.0, 2.0, 3.0, 4.0)
 BY_HAND = {
-    # rows: ceil(0.3 * 16) + 4 = 9, but a path of 12 levels needs 13; ceil(0.6 * 16) + 3 = 13; 16 + 2 = 18
+    # rows: ceil(0.3 * 16) + 4 = 9, but a path of 12 levels needs 13; ceil(0.6 * 16) + 3 = 13; 16 +
+    # 2 = 18
     (15, 8, 10): [(12, 12), (12, 11), (17, 10), (15, 8)],
     # ceil(0.3 * 60) + 4 = 22; 36 + 3 = 39; 60 + 2 = 62: the paper's for LLaMA 3.1 8B
     (59, 8, 10): [(21, 12), (38, 11), (61, 10), (59, 8)],
@@ -223,7 +264,10 @@ BY_HAND = {
 def test_sizes_of_the_bins_are_those_computed_by_hand(shape: tuple[int, int, int]) -> None:
     wanted = tree_settings(*shape, thresholds=BOUNDS)
     assert [wanted.size_in(stratum) for stratum in range(4)] == BY_HAND[shape]
-    assert (wanted.most_nodes, wanted.most_levels) == (max(n for n, _ in BY_HAND[shape]), max(d for _, d in BY_HAND[shape]))
+    assert (wanted.most_nodes, wanted.most_levels) == (
+        max(n for n, _ in BY_HAND[shape]),
+        max(d for _, d in BY_HAND[shape]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,15 +279,25 @@ def test_sizes_of_the_bins_are_those_computed_by_hand(shape: tuple[int, int, int
         (("compute",), [(15, 8)] * 4),
     ],
 )
-def test_each_switch_does_its_part_alone(adapt: tuple[str, ...], expected: list[tuple[int, int]]) -> None:
+def test_each_switch_does_its_part_alone(
+    adapt: tuple[str, ...], expected: list[tuple[int, int]]
+) -> None:
     wanted = tree_settings(15, 8, 10, thresholds=BOUNDS, adapt=adapt)
     assert [wanted.size_in(stratum) for stratum in range(4)] == expected
 
 
 @pytest.mark.parametrize(
-    ("bounds", "prune", "low"), [((), (0.3, 0.6, 1.0), 0), ((1.0,), (0.3, 0.6, 1.0), 1), ((1.0, 2.0, 3.0, 4.0), (0.3, 0.6, 1.0), 3), ((1.0, 2.0), (), 0)]
+    ("bounds", "prune", "low"),
+    [
+        ((), (0.3, 0.6, 1.0), 0),
+        ((1.0,), (0.3, 0.6, 1.0), 1),
+        ((1.0, 2.0, 3.0, 4.0), (0.3, 0.6, 1.0), 3),
+        ((1.0, 2.0), (), 0),
+    ],
 )
-def test_the_bin_without_an_upper_bound_is_never_a_low_one(bounds: Sequence[float], prune: Sequence[float], low: int) -> None:
+def test_the_bin_without_an_upper_bound_is_never_a_low_one(
+    bounds: Sequence[float], prune: Sequence[float], low: int
+) -> None:
     assert tree_settings(15, 8, 10, thresholds=bounds, prune=prune).low_bins == low
     assert TreeSettings(thresholds=tuple(bounds)).low_bins == 0
 
@@ -258,11 +312,12 @@ def test_a_worker_reads_no_file_of_thresholds() -> None:
         open_policy(tree_settings(15, 8, 10, thresholds="here.toml"))
 
 
-# -- computational adaptation ------------------------------------------------------------------------------------------------------------------
+# -- computational adaptation ----------------------------------------------------------------------
 
 
 def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Rows of the passes that were captured for a session, and of the tree's passes, in three rounds of it."""
+    """Rows of the passes that were captured for a session, and of the tree's passes, in three
+    rounds of it."""
     captured: list[int] = []
     asked: list[int] = []
 
@@ -270,13 +325,20 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
         captured.append(len(function().logits))
         return function
 
-    engine, wanted = HeadDrafter(head, Spans(), contrast=False, capture=capture), tree_settings(12, 4, 6, thresholds=bounds, adapt=("extend", "prune", adapt))
+    engine, wanted = (
+        HeadDrafter(head, Spans(), contrast=False, capture=capture),
+        tree_settings(12, 4, 6, thresholds=bounds, adapt=("extend", "prune", adapt)),
+    )
     log, random = [3, 1, 4, 1, 5], torch.Generator().manual_seed(0)
 
     def features(count: int) -> Array:
-        return to_array(torch.randn(count, engine.reads.row, generator=random).to(TYPES[engine.reads.dtype]))
+        return to_array(
+            torch.randn(count, engine.reads.row, generator=random).to(TYPES[engine.reads.dtype])
+        )
 
-    session = engine.open(log, capacity=60, vocabulary_size=48, key=bytes(16), sampling=Sampling(), tree=wanted)
+    session = engine.open(
+        log, capacity=60, vocabulary_size=48, key=bytes(16), sampling=Sampling(), tree=wanted
+    )
     plain = session.levels
 
     def watched(tokens: Tensor, *arguments: Any, **options: Any) -> Predicted:
@@ -291,11 +353,19 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
     return captured, asked
 
 
-@pytest.mark.parametrize("bounds", [(), (1.0, 2.0), (100.0,)], ids=["one bin", "high bin", "low bin"])
+@pytest.mark.parametrize(
+    "bounds", [(), (1.0, 2.0), (100.0,)], ids=["one bin", "high bin", "low bin"]
+)
 def test_each_shape_that_a_bin_leads_to_is_captured_once_and_one_for_all_where_that_is_switched_off(
     tmp_path: FilePath, llama_folder: FilePath, bounds: Sequence[float]
 ) -> None:
-    head = open_head(str(write_head(tmp_path, "eagle")), target=str(llama_folder), weights="fp32", device="cpu", backend="library")
+    head = open_head(
+        str(write_head(tmp_path, "eagle")),
+        target=str(llama_folder),
+        weights="fp32",
+        device="cpu",
+        backend="library",
+    )
     captured, asked = shapes_of(head, "compute", bounds)
     assert sorted(captured) == sorted({1 << (rows - 1).bit_length() for rows in asked})
     captured, again = shapes_of(head, "prune", bounds)

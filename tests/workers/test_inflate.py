@@ -11,18 +11,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoint import open_checkpoint
-from dovetail.workers.models.inflate import grow_layer, grow_skeleton, linear_bytes, plan_inflation, write_inflated
+from dovetail.workers.models.inflate import (
+    grow_layer,
+    grow_skeleton,
+    linear_bytes,
+    plan_inflation,
+    write_inflated,
+)
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from support.models import reference_logits, tiny_llama, tiny_qwen2, transformers_model
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-"""The sums gain exact zeros, which moves the places where a matrix product cuts them: fp32 rounding, logits are of size 10."""
+"""The sums gain exact zeros, which moves the places where a matrix product cuts them: fp32
+rounding, logits are of size 10."""
 
 
 def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
-    return model.forward(torch.tensor(tokens), torch.arange(len(tokens)), [Segment(model.new_cache(len(tokens)), 0, len(tokens))])
+    return model.forward(
+        torch.tensor(tokens),
+        torch.arange(len(tokens)),
+        [Segment(model.new_cache(len(tokens)), 0, len(tokens))],
+    )
 
 
 def greedy(model: LanguageModel, tokens: list[int], count: int) -> list[int]:
@@ -33,40 +44,70 @@ def greedy(model: LanguageModel, tokens: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size_bytes", [500_000, 1_000_000, 5_000_000])
-def test_inflated_logits_are_those_of_the_original(llama_folder: Path, llama: LanguageModel, size_bytes: int) -> None:
-    inflated = load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes)
+def test_inflated_logits_are_those_of_the_original(
+    llama_folder: Path, llama: LanguageModel, size_bytes: int
+) -> None:
+    inflated = load_language_model(
+        str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes
+    )
     torch.testing.assert_close(logits_of(inflated, TOKENS), logits_of(llama, TOKENS), **TOLERANCE)
     assert greedy(inflated, TOKENS, 20) == greedy(llama, TOKENS, 20)
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("half", torch.float16), ("half", torch.bfloat16), ("int8", torch.float32)])
-def test_with_the_kernels_an_inflated_model_computes_the_very_same_bytes(tmp_path: Path, weights: str, dtype: torch.dtype) -> None:
-    """Dead weights add exact zeros, the kernels add in one order, and no dead unit is the largest of a row that int8 rounds."""
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("half", torch.float16),
+        ("half", torch.bfloat16),
+        ("int8", torch.float32),
+    ],
+)
+def test_with_the_kernels_an_inflated_model_computes_the_very_same_bytes(
+    tmp_path: Path, weights: str, dtype: torch.dtype
+) -> None:
+    """Dead weights add exact zeros, the kernels add in one order, and no dead unit is the largest
+    of a row that int8 rounds."""
     folder = str(tiny_llama(tmp_path, dtype=dtype))
     plain = load_language_model(folder, weights=weights, device="cpu", backend="kernels")
-    inflated = load_language_model(folder, weights=weights, device="cpu", backend="kernels", inflate_bytes=1_000_000)
+    inflated = load_language_model(
+        folder, weights=weights, device="cpu", backend="kernels", inflate_bytes=1_000_000
+    )
     assert torch.equal(logits_of(inflated, TOKENS), logits_of(plain, TOKENS))
 
 
-@pytest.mark.parametrize(("weights", "backend", "error"), [("int8", "kernels", 0.1), ("half", "library", 1e-4), ("bf16", "library", 0.1)])
-def test_every_type_of_weights_can_be_inflated(tmp_path: Path, weights: str, backend: str, error: float) -> None:
+@pytest.mark.parametrize(
+    ("weights", "backend", "error"),
+    [("int8", "kernels", 0.1), ("half", "library", 1e-4), ("bf16", "library", 0.1)],
+)
+def test_every_type_of_weights_can_be_inflated(
+    tmp_path: Path, weights: str, backend: str, error: float
+) -> None:
     if backend == "kernels" and not kernels.available():
         pytest.skip("the C++ kernels are not built")
     folder = tiny_llama(tmp_path, dtype=torch.float16)
-    model = load_language_model(str(folder), weights=weights, device="cpu", backend=backend, inflate_bytes=1_000_000)
+    model = load_language_model(
+        str(folder), weights=weights, device="cpu", backend=backend, inflate_bytes=1_000_000
+    )
     expected = reference_logits(folder, TOKENS)
     assert float((logits_of(model, TOKENS) - expected).norm() / expected.norm()) < error
 
 
 def test_biases_and_tied_embeddings_survive(tmp_path: Path) -> None:
     tiny_qwen2(tmp_path)
-    inflated = load_language_model(str(tmp_path), weights="fp32", device="cpu", inflate_bytes=1_000_000)
-    torch.testing.assert_close(logits_of(inflated, TOKENS), reference_logits(tmp_path, TOKENS), **TOLERANCE)
+    inflated = load_language_model(
+        str(tmp_path), weights="fp32", device="cpu", inflate_bytes=1_000_000
+    )
+    torch.testing.assert_close(
+        logits_of(inflated, TOKENS), reference_logits(tmp_path, TOKENS), **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("size_bytes", [500_000, 1_000_000, 5_000_000, 20_000_000])
-def test_the_size_is_met_within_three_percent_by_layers_first_and_width_then(llama_folder: Path, size_bytes: int) -> None:
+def test_the_size_is_met_within_three_percent_by_layers_first_and_width_then(
+    llama_folder: Path, size_bytes: int
+) -> None:
     plan = plan_inflation(transformers_model(llama_folder), size_bytes)
     assert abs(plan.linear_bytes / size_bytes - 1) < 0.03
     assert 2 <= plan.layers <= 4
@@ -75,7 +116,12 @@ def test_the_size_is_met_within_three_percent_by_layers_first_and_width_then(lla
 
 def bare(*, hidden: int, units: int, layers: int, vocabulary: int) -> Any:
     """A Llama of this shape without numbers."""
-    shape = {"hidden_size": hidden, "intermediate_size": units, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": units,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=4))
 
@@ -89,8 +135,11 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_at_any_size_a_width_divides_by_the_blocks_that_quantisers_cut_rows_into(shape: str) -> None:
-    """By 32 always, which Q8_0 needs, and by 256, as K-quants do, where that is near enough; a plan is as large as it says and no narrower than the model."""
+def test_at_any_size_a_width_divides_by_the_blocks_that_quantisers_cut_rows_into(
+    shape: str,
+) -> None:
+    """By 32 always, which Q8_0 needs, and by 256, as K-quants do, where that is near enough; a plan
+    is as large as it says and no narrower than the model."""
     model = bare(**SHAPES[shape])
     now = linear_bytes(model)
     by_256 = []
@@ -118,26 +167,45 @@ def test_the_plan_is_the_model_that_is_made(llama_folder: Path) -> None:
         assert linear_bytes(model) == plan.linear_bytes
 
 
-def test_the_folder_that_is_written_is_the_very_model_that_inflation_makes(llama_folder: Path, tmp_path: Path) -> None:
+def test_the_folder_that_is_written_is_the_very_model_that_inflation_makes(
+    llama_folder: Path, tmp_path: Path
+) -> None:
     size_bytes = 1_000_000
     write_inflated(str(llama_folder), size_bytes, tmp_path)
     assert abs(linear_bytes(transformers_model(tmp_path)) / size_bytes - 1) < 0.03
     written = load_language_model(str(tmp_path), weights="fp32", device="cpu")
-    inflated = load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes)
+    inflated = load_language_model(
+        str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size_bytes
+    )
     assert torch.equal(logits_of(written, TOKENS), logits_of(inflated, TOKENS))
-    torch.testing.assert_close(reference_logits(tmp_path, TOKENS), reference_logits(llama_folder, TOKENS), **TOLERANCE)
-    assert open_checkpoint(str(tmp_path)).vocabulary == open_checkpoint(str(llama_folder)).vocabulary
+    torch.testing.assert_close(
+        reference_logits(tmp_path, TOKENS), reference_logits(llama_folder, TOKENS), **TOLERANCE
+    )
+    assert (
+        open_checkpoint(str(tmp_path)).vocabulary == open_checkpoint(str(llama_folder)).vocabulary
+    )
 
 
 def test_the_dead_weights_are_no_zeros(llama_folder: Path, tmp_path: Path) -> None:
     write_inflated(str(llama_folder), 1_000_000, tmp_path)
     for layer in transformers_model(tmp_path).model.layers:
-        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+        for linear in (
+            layer.self_attn.q_proj,
+            layer.self_attn.k_proj,
+            layer.self_attn.v_proj,
+            layer.mlp.gate_proj,
+            layer.mlp.up_proj,
+        ):
             assert 0.01 < float(linear.weight.detach().std()) < 1.0
 
 
 def test_the_digest_tells_inflations_apart(llama_folder: Path, llama: LanguageModel) -> None:
-    digests = {load_language_model(str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size).checkpoint_digest for size in (500_000, 600_000)}
+    digests = {
+        load_language_model(
+            str(llama_folder), weights="fp32", device="cpu", inflate_bytes=size
+        ).checkpoint_digest
+        for size in (500_000, 600_000)
+    }
     assert len(digests | {llama.checkpoint_digest}) == 3
 
 

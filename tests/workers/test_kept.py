@@ -1,4 +1,5 @@
-"""A session that goes on from what is left of another is, byte for byte, the one that would have been opened anew."""
+"""A session that goes on from what is left of another is, byte for byte, the one that would have
+been opened anew."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,7 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Close, Closed, Draft, Drafted, Event, Feed, Open, Opened, Prefilled, Reads, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    Close,
+    Closed,
+    Draft,
+    Drafted,
+    Event,
+    Feed,
+    Open,
+    Opened,
+    Prefilled,
+    Reads,
+    Verified,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.spans import Spans
@@ -42,7 +57,7 @@ PROMPT = (0, 3, 17, 9, 30, 8)
 KEPT = 4000
 
 
-# -- what is held ------------------------------------------------------------------------------------------------------------------------------
+# -- what is held ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,9 @@ def test_beyond_its_limit_the_oldest_are_forgotten() -> None:
         (1, (5, 6, 1, 1), 3, "begins otherwise"),
     ],
 )
-def test_what_cannot_be_gone_on_from_is_refused_and_stays(number: int | None, prompt: tuple[int, ...], kept: int, words: str) -> None:
+def test_what_cannot_be_gone_on_from_is_refused_and_stays(
+    number: int | None, prompt: tuple[int, ...], kept: int, words: str
+) -> None:
     held: KeptSessions[OnlyLog] = KeptSessions(10)
     held.add(1, OnlyLog([5, 6, 7]))
     with pytest.raises(RequestError, match=words) as refusal:
@@ -89,7 +106,7 @@ def test_a_share_of_the_free_memory_is_promised() -> None:
     assert affordable_tokens(MEMORY_SHARE * 1000, 10) == 100
 
 
-# -- the target --------------------------------------------------------------------------------------------------------------------------------
+# -- the target ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -104,26 +121,56 @@ class Turn:
 
 
 def turn(
-    verifier: Verifier, number: int, prompt: Sequence[int], sampling: Sampling, *, seed: int, capacity: int = CONTEXT, base: int | None = None, kept: int = 0
+    verifier: Verifier,
+    number: int,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    seed: int,
+    capacity: int = CONTEXT,
+    base: int | None = None,
+    kept: int = 0,
 ) -> Turn:
     """A session of a few rounds over random trees, which are the same for the same seed."""
     rng, key = random.Random(seed), session_key(seed, 0, prompt)
     *parts, first = verifier.open(
-        number, key=key, prompt=prompt, capacity=capacity, sampling=sampling, tree=TREE, end=END, reads=READS, base=base, kept=kept, logprobs=3
+        number,
+        key=key,
+        prompt=prompt,
+        capacity=capacity,
+        sampling=sampling,
+        tree=TREE,
+        end=END,
+        reads=READS,
+        base=base,
+        kept=kept,
+        logprobs=3,
     )
     assert isinstance(first, First)
     assert all(isinstance(part, Part) for part in parts)
     assert parts[0].start == kept
-    log, numbers, features = [*prompt, first.token], [(first.token, first.margin, first.logprobs)], [part.features for part in parts]
+    log, numbers, features = (
+        [*prompt, first.token],
+        [(first.token, first.margin, first.logprobs)],
+        [part.features for part in parts],
+    )
     for round_ in range(1, 5):
         if len(log) > capacity:
             break
         width, depth = rng.randint(0, 3), rng.randint(1, 3)
-        levels = [[*dict.fromkeys(rng.randrange(VOCABULARY) for _ in range(width))] for _ in range(depth if width else 0)]
+        levels = [
+            [*dict.fromkeys(rng.randrange(VOCABULARY) for _ in range(width))]
+            for _ in range(depth if width else 0)
+        ]
         tokens = tuple(token for level in levels for token in level)
         above = [-1, *(sum(map(len, levels[:i])) for i in range(len(levels)))]
-        tree = TokenTree(tokens, tuple(parent for level, parent in zip(levels, above, strict=False) for _ in level))
-        item = VerifyItem(session=number, round=round_, prefix=len(log), tokens=tree.tokens, parents=tree.parents)
+        tree = TokenTree(
+            tokens,
+            tuple(parent for level, parent in zip(levels, above, strict=False) for _ in level),
+        )
+        item = VerifyItem(
+            session=number, round=round_, prefix=len(log), tokens=tree.tokens, parents=tree.parents
+        )
         verifier.check(item)
         (verdict,) = verifier.verify([item])
         assert isinstance(verdict, Verdict)
@@ -141,20 +188,36 @@ def rows_of(verifier: Verifier, number: int) -> torch.Tensor:
 
 def next_prompt(log: Sequence[int], kept: int, more: int, rng: random.Random) -> tuple[int, ...]:
     """Goes on from the first `kept` tokens of a log, along it or not."""
-    behind = log[kept : kept + more] if rng.random() < 0.5 else [rng.randrange(VOCABULARY) for _ in range(more)]
+    behind = (
+        log[kept : kept + more]
+        if rng.random() < 0.5
+        else [rng.randrange(VOCABULARY) for _ in range(more)]
+    )
     return (*log[:kept], *(behind or [5]))
 
 
 @needs_kernels
-@given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([GREEDY, WARM]), cut=st.sampled_from(["one", "all", "some", "prompt", "none"]))
+@given(
+    seed=st.integers(0, 1 << 32),
+    sampling=st.sampled_from([GREEDY, WARM]),
+    cut=st.sampled_from(["one", "all", "some", "prompt", "none"]),
+)
 @settings(deadline=None, max_examples=25)
-def test_a_conversation_of_a_target_that_keeps_its_rows_is_the_same_bytes(llama: LanguageModel, seed: int, sampling: Sampling, cut: str) -> None:
+def test_a_conversation_of_a_target_that_keeps_its_rows_is_the_same_bytes(
+    llama: LanguageModel, seed: int, sampling: Sampling, cut: str
+) -> None:
     rng = random.Random(seed)
     keeping, anew = Verifier(llama, Spans(), kept_tokens=KEPT), Verifier(llama, Spans())
-    prompt, base, kept = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 30))), None, 0
+    prompt, base, kept = (
+        tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 30))),
+        None,
+        0,
+    )
     for number in range(1, 4):
         capacity = rng.choice([len(prompt) + 1, len(prompt) + 9, CONTEXT])
-        found = turn(keeping, number, prompt, sampling, seed=seed, capacity=capacity, base=base, kept=kept)
+        found = turn(
+            keeping, number, prompt, sampling, seed=seed, capacity=capacity, base=base, kept=kept
+        )
         expected = turn(anew, number, prompt, sampling, seed=seed, capacity=capacity)
         assert (found.log, found.numbers) == (expected.log, expected.numbers)
         assert torch.equal(found.features, expected.features[kept:])
@@ -163,12 +226,21 @@ def test_a_conversation_of_a_target_that_keeps_its_rows_is_the_same_bytes(llama:
         keeping.close(number, keep=True)
         assert (len(keeping), keeping.kept) == (0, 1)
         most = min(len(found.log) - 1, CONTEXT - 10)
-        kept = {"one": 1, "all": most, "some": rng.randint(1, most), "prompt": min(len(prompt) - 1, most), "none": 0}[cut]
+        kept = {
+            "one": 1,
+            "all": most,
+            "some": rng.randint(1, most),
+            "prompt": min(len(prompt) - 1, most),
+            "none": 0,
+        }[cut]
         prompt, base = next_prompt(found.log, kept, rng.randint(1, 4), rng), number
 
 
 @needs_kernels
-@pytest.mark.parametrize(("base", "kept", "prompt"), [(9, 2, PROMPT), (None, 2, PROMPT), (1, 6, PROMPT), (1, 20, (0,) * 30), (1, 3, (0, 3, 16, 9))])
+@pytest.mark.parametrize(
+    ("base", "kept", "prompt"),
+    [(9, 2, PROMPT), (None, 2, PROMPT), (1, 6, PROMPT), (1, 20, (0,) * 30), (1, 3, (0, 3, 16, 9))],
+)
 def test_a_base_that_is_unknown_or_other_than_the_prompt_is_refused_and_nothing_changes(
     llama: LanguageModel, base: int | None, kept: int, prompt: tuple[int, ...]
 ) -> None:
@@ -179,7 +251,10 @@ def test_a_base_that_is_unknown_or_other_than_the_prompt_is_refused_and_nothing_
         turn(keeping, 2, prompt, GREEDY, seed=2, base=base, kept=kept)
     assert refusal.value.code == "prefix"
     assert (len(keeping), keeping.kept) == (0, 1)
-    found, expected = turn(keeping, 2, log, GREEDY, seed=2, base=1, kept=len(log) - 1), turn(anew, 2, log, GREEDY, seed=2)
+    found, expected = (
+        turn(keeping, 2, log, GREEDY, seed=2, base=1, kept=len(log) - 1),
+        turn(anew, 2, log, GREEDY, seed=2),
+    )
     assert (found.log, found.numbers) == (expected.log, expected.numbers)
 
 
@@ -196,7 +271,9 @@ def test_what_is_closed_without_being_kept_is_gone(llama: LanguageModel) -> None
     assert (len(verifier), verifier.kept) == (0, 0)
 
 
-def test_a_session_longer_than_all_that_may_be_kept_is_forgotten_alone(llama: LanguageModel) -> None:
+def test_a_session_longer_than_all_that_may_be_kept_is_forgotten_alone(
+    llama: LanguageModel,
+) -> None:
     verifier = Verifier(llama, Spans(), kept_tokens=25)
     for number, prompt in ((1, PROMPT), (2, PROMPT * 5)):
         turn(verifier, number, prompt, GREEDY, seed=1)
@@ -204,15 +281,34 @@ def test_a_session_longer_than_all_that_may_be_kept_is_forgotten_alone(llama: La
     assert (1 in verifier, 2 in verifier) == (True, False)
 
 
-# -- a small draft -----------------------------------------------------------------------------------------------------------------------------
+# -- a small draft ---------------------------------------------------------------------------------
 
 
-def open_draft(engine: Drafter, prompt: Sequence[int], sampling: Sampling, capacity: int, base: DraftLeft | None = None, kept: int = 0) -> DraftSession:
+def open_draft(
+    engine: Drafter,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    capacity: int,
+    base: DraftLeft | None = None,
+    kept: int = 0,
+) -> DraftSession:
     key = session_key(1, 0, prompt)
-    return engine.open(prompt, capacity=capacity, vocabulary_size=VOCABULARY, key=key, sampling=sampling, tree=TREE, end=END, base=base, kept=kept)
+    return engine.open(
+        prompt,
+        capacity=capacity,
+        vocabulary_size=VOCABULARY,
+        key=key,
+        sampling=sampling,
+        tree=TREE,
+        end=END,
+        base=base,
+        kept=kept,
+    )
 
 
-def rounds(draft: Callable[[tuple[int, ...], int], Proposal], seed: int, count: int) -> list[Proposal]:
+def rounds(
+    draft: Callable[[tuple[int, ...], int], Proposal], seed: int, count: int
+) -> list[Proposal]:
     """Proposals with random verdicts, the same for the same proposals."""
     rng, proposals = random.Random(seed), list[Proposal]()
     accepted: tuple[int, ...] = ()
@@ -225,17 +321,32 @@ def rounds(draft: Callable[[tuple[int, ...], int], Proposal], seed: int, count: 
     return proposals
 
 
-@given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([GREEDY, WARM]), cut=st.sampled_from(["one", "all", "some", "prompt", "none"]))
+@given(
+    seed=st.integers(0, 1 << 32),
+    sampling=st.sampled_from([GREEDY, WARM]),
+    cut=st.sampled_from(["one", "all", "some", "prompt", "none"]),
+)
 @settings(deadline=None, max_examples=15)
-def test_a_draft_that_keeps_its_rows_proposes_what_it_would_have(llama: LanguageModel, seed: int, sampling: Sampling, cut: str) -> None:
+def test_a_draft_that_keeps_its_rows_proposes_what_it_would_have(
+    llama: LanguageModel, seed: int, sampling: Sampling, cut: str
+) -> None:
     rng, engine = random.Random(seed), Drafter(llama, Spans())
     prompt: tuple[int, ...] = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 20)))
     base, kept = None, 0
     for _ in range(3):
         capacity = rng.choice([len(prompt) + 2, len(prompt) + 9, CONTEXT, 2 * CONTEXT])
-        sessions = open_draft(engine, prompt, sampling, capacity, base, kept), open_draft(engine, prompt, sampling, capacity)
+        sessions = (
+            open_draft(engine, prompt, sampling, capacity, base, kept),
+            open_draft(engine, prompt, sampling, capacity),
+        )
         found, expected = (
-            rounds(lambda accepted, bonus, session=session: engine.draft(session, accepted, bonus, SHAPE), seed, 4)  # type: ignore[misc]
+            rounds(
+                lambda accepted, bonus, session=session: engine.draft(
+                    session, accepted, bonus, SHAPE
+                ),
+                seed,
+                4,
+            )  # type: ignore[misc]
             for session in sessions
         )
         assert [proposal.tree for proposal in found] == [proposal.tree for proposal in expected]
@@ -244,11 +355,19 @@ def test_a_draft_that_keeps_its_rows_proposes_what_it_would_have(llama: Language
         log, rows = sessions[0].log, sessions[0].cache.length
         base = engine.keep(sessions[0])
         assert (base.cache.capacity, base.cache.length) == (rows, rows)
-        kept = {"one": 1, "all": len(log), "some": rng.randint(1, len(log)), "prompt": len(prompt) - 1, "none": 0}[cut]
+        kept = {
+            "one": 1,
+            "all": len(log),
+            "some": rng.randint(1, len(log)),
+            "prompt": len(prompt) - 1,
+            "none": 0,
+        }[cut]
         prompt = next_prompt(log, kept, rng.randint(1, 4), rng)
 
 
-def test_rows_that_a_draft_had_not_computed_are_computed_by_the_next_session(llama: LanguageModel) -> None:
+def test_rows_that_a_draft_had_not_computed_are_computed_by_the_next_session(
+    llama: LanguageModel,
+) -> None:
     engine = Drafter(llama, Spans())
     session = open_draft(engine, PROMPT, GREEDY, CONTEXT)
     for token in (7, 8, 9):
@@ -257,11 +376,14 @@ def test_rows_that_a_draft_had_not_computed_are_computed_by_the_next_session(lla
     assert left.cache.length == len(PROMPT)
     prompt = (*PROMPT, 7, 8, 9, 10)
     left.check(prompt, 9)
-    found, expected = open_draft(engine, prompt, GREEDY, CONTEXT, left, 9), open_draft(engine, prompt, GREEDY, CONTEXT)
+    found, expected = (
+        open_draft(engine, prompt, GREEDY, CONTEXT, left, 9),
+        open_draft(engine, prompt, GREEDY, CONTEXT),
+    )
     assert engine.draft(found, (), 2, SHAPE).tree == engine.draft(expected, (), 2, SHAPE).tree
 
 
-# -- a head ------------------------------------------------------------------------------------------------------------------------------------
+# -- a head ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +391,9 @@ def open_kind(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> C
     @cache
     def opened(name: str, backend: str = "auto") -> Head:
         folder = write_head(tmp_path_factory.mktemp(name), name, gain=1.0)
-        return open_head(str(folder), target=str(llama_folder), weights="fp32", device="cpu", backend=backend)
+        return open_head(
+            str(folder), target=str(llama_folder), weights="fp32", device="cpu", backend=backend
+        )
 
     return opened
 
@@ -279,16 +403,34 @@ def head_engine(head: Head, capture: Capture | None = None) -> HeadDrafter:
 
 
 class Read:
-    """A session of a head, and how far its target's features have come; those of a position are the same in every session."""
+    """A session of a head, and how far its target's features have come; those of a position are the
+    same in every session."""
 
-    def __init__(self, engine: HeadDrafter, prompt: Sequence[int], capacity: int, base: HeadLeft | None = None, kept: int = 0) -> None:
+    def __init__(
+        self,
+        engine: HeadDrafter,
+        prompt: Sequence[int],
+        capacity: int,
+        base: HeadLeft | None = None,
+        kept: int = 0,
+    ) -> None:
         self.engine, reads = engine, engine.reads
-        self.features = torch.randn(400, reads.row, generator=torch.Generator().manual_seed(3)).to(TYPES[reads.dtype])
+        self.features = torch.randn(400, reads.row, generator=torch.Generator().manual_seed(3)).to(
+            TYPES[reads.dtype]
+        )
         if base is not None:
             base.check(prompt, kept)
         key = session_key(1, 0, prompt)
         self.session: HeadSession = engine.open(
-            prompt, capacity=capacity, vocabulary_size=VOCABULARY, key=key, sampling=GREEDY, tree=TREE, end=END, base=base, kept=kept
+            prompt,
+            capacity=capacity,
+            vocabulary_size=VOCABULARY,
+            key=key,
+            sampling=GREEDY,
+            tree=TREE,
+            end=END,
+            base=base,
+            kept=kept,
         )
         assert self.session.fed == kept
         middle = (kept + len(prompt)) // 2
@@ -300,7 +442,9 @@ class Read:
     def draft(self, accepted: tuple[int, ...], bonus: int) -> Proposal:
         session = self.session
         if self.round:
-            self.engine.take_features(session, to_array(self.features[session.fed : session.fed + 1 + len(accepted)]))
+            self.engine.take_features(
+                session, to_array(self.features[session.fed : session.fed + 1 + len(accepted)])
+            )
         self.round += 1
         return self.engine.draft(session, accepted, bonus, SHAPE)
 
@@ -312,17 +456,38 @@ def check_the_same(found: Read, expected: Read, seed: int, count: int = 4) -> No
     for one, other in zip(left, right, strict=True):
         assert one.scores == pytest.approx(other.scores, abs=1e-3)
     mine, theirs = found.session, expected.session
-    assert (mine.log, mine.rows, mine.fed, mine.dropped) == (theirs.log, theirs.rows, theirs.fed, theirs.dropped)
+    assert (mine.log, mine.rows, mine.fed, mine.dropped) == (
+        theirs.log,
+        theirs.rows,
+        theirs.fed,
+        theirs.dropped,
+    )
     for slot in range(mine.cache.length):
-        torch.testing.assert_close(cache_row(mine.cache, slot), cache_row(theirs.cache, slot), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            cache_row(mine.cache, slot), cache_row(theirs.cache, slot), rtol=1e-3, atol=1e-4
+        )
 
 
-@pytest.mark.parametrize(("kind", "fixed"), [("eagle", False), ("eagle3", False), ("dovetail-3", False), ("jakiro-star", False), ("eagle", True)])
+@pytest.mark.parametrize(
+    ("kind", "fixed"),
+    [
+        ("eagle", False),
+        ("eagle3", False),
+        ("dovetail-3", False),
+        ("jakiro-star", False),
+        ("eagle", True),
+    ],
+)
 @given(seed=st.integers(0, 1 << 32), cut=st.sampled_from(["one", "all", "some", "prompt", "none"]))
 @settings(deadline=None, max_examples=6)
-def test_a_head_that_keeps_its_rows_proposes_what_it_would_have(open_kind: Callable[..., Head], kind: str, fixed: bool, seed: int, cut: str) -> None:
+def test_a_head_that_keeps_its_rows_proposes_what_it_would_have(
+    open_kind: Callable[..., Head], kind: str, fixed: bool, seed: int, cut: str
+) -> None:
     rng = random.Random(seed)
-    engine = head_engine(open_kind(kind, "library") if fixed else open_kind(kind), capture=(lambda function: function) if fixed else None)
+    engine = head_engine(
+        open_kind(kind, "library") if fixed else open_kind(kind),
+        capture=(lambda function: function) if fixed else None,
+    )
     prompt: tuple[int, ...] = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 20)))
     base, kept = None, 0
     for _ in range(3):
@@ -331,13 +496,24 @@ def test_a_head_that_keeps_its_rows_proposes_what_it_would_have(open_kind: Calla
         check_the_same(found, expected, seed)
         log, fed = found.session.log, found.session.fed
         base = engine.keep(found.session)
-        kept = {"one": 1, "all": fed, "some": rng.randint(1, fed), "prompt": len(prompt) - 1, "none": 0}[cut]
+        kept = {
+            "one": 1,
+            "all": fed,
+            "some": rng.randint(1, fed),
+            "prompt": len(prompt) - 1,
+            "none": 0,
+        }[cut]
         prompt = (*log[: kept + 1], *(rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))))
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "fixed"])
-def test_a_head_goes_on_in_a_cache_that_is_larger_than_it_needs(open_kind: Callable[..., Head], fixed: bool) -> None:
-    engine = head_engine(open_kind("eagle", "library" if fixed else "auto"), capture=(lambda function: function) if fixed else None)
+def test_a_head_goes_on_in_a_cache_that_is_larger_than_it_needs(
+    open_kind: Callable[..., Head], fixed: bool
+) -> None:
+    engine = head_engine(
+        open_kind("eagle", "library" if fixed else "auto"),
+        capture=(lambda function: function) if fixed else None,
+    )
     first = Read(engine, PROMPT * 12, 90)
     slots = first.session.cache.capacity
     base = engine.keep(first.session)
@@ -352,7 +528,10 @@ def test_a_head_computes_the_row_before_another_token_anew(open_kind: Callable[.
     engine = head_engine(open_kind("eagle"))
     base = engine.keep(Read(engine, PROMPT, 90).session)
     other = (*PROMPT[:4], 40, 41)
-    with pytest.raises(RequestError, match="row 3 was computed with token 30, and the prompt goes on with 40; take one fewer") as refusal:
+    with pytest.raises(
+        RequestError,
+        match="row 3 was computed with token 30, and the prompt goes on with 40; take one fewer",
+    ) as refusal:
         Read(engine, other, 90, base, 4)
     assert refusal.value.code == "prefix"
     check_the_same(Read(engine, other, 90, base, 3), Read(engine, other, 90), 1)
@@ -370,13 +549,20 @@ def test_features_that_waited_are_kept_with_the_rows(open_kind: Callable[..., He
     check_the_same(Read(engine, prompt, 90, base, fed + 1), Read(engine, prompt, 90), 2)
 
 
-def test_a_head_goes_on_from_a_window_unless_most_of_it_is_gone(open_kind: Callable[..., Head], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_goes_on_from_a_window_unless_most_of_it_is_gone(
+    open_kind: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = open_kind("eagle")
     monkeypatch.setattr(head, "spec", replace(head.spec, context=20))
     engine = head_engine(head)
     first = Read(engine, PROMPT * 6, 200)
     rounds(first.draft, 1, 3)
-    log, rows, dropped, window = first.session.log, first.session.rows, first.session.dropped, first.session.window
+    log, rows, dropped, window = (
+        first.session.log,
+        first.session.rows,
+        first.session.dropped,
+        first.session.window,
+    )
     assert (dropped > 0, window) == (True, 16)
     base = engine.keep(first.session)
     least = dropped + window // 2
@@ -390,24 +576,48 @@ def test_a_head_goes_on_from_a_window_unless_most_of_it_is_gone(open_kind: Calla
     assert again.session.cache.length <= window
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def opening(session: int, prompt: Sequence[int], **changes: Any) -> Open:
-    fields = {"session": session, "key": bytes(16), "prompt": tuple(prompt), "capacity": 80, "vocabulary_size": VOCABULARY, "sampling": GREEDY, "tree": TREE}
+    fields = {
+        "session": session,
+        "key": bytes(16),
+        "prompt": tuple(prompt),
+        "capacity": 80,
+        "vocabulary_size": VOCABULARY,
+        "sampling": GREEDY,
+        "tree": TREE,
+    }
     return Open(**{"epoch": 1, **fields, **changes})
 
 
 def draft(session: int, round_: int, prefix: int, **changes: Any) -> Draft:
     shape = {"max_nodes": 8, "max_depth": 3, "max_width": 3}
-    return Draft(**{"epoch": 1, "session": session, "round": round_, "prefix": prefix, "accepted": (), "bonus": 2, **shape, **changes})
+    return Draft(
+        **{
+            "epoch": 1,
+            "session": session,
+            "round": round_,
+            "prefix": prefix,
+            "accepted": (),
+            "bonus": 2,
+            **shape,
+            **changes,
+        }
+    )
 
 
 @pytest.fixture
 def worker(llama: LanguageModel) -> DraftWorker[DraftSession]:
     spans = Spans()
     engine = Drafter(llama, spans, ahead=True)
-    worker = DraftWorker(engine, Identity("tiny", "tiny", "cpu", 1, llama.context, kept_tokens=20), spans, keeper=engine)
+    worker = DraftWorker(
+        engine,
+        Identity("tiny", "tiny", "cpu", 1, llama.context, kept_tokens=20),
+        spans,
+        keeper=engine,
+    )
     worker.hello(7)
     return worker
 
@@ -417,7 +627,9 @@ def only(events: Sequence[Event]) -> Event:
     return event
 
 
-def test_a_draft_worker_neither_counts_nor_grows_what_it_keeps(worker: DraftWorker[DraftSession]) -> None:
+def test_a_draft_worker_neither_counts_nor_grows_what_it_keeps(
+    worker: DraftWorker[DraftSession],
+) -> None:
     worker.handle(opening(1, PROMPT, sampling=WARM))
     worker.handle(draft(1, 1, 7, ahead=True))
     assert worker.idle()
@@ -434,7 +646,9 @@ def test_a_draft_worker_neither_counts_nor_grows_what_it_keeps(worker: DraftWork
     assert isinstance(only(worker.handle(draft(2, 1, 9))), Drafted)
 
 
-def test_a_draft_worker_refuses_a_base_that_it_does_not_have_and_keeps_no_more_than_it_said(worker: DraftWorker[DraftSession]) -> None:
+def test_a_draft_worker_refuses_a_base_that_it_does_not_have_and_keeps_no_more_than_it_said(
+    worker: DraftWorker[DraftSession],
+) -> None:
     for session in (1, 2, 3, 4):
         worker.handle(opening(session, PROMPT))
         worker.handle(Close(epoch=1, session=session, keep=True))
@@ -449,26 +663,55 @@ def test_a_draft_worker_refuses_a_base_that_it_does_not_have_and_keeps_no_more_t
 
 def test_a_worker_says_how_much_it_keeps(llama_folder: Path, tmp_path: Path) -> None:
     target = open_target_worker(TargetSettings(model=str(llama_folder)), name="t", threads=1)
-    library = open_target_worker(TargetSettings(model=str(llama_folder), backend="library"), name="t", threads=1)
-    small = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="d", threads=1, target=str(llama_folder))
-    head = open_draft_worker(DraftSettings(model=str(write_head(tmp_path, "eagle")), device="cpu"), name="d", threads=1, target=str(llama_folder))
+    library = open_target_worker(
+        TargetSettings(model=str(llama_folder), backend="library"), name="t", threads=1
+    )
+    small = open_draft_worker(
+        DraftSettings(model=str(llama_folder), device="cpu"),
+        name="d",
+        threads=1,
+        target=str(llama_folder),
+    )
+    head = open_draft_worker(
+        DraftSettings(model=str(write_head(tmp_path, "eagle")), device="cpu"),
+        name="d",
+        threads=1,
+        target=str(llama_folder),
+    )
     lookup = open_draft_worker(DraftSettings(kind="ngram"), name="d", threads=1, target="")
     kept = [worker.hello(1).limits for worker in (target, library, small, head, lookup)]
     assert all(limits is not None for limits in kept)
-    on_kernels = target.hello(1).fingerprint is not None and target.hello(1).fingerprint.kernels.startswith("dovetail")  # type: ignore[union-attr]
-    assert [limits is not None and limits.kept > 0 for limits in kept] == [on_kernels, False, True, True, False]
+    on_kernels = target.hello(1).fingerprint is not None and target.hello(
+        1
+    ).fingerprint.kernels.startswith("dovetail")  # type: ignore[union-attr]
+    assert [limits is not None and limits.kept > 0 for limits in kept] == [
+        on_kernels,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @needs_kernels
-def test_a_target_and_a_head_go_on_together_from_the_same_position(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_target_and_a_head_go_on_together_from_the_same_position(
+    llama_folder: Path, tmp_path: Path
+) -> None:
     """Through messages: what the target sends from the position on is what the head takes."""
     target = open_target_worker(TargetSettings(model=str(llama_folder)), name="t", threads=1)
-    head = open_draft_worker(DraftSettings(model=str(write_head(tmp_path, "eagle")), device="cpu"), name="d", threads=1, target=str(llama_folder))
+    head = open_draft_worker(
+        DraftSettings(model=str(write_head(tmp_path, "eagle")), device="cpu"),
+        name="d",
+        threads=1,
+        target=str(llama_folder),
+    )
     target.hello(1)
     reads = head.hello(1).reads
     log = converse(target, head, 1, PROMPT, reads, None, 0)
     for worker in (target, head):
-        assert only([*worker.handle(Close(epoch=1, session=1, keep=True))]) == Closed(epoch=1, session=1)
+        assert only([*worker.handle(Close(epoch=1, session=1, keep=True))]) == Closed(
+            epoch=1, session=1
+        )
     prompt = (*log, 7, 8, 9)
     found = converse(target, head, 2, prompt, reads, 1, len(log) - 2)
     assert (target.sessions, head.sessions, head.kept) == (1, 1, 0)
@@ -476,7 +719,13 @@ def test_a_target_and_a_head_go_on_together_from_the_same_position(llama_folder:
 
 
 def converse(
-    target: TargetWorker, head: DraftWorker[Any], session: int, prompt: Sequence[int], reads: Reads | None, base: int | None, kept: int
+    target: TargetWorker,
+    head: DraftWorker[Any],
+    session: int,
+    prompt: Sequence[int],
+    reads: Reads | None,
+    base: int | None,
+    kept: int,
 ) -> tuple[int, ...]:
     """The log after a few rounds of both."""
     *parts, opened = target.handle(opening(session, prompt, features=reads, base=base, kept=kept))
@@ -488,9 +737,21 @@ def converse(
         head.handle(Feed(epoch=1, session=session, start=part.start, features=part.features))
     log, accepted, features = [*prompt, opened.bonus], (), None
     for round_ in range(1, 4):
-        drafted = only(head.handle(draft(session, round_, len(log), accepted=accepted, bonus=log[-1], features=features)))
+        drafted = only(
+            head.handle(
+                draft(
+                    session, round_, len(log), accepted=accepted, bonus=log[-1], features=features
+                )
+            )
+        )
         assert isinstance(drafted, Drafted)
-        item = VerifyItem(session=session, round=round_, prefix=len(log), tokens=drafted.tokens, parents=drafted.parents)
+        item = VerifyItem(
+            session=session,
+            round=round_,
+            prefix=len(log),
+            tokens=drafted.tokens,
+            parents=drafted.parents,
+        )
         verified = only([*target.handle(Verify(epoch=1, items=(item,)))])
         assert isinstance(verified, Verified)
         (verdict,) = verified.items

@@ -1,4 +1,5 @@
-"""Products over codes of a few bits: against the exact sum over rounded rows, and the same bytes in every way that they can be computed."""
+"""Products over codes of a few bits: against the exact sum over rounded rows, and the same bytes in
+every way that they can be computed."""
 
 from collections.abc import Iterator
 
@@ -12,17 +13,23 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
 
-pytestmark = [pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built"), pytest.mark.usefixtures("kernels_as_before")]
+pytestmark = [
+    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built"),
+    pytest.mark.usefixtures("kernels_as_before"),
+]
 every_width = pytest.mark.parametrize("bits", [8, 4, 3, 2])
 SHAPES = [(83, 128), (16, 64), (200, 704), (33, 150)]
-"""[out, in]: no multiple of a vector's outputs, one group, several threads' worth, a last group of 22 inputs."""
+"""[out, in]: no multiple of a vector's outputs, one group, several threads' worth, a last group of
+22 inputs."""
 ROWS = (1, 2, 3, 5, 8, 9, 17, 33, 130)
 
 
 def draw(bits: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and offsets."""
     generator = torch.Generator().manual_seed(bits + n)
-    codes = torch.randint(0, 1 << bits, (n, groups_of(k) * GROUP), dtype=torch.uint8, generator=generator)
+    codes = torch.randint(
+        0, 1 << bits, (n, groups_of(k) * GROUP), dtype=torch.uint8, generator=generator
+    )
     scales = (torch.rand(n, groups_of(k), generator=generator) * 0.01 + 0.001).half()
     return codes, scales, (torch.randn(n, groups_of(k), generator=generator) * 0.01).half()
 
@@ -42,14 +49,20 @@ def rows_of(count: int, k: int) -> Tensor:
 
 
 def expected(bits: int, n: int, k: int, x: Tensor, bias: Tensor | None) -> Tensor:
-    """In double precision, with every group of a row rounded to 127 steps of its largest magnitude."""
+    """In double precision, with every group of a row rounded to 127 steps of its largest
+    magnitude."""
     codes, scales, offsets = draw(bits, n, k)
-    weight = ((codes.double() - (1 << bits - 1)).view(n, -1, GROUP) * scales.double()[..., None] + offsets.double()[..., None]).view(n, -1)[:, :k]
+    weight = (
+        (codes.double() - (1 << bits - 1)).view(n, -1, GROUP) * scales.double()[..., None]
+        + offsets.double()[..., None]
+    ).view(n, -1)[:, :k]
     groups = pad(x, (0, groups_of(k) * GROUP - k)).view(len(x), -1, GROUP)
     steps = groups.abs().amax(dim=2, keepdim=True) / 127.0
-    rounded = torch.where(steps > 0, (groups * (127.0 / groups.abs().amax(dim=2, keepdim=True))).round() * steps, torch.zeros_like(groups)).view(len(x), -1)[
-        :, :k
-    ]
+    rounded = torch.where(
+        steps > 0,
+        (groups * (127.0 / groups.abs().amax(dim=2, keepdim=True))).round() * steps,
+        torch.zeros_like(groups),
+    ).view(len(x), -1)[:, :k]
     y = rounded.double() @ weight.T
     return y if bias is None else y + bias.double()
 
@@ -60,12 +73,17 @@ def test_a_product_is_the_sum_over_rounded_rows(bits: int, shape: tuple[int, int
     for bias in (None, torch.randn(shape[0], generator=torch.Generator().manual_seed(1))):
         x = rows_of(33, shape[1])
         wanted = expected(bits, *shape, x, bias)
-        assert float((packed(bits, *shape, bias).linear(x) - wanted).abs().max() / wanted.abs().max()) < 1e-5
+        assert (
+            float((packed(bits, *shape, bias).linear(x) - wanted).abs().max() / wanted.abs().max())
+            < 1e-5
+        )
 
 
 @every_width
 @pytest.mark.parametrize("isa", Isa, ids=lambda isa: isa.name)
-def test_a_row_has_the_same_bytes_on_every_instruction_set_among_any_rows(bits: int, isa: Isa) -> None:
+def test_a_row_has_the_same_bytes_on_every_instruction_set_among_any_rows(
+    bits: int, isa: Isa
+) -> None:
     if isa not in kernels.isas():
         pytest.skip(f"this machine has no {isa.name}")
     matrix, x = packed(bits, 83, 128), rows_of(max(ROWS), 128)
@@ -118,6 +136,8 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 
 
 def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "load", lambda: "the C++ kernels are not built; with a C++ compiler: build")
+    monkeypatch.setattr(
+        kernels, "load", lambda: "the C++ kernels are not built; with a C++ compiler: build"
+    )
     with pytest.raises(UserError, match="build"):
         CodedMatrix(4, 16, 64)

@@ -1,6 +1,8 @@
-"""The kernels built for this machine and, by a cross compiler, for aarch64: the same digests from every instruction set of both.
+"""The kernels built for this machine and, by a cross compiler, for aarch64: the same digests from
+every instruction set of both.
 
-Needs g++, aarch64-linux-gnu-g++ and qemu-aarch64-static (Debian: g++-aarch64-linux-gnu, qemu-user-static); a minute of compiling.
+Needs g++, aarch64-linux-gnu-g++ and qemu-aarch64-static (Debian: g++-aarch64-linux-gnu,
+qemu-user-static); a minute of compiling.
 """
 
 import shutil
@@ -19,7 +21,19 @@ pytestmark = pytest.mark.slow
 
 
 def compiled(compiler: str, program: Path, *options: str) -> Path:
-    subprocess.run([compiler, *build.FLAGS, *options, f"-I{NATIVE}", str(SOURCE), *map(str, build.sources()), "-o", str(program)], check=True)
+    subprocess.run(
+        [
+            compiler,
+            *build.FLAGS,
+            *options,
+            f"-I{NATIVE}",
+            str(SOURCE),
+            *map(str, build.sources()),
+            "-o",
+            str(program),
+        ],
+        check=True,
+    )
     return program
 
 
@@ -32,7 +46,9 @@ def digests(*program: str) -> dict[str, list[str]]:
     return {isa: printed(*program, isa) for isa in printed(*program)}
 
 
-@pytest.mark.skipif(any(shutil.which(tool) is None for tool in CROSS), reason=f"needs {' and '.join(CROSS)}")
+@pytest.mark.skipif(
+    any(shutil.which(tool) is None for tool in CROSS), reason=f"needs {' and '.join(CROSS)}"
+)
 def test_every_instruction_set_of_two_architectures_computes_the_same_bytes(tmp_path: Path) -> None:
     compiler = build.compiler()
     assert compiler is not None

@@ -1,4 +1,5 @@
-"""The layer kernels against the slow obvious versions, and their promise: a token's bytes depend on nothing but the tokens that it sees."""
+"""The layer kernels against the slow obvious versions, and their promise: a token's bytes depend on
+nothing but the tokens that it sees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,8 @@ F = np.float32
 
 
 def fma(a: Floats, b: Floats, c: Floats) -> Floats:
-    """a b + c rounded once: the product is exact in float64, and a sum that was inexact there is made odd before it is rounded again."""
+    """a b + c rounded once: the product is exact in float64, and a sum that was inexact there is
+    made odd before it is rounded again."""
     product = np.multiply(a, b, dtype=np.float64)
     addend = np.asarray(c, dtype=np.float64)
     total = product + addend
@@ -72,7 +74,13 @@ def exp(x: Floats) -> Floats:
     n = np.rint(c * F(1.44269504))
     r = fma(n, F(2.12194440e-4), fma(n, F(-0.693359375), c))
     p = np.full_like(r, F(1.9875691500e-4))
-    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+    for coefficient in (
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    ):
         p = fma(p, r, F(coefficient))
     p = fma(r * r, p, r) + F(1)
     return np.where(x < F(-87), F(0), p * ((n.astype(np.int32) + 127) << 23).view(F)).astype(F)
@@ -83,7 +91,9 @@ def tanh(x: Floats) -> Floats:
     p = np.full_like(x, F(-5.70498872745e-3))
     for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
         p = fma(p, z, F(coefficient))
-    return np.where(np.abs(x) < F(0.625), fma(p * z, x, x), F(1) - F(2) / (exp(x + x) + F(1))).astype(F)
+    return np.where(
+        np.abs(x) < F(0.625), fma(p * z, x, x), F(1) - F(2) / (exp(x + x) + F(1))
+    ).astype(F)
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
@@ -94,8 +104,11 @@ def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
     return x * scale * weight
 
 
-def attention_row(query: Floats, keys: Floats, values: Floats, *, scale: float, softcap: float, window: int) -> Floats:
-    """One query row [head_dim] over keys and values [n, head_dim] in the order of their positions."""
+def attention_row(
+    query: Floats, keys: Floats, values: Floats, *, scale: float, softcap: float, window: int
+) -> Floats:
+    """One query row [head_dim] over keys and values [n, head_dim] in the order of their
+    positions."""
     n = len(keys)
     scores = np.zeros(n, F)
     for d in range(len(query)):
@@ -125,14 +138,22 @@ def test_an_rms_norm_has_the_bytes_of_its_written_order(width: int) -> None:
         kernels.use_isa(isa)
         found = normalise(NormKind.RMS, Norm(weight), x, 1e-5)
         assert found.numpy().tobytes() == expected.tobytes(), isa
-    torch.testing.assert_close(found, nn.functional.rms_norm(x, (width,), weight, 1e-5), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, nn.functional.rms_norm(x, (width,), weight, 1e-5), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("width", [16, 20, 100, 768])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_layer_norm_is_torchs(width: int, biased: bool) -> None:
-    x, weight, bias = torch.randn(5, width) * 3 + 2, torch.randn(width), torch.randn(width) if biased else None
-    expected = nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double() if bias is not None else None, 1e-5).float()
+    x, weight, bias = (
+        torch.randn(5, width) * 3 + 2,
+        torch.randn(width),
+        torch.randn(width) if biased else None,
+    )
+    expected = nn.functional.layer_norm(
+        x.double(), (width,), weight.double(), bias.double() if bias is not None else None, 1e-5
+    ).float()
     found = _on_all_isas(lambda: normalise(NormKind.LAYER_NORM, Norm(weight, bias), x, 1e-5))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -143,8 +164,14 @@ def test_an_activation_is_torchs(activation: Activation, width: int) -> None:
     gated = activation is not Activation.GELU_TANH
     x = torch.randn(5, width * (1 + gated)) * 6
     x[0, :7] = torch.tensor([0.0, -0.0, 100.0, -100.0, 1e-30, 3e38, -3e38])
-    gate, up = (x[:, :width].double(), x[:, width:].double()) if gated else (x.double(), torch.tensor(1.0))
-    function = nn.functional.silu if activation is Activation.SILU_GATED else lambda v: nn.functional.gelu(v, approximate="tanh")
+    gate, up = (
+        (x[:, :width].double(), x[:, width:].double()) if gated else (x.double(), torch.tensor(1.0))
+    )
+    function = (
+        nn.functional.silu
+        if activation is Activation.SILU_GATED
+        else lambda v: nn.functional.gelu(v, approximate="tanh")
+    )
     found = _on_all_isas(lambda: activate(activation, x))
     torch.testing.assert_close(found, (function(gate) * up).float(), rtol=2e-6, atol=1e-6)
 
@@ -203,30 +230,51 @@ class Cache:
     """The caches of two layers, full of what nobody may look at."""
 
     def __init__(self, shape: Shape, capacity: int) -> None:
-        self.keys, self.values = new_cache(layers=2, kv_heads=shape.kv_heads, head_dim=shape.head_dim, capacity=capacity)
+        self.keys, self.values = new_cache(
+            layers=2, kv_heads=shape.kv_heads, head_dim=shape.head_dim, capacity=capacity
+        )
         for tensor in (self.keys, self.values):
             tensor.fill_(float("nan"))
 
-    def rows(self, start: int, paths: Sequence[Sequence[int]] | int, prefix: int | None = None) -> CacheRows:
+    def rows(
+        self, start: int, paths: Sequence[Sequence[int]] | int, prefix: int | None = None
+    ) -> CacheRows:
         if isinstance(paths, int):
             return CacheRows(self.keys, self.values, start, paths)
-        return CacheRows(self.keys, self.values, start, len(paths), lay_paths(start if prefix is None else prefix, paths))
+        return CacheRows(
+            self.keys,
+            self.values,
+            start,
+            len(paths),
+            lay_paths(start if prefix is None else prefix, paths),
+        )
 
     def slot(self, slot: int) -> tuple[bytes, bytes]:
         """Key and value that stand in a slot of layer 1."""
-        return self.keys[1, :, slot // LANES, :, slot % LANES].numpy().tobytes(), self.values[1, :, slot].numpy().tobytes()
+        return self.keys[1, :, slot // LANES, :, slot % LANES].numpy().tobytes(), self.values[
+            1, :, slot
+        ].numpy().tobytes()
 
 
-def attend(layer: DecoderLayer, qkv: Tensor, positions: Sequence[int], *segments: CacheRows) -> Tensor:
+def attend(
+    layer: DecoderLayer, qkv: Tensor, positions: Sequence[int], *segments: CacheRows
+) -> Tensor:
     """Place and attend, on a copy of qkv."""
     rows, qkv = LayerPass(torch.tensor(positions), segments), qkv.clone()
     layer.place(rows, qkv)
     return layer.attend(rows, qkv)
 
 
-def in_chunks(layer: DecoderLayer, shape: Shape, qkv: Tensor, chunk: int, capacity: int = 2048) -> tuple[Tensor, Cache]:
+def in_chunks(
+    layer: DecoderLayer, shape: Shape, qkv: Tensor, chunk: int, capacity: int = 2048
+) -> tuple[Tensor, Cache]:
     cache = Cache(shape, capacity)
-    outputs = [attend(layer, part, range(i * chunk, i * chunk + len(part)), cache.rows(i * chunk, len(part))) for i, part in enumerate(qkv.split(chunk))]
+    outputs = [
+        attend(
+            layer, part, range(i * chunk, i * chunk + len(part)), cache.rows(i * chunk, len(part))
+        )
+        for i, part in enumerate(qkv.split(chunk))
+    ]
     return torch.cat(outputs), cache
 
 
@@ -246,35 +294,54 @@ SHAPES = [
 def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
     layer, qkv = make_layer(shape, rotary=None), torch.randn(53, shape.width)
     query, key, value = (
-        part.unflatten(1, (-1, shape.head_dim)).numpy() for part in qkv.split([n * shape.head_dim for n in (shape.heads, *2 * [shape.kv_heads])], 1)
+        part.unflatten(1, (-1, shape.head_dim)).numpy()
+        for part in qkv.split([n * shape.head_dim for n in (shape.heads, *2 * [shape.kv_heads])], 1)
     )
     groups = shape.heads // shape.kv_heads
     found, _ = in_chunks(layer, shape, qkv, 53)
     for row in (0, 1, 15, 16, 40, 52):
         for head in range(shape.heads):
             keys, values = key[: row + 1, head // groups], value[: row + 1, head // groups]
-            expected = attention_row(query[row, head], keys, values, scale=0.3, softcap=shape.softcap, window=shape.window)
-            assert found[row].unflatten(0, (shape.heads, -1))[head].numpy().tobytes() == expected.tobytes(), (row, head)
+            expected = attention_row(
+                query[row, head],
+                keys,
+                values,
+                scale=0.3,
+                softcap=shape.softcap,
+                window=shape.window,
+            )
+            assert (
+                found[row].unflatten(0, (shape.heads, -1))[head].numpy().tobytes()
+                == expected.tobytes()
+            ), (row, head)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_that_of_float64(shape: Shape) -> None:
     layer, qkv = make_layer(shape), torch.randn(300, shape.width)
     found, _ = in_chunks(layer, shape, qkv, 300)
-    torch.testing.assert_close(found.double(), _attention64(layer, shape, qkv), rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(
+        found.double(), _attention64(layer, shape, qkv), rtol=1e-5, atol=3e-5
+    )
 
 
 def _attention64(layer: DecoderLayer, shape: Shape, qkv: Tensor) -> Tensor:
     heads = qkv.double().unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
     query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
     assert layer.plan.rotary is not None
-    cosines, sines = (table[: len(qkv)].double().repeat(1, 2) for table in (layer.plan.rotary.cosines, layer.plan.rotary.sines))
+    cosines, sines = (
+        table[: len(qkv)].double().repeat(1, 2)
+        for table in (layer.plan.rotary.cosines, layer.plan.rotary.sines)
+    )
 
     def turned(x: Tensor) -> Tensor:
         low, high = x.chunk(2, -1)
         return x * cosines + torch.cat([-high, low], -1) * sines
 
-    groups, ages = shape.heads // shape.kv_heads, torch.arange(len(qkv))[:, None] - torch.arange(len(qkv))
+    groups, ages = (
+        shape.heads // shape.kv_heads,
+        torch.arange(len(qkv))[:, None] - torch.arange(len(qkv)),
+    )
     scores = turned(query) @ turned(key).repeat_interleave(groups, 0).transpose(1, 2) * 0.3
     if shape.softcap:
         scores = (scores / shape.softcap).tanh() * shape.softcap
@@ -301,7 +368,9 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bytes(shape: Shap
         kernels.use_isa(isa)
         for threads in (1, 2, 3):
             kernels.set_threads(threads)
-            assert in_chunks(layer, shape, qkv, 64)[0].numpy().tobytes() == expected.numpy().tobytes(), (isa, threads)
+            assert (
+                in_chunks(layer, shape, qkv, 64)[0].numpy().tobytes() == expected.numpy().tobytes()
+            ), (isa, threads)
 
 
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 5, 0, 9, 8, 4, 12, 14, 15, 13]
@@ -315,14 +384,22 @@ def lineage(parents: Sequence[int], node: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("prefix", [1, 47, 515])
-def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(shape: Shape, prefix: int) -> None:
-    layer, prompt, nodes = make_layer(shape), torch.randn(prefix, shape.width), torch.randn(len(TREE), shape.width)
+def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(
+    shape: Shape, prefix: int
+) -> None:
+    layer, prompt, nodes = (
+        make_layer(shape),
+        torch.randn(prefix, shape.width),
+        torch.randn(len(TREE), shape.width),
+    )
     paths = [lineage(TREE, node) for node in range(len(TREE))]
     for order in (list(range(len(TREE))), torch.randperm(len(TREE)).tolist()):
         _, cache = in_chunks(layer, shape, prompt, 256)
         slot_of = {node: prefix + at for at, node in enumerate(order)}
         segment = cache.rows(prefix, [[slot_of[n] for n in paths[node]] for node in order])
-        found = attend(layer, nodes[order], [prefix + len(paths[node]) - 1 for node in order], segment)
+        found = attend(
+            layer, nodes[order], [prefix + len(paths[node]) - 1 for node in order], segment
+        )
         for node in (0, 2, 4, 11, 16, 17):
             alone, alone_cache = in_chunks(layer, shape, torch.cat([prompt, nodes[paths[node]]]), 1)
             assert found[order.index(node)].numpy().tobytes() == alone[-1].numpy().tobytes(), node
@@ -331,15 +408,28 @@ def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(shape: Shap
 
 def test_a_tree_may_grow_level_by_level() -> None:
     shape = Shape()
-    layer, prompt, nodes = make_layer(shape), torch.randn(21, shape.width), torch.randn(len(TREE), shape.width)
+    layer, prompt, nodes = (
+        make_layer(shape),
+        torch.randn(21, shape.width),
+        torch.randn(len(TREE), shape.width),
+    )
     paths = [lineage(TREE, node) for node in range(len(TREE))]
     whole = attend(
-        layer, nodes, [20 + len(path) for path in paths], in_chunks(layer, shape, prompt, 21)[1].rows(21, [[21 + n for n in path] for path in paths])
+        layer,
+        nodes,
+        [20 + len(path) for path in paths],
+        in_chunks(layer, shape, prompt, 21)[1].rows(21, [[21 + n for n in path] for path in paths]),
     )
     cache, outputs = in_chunks(layer, shape, prompt, 21)[1], []
     for first, stop in ((0, 1), (1, 5), (5, 9), (9, 18)):
-        segment = cache.rows(21 + first, [[21 + n for n in path] for path in paths[first:stop]], prefix=21)
-        outputs.append(attend(layer, nodes[first:stop], [20 + len(path) for path in paths[first:stop]], segment))
+        segment = cache.rows(
+            21 + first, [[21 + n for n in path] for path in paths[first:stop]], prefix=21
+        )
+        outputs.append(
+            attend(
+                layer, nodes[first:stop], [20 + len(path) for path in paths[first:stop]], segment
+            )
+        )
     assert torch.cat(outputs).numpy().tobytes() == whole.numpy().tobytes()
 
 
@@ -348,15 +438,26 @@ def test_sessions_side_by_side_have_the_bytes_that_each_has_alone(threads: int) 
     shape = Shape(window=40)
     kernels.set_threads(threads)
     layer, lengths, counts = make_layer(shape), (3, 100, 64, 17), (1, 12, 70, 5)
-    prompts, rows = [torch.randn(n, shape.width) for n in lengths], [torch.randn(n, shape.width) for n in counts]
-    positions = [range(length, length + count) for length, count in zip(lengths, counts, strict=True)]
+    prompts, rows = (
+        [torch.randn(n, shape.width) for n in lengths],
+        [torch.randn(n, shape.width) for n in counts],
+    )
+    positions = [
+        range(length, length + count) for length, count in zip(lengths, counts, strict=True)
+    ]
 
     def segments() -> list[CacheRows]:
         caches = [in_chunks(layer, shape, prompt, 64)[1] for prompt in prompts]
-        return [cache.rows(length, count) for cache, length, count in zip(caches, lengths, counts, strict=True)]
+        return [
+            cache.rows(length, count)
+            for cache, length, count in zip(caches, lengths, counts, strict=True)
+        ]
 
     together = attend(layer, torch.cat(rows), [p for part in positions for p in part], *segments())
-    alone = [attend(layer, part, places, segment) for part, places, segment in zip(rows, positions, segments(), strict=True)]
+    alone = [
+        attend(layer, part, places, segment)
+        for part, places, segment in zip(rows, positions, segments(), strict=True)
+    ]
     assert together.numpy().tobytes() == torch.cat(alone).numpy().tobytes()
 
 
@@ -365,9 +466,19 @@ def test_sessions_side_by_side_have_the_bytes_that_each_has_alone(threads: int) 
 
 def packed(*modules: nn.Module, transposed: bool = False) -> PackedMatrix:
     """Linear modules (or GPT-2's transposed ones) below each other."""
-    weights = [module.weight.detach().T.contiguous() if transposed else module.weight.detach() for module in modules]
-    biases = [module.bias.detach() for module in modules if getattr(module, "bias", None) is not None]
-    matrix = PackedMatrix(Kind.FP32, sum(len(w) for w in weights), weights[0].shape[1], bias=torch.cat(biases) if biases else None)
+    weights = [
+        module.weight.detach().T.contiguous() if transposed else module.weight.detach()
+        for module in modules
+    ]
+    biases = [
+        module.bias.detach() for module in modules if getattr(module, "bias", None) is not None
+    ]
+    matrix = PackedMatrix(
+        Kind.FP32,
+        sum(len(w) for w in weights),
+        weights[0].shape[1],
+        bias=torch.cat(biases) if biases else None,
+    )
     matrix.pack(torch.cat(weights))
     return matrix
 
@@ -377,7 +488,9 @@ def norm_of(module: nn.Module, offset: float = 0.0) -> Norm:
     return Norm(module.weight.detach() + offset, None if bias is None else bias.detach())
 
 
-def llama_plan(config: Any, module: Any, frequencies: Tensor, offset: float = 0.0, **changes: Any) -> LayerPlan:
+def llama_plan(
+    config: Any, module: Any, frequencies: Tensor, offset: float = 0.0, **changes: Any
+) -> LayerPlan:
     attention, mlp = module.self_attn, module.mlp
     plan = LayerPlan(
         index=0,
@@ -418,12 +531,17 @@ def qwen3() -> tuple[Any, LayerPlan, Any]:
     config = Qwen3Config(**SIZES)
     module = _random(Qwen3DecoderLayer(config, 0))
     rotary = Qwen3RotaryEmbedding(config)
-    norms = {"query_norm": norm_of(module.self_attn.q_norm), "key_norm": norm_of(module.self_attn.k_norm)}
+    norms = {
+        "query_norm": norm_of(module.self_attn.q_norm),
+        "key_norm": norm_of(module.self_attn.k_norm),
+    }
     return module, llama_plan(config, module, rotary.inv_freq, **norms), rotary
 
 
 def gemma2() -> tuple[Any, LayerPlan, Any]:
-    config = Gemma2Config(**SIZES, query_pre_attn_scalar=20, attn_logit_softcapping=3.0, sliding_window=9)
+    config = Gemma2Config(
+        **SIZES, query_pre_attn_scalar=20, attn_logit_softcapping=3.0, sliding_window=9
+    )
     module = _random(Gemma2DecoderLayer(config, 0))
     rotary = Gemma2RotaryEmbedding(config)
     changes = {
@@ -439,7 +557,15 @@ def gemma2() -> tuple[Any, LayerPlan, Any]:
 
 
 def gpt2() -> tuple[Any, LayerPlan, Any]:
-    config = GPT2Config(n_embd=80, n_head=4, n_layer=1, n_inner=136, attn_implementation="eager", resid_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        n_embd=80,
+        n_head=4,
+        n_layer=1,
+        n_inner=136,
+        attn_implementation="eager",
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     module = _random(GPT2Block(config, 0))
     plan = LayerPlan(
         index=0,
@@ -474,7 +600,15 @@ def test_a_layer_is_that_of_transformers(family: Any) -> None:
     if plan.window:
         mask &= ~mask.tril(-plan.window)
     bias = torch.zeros(1, 1, rows, rows, dtype=torch.float64).masked_fill(~mask, -1e300)
-    options = {} if rotary is None else {"position_embeddings": tuple(t.double() for t in rotary(hidden, torch.arange(rows)[None]))}
+    options = (
+        {}
+        if rotary is None
+        else {
+            "position_embeddings": tuple(
+                t.double() for t in rotary(hidden, torch.arange(rows)[None])
+            )
+        }
+    )
     expected = module.double()(hidden.double()[None], attention_mask=bias, **options)
     expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(rows, 80)
     found = run_layer(DecoderLayer(plan), hidden, 10)
@@ -487,7 +621,12 @@ def run_layer(layer: DecoderLayer, hidden: Tensor, chunk: int) -> Tensor:
     keys, values = new_cache(layers=1, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=61)
     for start in range(0, len(hidden), chunk):
         part = hidden[start : start + chunk]
-        layer.run(LayerPass(torch.arange(start, start + len(part)), [CacheRows(keys, values, start, len(part))]), part)
+        layer.run(
+            LayerPass(
+                torch.arange(start, start + len(part)), [CacheRows(keys, values, start, len(part))]
+            ),
+            part,
+        )
     return hidden
 
 
@@ -500,7 +639,9 @@ def test_a_layer_has_the_same_bytes_for_any_rows_on_any_instruction_set(family: 
         for threads, chunk in ((1, 61), (2, 17), (3, 4), (1, 1)):
             kernels.use_isa(isa)
             kernels.set_threads(threads)
-            assert run_layer(layer, hidden, chunk).numpy().tobytes() == expected.numpy().tobytes(), (isa, threads, chunk)
+            assert (
+                run_layer(layer, hidden, chunk).numpy().tobytes() == expected.numpy().tobytes()
+            ), (isa, threads, chunk)
 
 
 def test_a_matrix_of_another_shape_is_refused() -> None:
@@ -519,6 +660,8 @@ def _on_all_isas(function: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("kv_heads", "pairs"), [(0, 8), (3, 8), (4, 9), (2, 1024)])
-def test_an_attention_that_would_read_or_turn_what_is_not_there_is_refused(kv_heads: int, pairs: int) -> None:
+def test_an_attention_that_would_read_or_turn_what_is_not_there_is_refused(
+    kv_heads: int, pairs: int
+) -> None:
     with pytest.raises(ValueError, match="4 heads of 16"):
         Attention(AttentionPlan(0, 4, kv_heads, 16, rotary_table(torch.ones(pairs), 8)))

@@ -1,4 +1,5 @@
-"""The packed linears: the bytes that one chain of fma per output gives, for every number of rows, instruction set, thread count and way of packing."""
+"""The packed linears: the bytes that one chain of fma per output gives, for every number of rows,
+instruction set, thread count and way of packing."""
 
 import tomllib
 from pathlib import Path
@@ -37,14 +38,19 @@ def packed(kind: Kind, weight: Tensor, bias: Tensor | None = None) -> PackedMatr
 
 
 def fma(x: np.ndarray, w: np.ndarray, addend: np.ndarray) -> np.ndarray:
-    """x w + addend in float32, rounded once: the product is exact in float64, and the sum is rounded there to odd, so that the second rounding is right."""
+    """x w + addend in float32, rounded once: the product is exact in float64, and the sum is
+    rounded there to odd, so that the second rounding is right."""
     product, addend = x.astype(np.float64) * w, addend.astype(np.float64)
     total = product + addend
     part = total - product
     error = (product - (total - part)) + (addend - part)
     bits = total.view(np.int64)
     towards = np.where((error > 0) == (total > 0), 1, -1)
-    return np.where((error != 0) & (bits % 2 == 0), bits + towards, bits).view(np.float64).astype(np.float32)
+    return (
+        np.where((error != 0) & (bits % 2 == 0), bits + towards, bits)
+        .view(np.float64)
+        .astype(np.float32)
+    )
 
 
 def chain(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
@@ -59,7 +65,9 @@ def integers(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.n
         most = np.abs(a).max(axis=1, keepdims=True)
         there = most >= np.float32(1e-30)
         to = np.divide(np.float32(127), most, out=np.zeros_like(most), where=there)
-        return np.rint(a * to).astype(np.int64), np.where(there, most / np.float32(127), np.float32(0))
+        return np.rint(a * to).astype(np.int64), np.where(
+            there, most / np.float32(127), np.float32(0)
+        )
 
     (xq, xs), (wq, ws) = rows(x), rows(weight)
     y = (xq @ wq.T).astype(np.float32) * (xs * ws.T)
@@ -68,7 +76,11 @@ def integers(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.n
 
 def oracle(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     slow = integers if kind is Kind.INT8 else chain
-    return torch.from_numpy(slow(x.numpy(), stored(kind, weight).float().numpy(), None if bias is None else bias.numpy()))
+    return torch.from_numpy(
+        slow(
+            x.numpy(), stored(kind, weight).float().numpy(), None if bias is None else bias.numpy()
+        )
+    )
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -87,7 +99,9 @@ def test_the_bytes_are_those_of_one_ordered_sum_per_output(kind: Kind, isa: Isa)
         for bias in (None, draw(n, seed=1)):
             weight, x = draw(n, k, seed=2), draw(11, k, seed=3)
             y = packed(kind, weight, bias).linear(x)
-            assert same_bytes(y, oracle(kind, x, weight, bias)), f"{n} x {k}, bias: {bias is not None}"
+            assert same_bytes(y, oracle(kind, x, weight, bias)), (
+                f"{n} x {k}, bias: {bias is not None}"
+            )
 
 
 @needs_kernels
@@ -95,18 +109,30 @@ def test_the_bytes_are_those_of_one_ordered_sum_per_output(kind: Kind, isa: Isa)
 def test_a_large_matrix_is_near_float64(kind: Kind) -> None:
     weight, x = draw(1000, 3001), draw(3, 3001, seed=1)
     expected = x.double() @ stored(kind, weight).double().T
-    assert (packed(kind, weight).linear(x) - expected).norm() / expected.norm() < (2e-2 if kind is Kind.INT8 else 1e-5)
+    assert (packed(kind, weight).linear(x) - expected).norm() / expected.norm() < (
+        2e-2 if kind is Kind.INT8 else 1e-5
+    )
 
 
 @needs_kernels
 @every_isa
 @every_kind
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1e15, 1e30])
-def test_extreme_values_one_sided_and_zero_rows_are_as_exact_as_others(kind: Kind, isa: Isa, scale: float) -> None:
-    """One-sided activations saturate 16-bit pair sums where bytes are multiplied carelessly; 1e-42 is below the normal numbers."""
+def test_extreme_values_one_sided_and_zero_rows_are_as_exact_as_others(
+    kind: Kind, isa: Isa, scale: float
+) -> None:
+    """One-sided activations saturate 16-bit pair sums where bytes are multiplied carelessly; 1e-42
+    is below the normal numbers."""
     use(isa)
     weight = draw(50, 70).abs().clamp_min(1.0)
-    x = torch.stack([draw(70, seed=1).abs() * scale, torch.zeros(70), torch.full((70,), -scale), draw(70, seed=2) * scale])
+    x = torch.stack(
+        [
+            draw(70, seed=1).abs() * scale,
+            torch.zeros(70),
+            torch.full((70,), -scale),
+            draw(70, seed=2) * scale,
+        ]
+    )
     y = packed(kind, weight).linear(x)
     assert same_bytes(y, oracle(kind, x, weight, None))
     assert not y[1].any()
@@ -159,7 +185,9 @@ def test_threads_and_instruction_sets_do_not_change_a_byte(kind: Kind) -> None:
             kernels.set_threads(threads)
             assert kernels.threads() == threads
             for rows in (1, 5, 130):
-                assert same_bytes(matrix.linear(x[:rows]), expected[:rows]), f"{isa.name}, {threads} threads, {rows} rows"
+                assert same_bytes(matrix.linear(x[:rows]), expected[:rows]), (
+                    f"{isa.name}, {threads} threads, {rows} rows"
+                )
 
 
 @needs_kernels
@@ -215,12 +243,18 @@ def test_the_library_is_there_wherever_a_compiler_is() -> None:
     assert kernels.available(), kernels.why_not()
 
 
-def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_library_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "absent.so")
     kernels.load.cache_clear()
     try:
         assert not kernels.available()
-        with pytest.raises(UserError, match=r"not built; with a C\+\+ compiler: .*python.* -m dovetail\.workers\.kernels\.build"):
+        with pytest.raises(
+            UserError,
+            match=r"not built; with a C\+\+ compiler: .*python.* -m "
+            r"dovetail\.workers\.kernels\.build",
+        ):
             PackedMatrix(Kind.FP32, 4, 4)
     finally:
         monkeypatch.undo()
@@ -228,9 +262,13 @@ def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pip_and_the_build_by_hand_compile_the_same() -> None:
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["ext-modules"]
+    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["ext-modules"]
     folder = ROOT / "workers" / "kernels" / "native"
     assert [ROOT / source for source in extension["sources"]] == sorted(folder.glob("*.cpp"))
-    assert [ROOT / header for header in extension["depends"]] == sorted({*folder.iterdir()} - {*folder.glob("*.cpp")})
+    assert [ROOT / header for header in extension["depends"]] == sorted(
+        {*folder.iterdir()} - {*folder.glob("*.cpp")}
+    )
     assert tuple(extension["extra-compile-args"]) == build.FLAGS
     assert extension["optional"]

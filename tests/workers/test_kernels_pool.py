@@ -1,4 +1,5 @@
-"""The threads that share the kernels' work: one that the system does not let run is not waited for."""
+"""The threads that share the kernels' work: one that the system does not let run is not waited
+for."""
 
 import os
 import resource
@@ -58,4 +59,6 @@ def test_a_thread_that_does_not_get_its_core_keeps_nobody_waiting() -> None:
         for _ in range(CALLS):
             assert torch.equal(matrix.linear(x), expected)
         assert time.thread_time() - began_s < CALLS * SLICE_S / 4, "it spins for the other"
-        assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waited < CALLS / 4, "it sleeps for the other"
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waited < CALLS / 4, (
+            "it sleeps for the other"
+        )

@@ -14,8 +14,11 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 
 
 def draw(rows: int, size: int, *, seed: int = 0) -> Tensor:
-    """Logits of rows that lie further apart than they are long; of the second row every third token is masked."""
-    logits = 3.0 * torch.randn(rows, size + 3, generator=torch.Generator().manual_seed(seed))[:, :size]
+    """Logits of rows that lie further apart than they are long; of the second row every third token
+    is masked."""
+    logits = (
+        3.0 * torch.randn(rows, size + 3, generator=torch.Generator().manual_seed(seed))[:, :size]
+    )
     logits[1, 1::3] = -torch.inf
     return logits
 
@@ -25,12 +28,18 @@ def draw(rows: int, size: int, *, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 1e-50, 0.3, 1.0])
 @pytest.mark.parametrize("sharpening", [0.3, 1.0])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_it_ranks_as_torch_does(isa: Isa, size: int, temperature: float, sharpening: float, noisy: bool) -> None:
+def test_it_ranks_as_torch_does(
+    isa: Isa, size: int, temperature: float, sharpening: float, noisy: bool
+) -> None:
     use(isa)
     logits = draw(3, size)
     noise = list(draw(3, size, seed=1).nan_to_num(neginf=0.0).contiguous()) if noisy else None
-    tokens, gains = ranking.likeliest(logits, 10, temperature=temperature, noise=noise, sharpening=sharpening)
-    expected, expected_gains = growth.likeliest(logits, 10, temperature=temperature, noise=noise, sharpening=sharpening)
+    tokens, gains = ranking.likeliest(
+        logits, 10, temperature=temperature, noise=noise, sharpening=sharpening
+    )
+    expected, expected_gains = growth.likeliest(
+        logits, 10, temperature=temperature, noise=noise, sharpening=sharpening
+    )
     possible = np.isfinite(expected_gains)
     assert np.array_equal(np.isfinite(gains), possible)
     assert np.array_equal(tokens[possible], expected[possible])
@@ -63,14 +72,20 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bytes() -> None:
         for threads in (1, 2):
             kernels.use_isa(isa)
             kernels.set_threads(threads)
-            tokens, gains = ranking.likeliest(logits, 10, temperature=0.7, noise=noise, sharpening=0.9)
+            tokens, gains = ranking.likeliest(
+                logits, 10, temperature=0.7, noise=noise, sharpening=0.9
+            )
             found.add((tokens.tobytes(), gains.tobytes()))
     assert len(found) == 1
 
 
 def test_noise_of_another_shape_or_type_is_refused() -> None:
     logits = draw(2, 8)
-    for noise in ([torch.zeros(8)], [torch.zeros(7)] * 2, [torch.zeros(8, dtype=torch.float64)] * 2):
+    for noise in (
+        [torch.zeros(8)],
+        [torch.zeros(7)] * 2,
+        [torch.zeros(8, dtype=torch.float64)] * 2,
+    ):
         with pytest.raises(ValueError, match="expected"):
             ranking.likeliest(logits, 2, noise=noise)
     with pytest.raises(ValueError, match="expected"):

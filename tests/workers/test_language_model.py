@@ -14,9 +14,21 @@ from dovetail.workers.kernels import Kind
 from dovetail.workers.models import attention
 from dovetail.workers.models.following import UnsupportedError
 from dovetail.workers.models.fused import BlockedCache, Kernels
-from dovetail.workers.models.language_model import LanguageModel, load_language_model, random_language_model
+from dovetail.workers.models.language_model import (
+    LanguageModel,
+    load_language_model,
+    random_language_model,
+)
 from dovetail.workers.models.segment import Paths, Segment
-from support.models import CONTEXT, SHAPE, VOCABULARY, reference_logits, tiny_gemma2, tiny_llama, tiny_mistral
+from support.models import (
+    CONTEXT,
+    SHAPE,
+    VOCABULARY,
+    reference_logits,
+    tiny_gemma2,
+    tiny_llama,
+    tiny_mistral,
+)
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -39,52 +51,84 @@ def without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_logits_equal_those_of_transformers(llama_folder: Path, backend: str) -> None:
     model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
     assert model.backend == backend
-    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    logits = model.forward(
+        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
+    )
     torch.testing.assert_close(logits, reference_logits(llama_folder, TOKENS), **TOLERANCE)
 
 
 def test_rows_can_come_a_few_at_a_time(llama: LanguageModel, llama_folder: Path) -> None:
     cache, logits = llama.new_cache(10), []
     for start, stop in ((0, 4), (4, 5), (5, 10)):
-        logits.append(llama.forward(torch.tensor(TOKENS[start:stop]), torch.arange(start, stop), [Segment(cache, start, stop - start)]))
+        logits.append(
+            llama.forward(
+                torch.tensor(TOKENS[start:stop]),
+                torch.arange(start, stop),
+                [Segment(cache, start, stop - start)],
+            )
+        )
         cache.keep(range(start, stop), stop - start)
-    torch.testing.assert_close(torch.cat(logits), reference_logits(llama_folder, TOKENS), **TOLERANCE)
+    torch.testing.assert_close(
+        torch.cat(logits), reference_logits(llama_folder, TOKENS), **TOLERANCE
+    )
 
 
-def test_only_the_rows_that_are_asked_for_have_logits(llama: LanguageModel, llama_folder: Path) -> None:
-    logits = llama.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(llama.new_cache(10), 0, 10)], rows=torch.tensor([9, 2]))
+def test_only_the_rows_that_are_asked_for_have_logits(
+    llama: LanguageModel, llama_folder: Path
+) -> None:
+    logits = llama.forward(
+        torch.tensor(TOKENS),
+        torch.arange(10),
+        [Segment(llama.new_cache(10), 0, 10)],
+        rows=torch.tensor([9, 2]),
+    )
     torch.testing.assert_close(logits, reference_logits(llama_folder, TOKENS)[[9, 2]], **TOLERANCE)
 
 
-def test_a_node_of_a_tree_has_the_logits_of_its_own_path(llama: LanguageModel, llama_folder: Path) -> None:
+def test_a_node_of_a_tree_has_the_logits_of_its_own_path(
+    llama: LanguageModel, llama_folder: Path
+) -> None:
     """Two siblings and a child of the second, in the slots behind three committed rows."""
     cache = llama.new_cache(8)
     llama.forward(torch.tensor(TOKENS[:3]), torch.arange(3), [Segment(cache, 0, 3)])
     cache.keep(range(3), 3)
     paths = Paths.of(3, [[3], [3, 4], [3, 5], [3, 5, 6]])
-    logits = llama.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([3, 4, 4, 5]), [Segment(cache, 3, 4, paths)])
+    logits = llama.forward(
+        torch.tensor([30, 7, 8, 22]), torch.tensor([3, 4, 4, 5]), [Segment(cache, 3, 4, paths)]
+    )
     for row, path in enumerate(([30], [30, 7], [30, 8], [30, 8, 22])):
-        torch.testing.assert_close(logits[row], reference_logits(llama_folder, TOKENS[:3] + path)[-1], **TOLERANCE)
+        torch.testing.assert_close(
+            logits[row], reference_logits(llama_folder, TOKENS[:3] + path)[-1], **TOLERANCE
+        )
 
 
 def test_sixteen_bit_checkpoints_are_widened_exactly(tmp_path: Path) -> None:
     tiny_llama(tmp_path, dtype=torch.float16)
     model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
-    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    logits = model.forward(
+        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
+    )
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
 
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16"])
 def test_a_draft_may_keep_sixteen_bits(llama_folder: Path, weights: str) -> None:
     model = load_language_model(str(llama_folder), weights=weights, device="cpu")
-    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    logits = model.forward(
+        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
+    )
     assert logits.dtype == torch.float32
     error = (logits - reference_logits(llama_folder, TOKENS)).norm() / logits.norm()
     assert 0 < error < 0.1
 
 
 def test_a_sliding_window_does_not_shorten_the_context(tmp_path: Path) -> None:
-    assert load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu").context == CONTEXT
+    assert (
+        load_language_model(
+            str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"
+        ).context
+        == CONTEXT
+    )
 
 
 def test_unknown_weights_and_back_ends_are_refused(llama_folder: Path) -> None:
@@ -94,41 +138,76 @@ def test_unknown_weights_and_back_ends_are_refused(llama_folder: Path) -> None:
         load_language_model(str(llama_folder), weights="fp32", device="cpu", backend="abacus")
 
 
-def test_half_weights_of_a_checkpoint_that_has_none_are_refused_with_the_type_found_and_the_remedy(llama_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="this one has F32: use weights fp32, or convert it to F16"):
+def test_half_weights_of_a_checkpoint_that_has_none_are_refused_with_the_type_found_and_the_remedy(
+    llama_folder: Path,
+) -> None:
+    with pytest.raises(
+        CheckpointError, match="this one has F32: use weights fp32, or convert it to F16"
+    ):
         load_language_model(str(llama_folder), weights="half", device="cpu")
 
 
 @needs_kernels
-@pytest.mark.parametrize(("dtype", "found"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")])
-def test_weights_as_they_are_stored_are_the_same_function_in_less_memory(tmp_path: Path, dtype: torch.dtype, found: str) -> None:
-    model = load_language_model(str(tiny_llama(tmp_path, dtype=dtype)), weights="stored", device="cpu")
+@pytest.mark.parametrize(
+    ("dtype", "found"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
+)
+def test_weights_as_they_are_stored_are_the_same_function_in_less_memory(
+    tmp_path: Path, dtype: torch.dtype, found: str
+) -> None:
+    model = load_language_model(
+        str(tiny_llama(tmp_path, dtype=dtype)), weights="stored", device="cpu"
+    )
     assert (model.weights, model.backend) == (found, "kernels")
-    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    logits = model.forward(
+        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
+    )
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
 
 
-def test_without_the_kernels_weights_are_widened_where_nothing_else_is_asked_for(tmp_path: Path, without_kernels: None) -> None:
-    assert load_language_model(str(tiny_llama(tmp_path, dtype=torch.bfloat16)), weights="stored", device="cpu").weights == "fp32"
+def test_without_the_kernels_weights_are_widened_where_nothing_else_is_asked_for(
+    tmp_path: Path, without_kernels: None
+) -> None:
+    assert (
+        load_language_model(
+            str(tiny_llama(tmp_path, dtype=torch.bfloat16)), weights="stored", device="cpu"
+        ).weights
+        == "fp32"
+    )
 
 
 def test_half_weights_of_bf16_need_the_kernels(tmp_path: Path, without_kernels: None) -> None:
     tiny_llama(tmp_path, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match=r"half weights of a BF16 checkpoint need the C\+\+ kernels, and .*build.*use weights fp32 or bf16"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"half weights of a BF16 checkpoint need the C\+\+ kernels, and .*build.*use "
+        r"weights fp32 or bf16",
+    ):
         load_language_model(str(tmp_path), weights="half", device="cpu")
 
 
-def test_half_weights_of_fp16_work_without_the_kernels(tmp_path: Path, without_kernels: None) -> None:
-    model = load_language_model(str(tiny_llama(tmp_path, dtype=torch.float16)), weights="half", device="cpu")
+def test_half_weights_of_fp16_work_without_the_kernels(
+    tmp_path: Path, without_kernels: None
+) -> None:
+    model = load_language_model(
+        str(tiny_llama(tmp_path, dtype=torch.float16)), weights="half", device="cpu"
+    )
     assert (model.backend, model.weights, model.kernels) == ("library", "fp16", "fbgemm-fp16")
 
 
-def test_int8_without_the_kernels_is_refused_with_the_remedy(llama_folder: Path, without_kernels: None) -> None:
-    with pytest.raises(CheckpointError, match=r"int8 weights need the C\+\+ kernels, and .*not built.*-m dovetail.workers.kernels.build"):
+def test_int8_without_the_kernels_is_refused_with_the_remedy(
+    llama_folder: Path, without_kernels: None
+) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"int8 weights need the C\+\+ kernels, and .*not built.*-m "
+        r"dovetail.workers.kernels.build",
+    ):
         load_language_model(str(llama_folder), weights="int8", device="cpu")
 
 
-def test_without_the_kernels_auto_takes_the_library_and_says_why(llama_folder: Path, without_kernels: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_kernels_auto_takes_the_library_and_says_why(
+    llama_folder: Path, without_kernels: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         model = load_language_model(str(llama_folder), weights="fp32", device="cpu")
     assert model.backend == "library"
@@ -139,25 +218,40 @@ def test_without_the_kernels_auto_takes_the_library_and_says_why(llama_folder: P
 
 
 @needs_kernels
-@pytest.mark.parametrize(("changes", "part"), [({"hidden_act": "relu"}, "activation"), ({"partial_rotary_factor": 0.5}, "")], ids=["activation", "rotary"])
-def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(tmp_path: Path, changes: dict[str, object], part: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"hidden_act": "relu"}, "activation"), ({"partial_rotary_factor": 0.5}, "")],
+    ids=["activation", "rotary"],
+)
+def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
+    tmp_path: Path, changes: dict[str, object], part: str
+) -> None:
     """The second one only shows when the layer is compared with transformers' own."""
     file = tiny_llama(tmp_path) / "config.json"
     content = json.loads(file.read_text())
-    rope = {**content["rope_parameters"], **{name: value for name, value in changes.items() if name.startswith("partial")}}
+    rope = {
+        **content["rope_parameters"],
+        **{name: value for name, value in changes.items() if name.startswith("partial")},
+    }
     file.write_text(json.dumps({**content, **changes, "rope_parameters": rope}))
     model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
     if part:
         assert model.backend == "library"
         assert part in model.choice
-    logits = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)])
+    logits = model.forward(
+        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
+    )
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
 
 
 @needs_kernels
-def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(llama_folder: Path) -> None:
+def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(
+    llama_folder: Path,
+) -> None:
     """Granite's layers have Llama's parts and scale what they add."""
-    config = GraniteConfig(vocab_size=VOCABULARY, num_hidden_layers=2, residual_multiplier=0.5, **SHAPE)
+    config = GraniteConfig(
+        vocab_size=VOCABULARY, num_hidden_layers=2, residual_multiplier=0.5, **SHAPE
+    )
     model = GraniteForCausalLM(config).eval()
     model.requires_grad_(False)
     attention.register()
@@ -168,16 +262,22 @@ def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(llama_
 
 @pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
 @needs_kernels
-def test_a_configuration_alone_makes_a_model_of_random_weights_and_as_many_layers_as_asked_for(tmp_path: Path, weights: str) -> None:
+def test_a_configuration_alone_makes_a_model_of_random_weights_and_as_many_layers_as_asked_for(
+    tmp_path: Path, weights: str
+) -> None:
     stored = torch.bfloat16 if weights == "half" else torch.float32
-    (tmp_path / "config.json").write_bytes((tiny_gemma2(tmp_path / "whole", dtype=stored) / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(
+        (tiny_gemma2(tmp_path / "whole", dtype=stored) / "config.json").read_bytes()
+    )
     logits = []
     for layers in (None, 1, 7):
         model = random_language_model(tmp_path, weights=weights, layers=layers)
         cache = model.new_cache(10)
         assert isinstance(cache, BlockedCache)
         assert len(cache.values) == layers or layers is None
-        logits.append(model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)]))
+        logits.append(
+            model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)])
+        )
     assert all(torch.isfinite(found).all() for found in logits)
     assert not torch.equal(logits[0], logits[1])
 
@@ -186,7 +286,9 @@ def test_half_weights_of_a_configuration_are_those_that_it_names(tmp_path: Path)
     for stored, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.json").write_bytes((tiny_gemma2(tmp_path / f"{name}-whole", dtype=stored) / "config.json").read_bytes())
+        (folder / "config.json").write_bytes(
+            (tiny_gemma2(tmp_path / f"{name}-whole", dtype=stored) / "config.json").read_bytes()
+        )
         if kernels.available() or name == "fp16":
             assert random_language_model(folder, weights="half").weights == name
     with pytest.raises(CheckpointError, match="half weights need a checkpoint of 16-bit weights"):

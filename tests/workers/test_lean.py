@@ -1,4 +1,5 @@
-"""A worker's process takes no library along that only a quantiser, a benchmark or a training needs, however many are installed."""
+"""A worker's process takes no library along that only a quantiser, a benchmark or a training needs,
+however many are installed."""
 
 import json
 import subprocess
@@ -13,18 +14,24 @@ LOADED = """
 import json, sys
 import dovetail.workers.draft, dovetail.workers.loop, dovetail.workers.target, dovetail.workers.unified
 print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
-"""
+"""  # noqa: E501
 
 
 def test_what_is_installed_for_something_else_is_not_loaded_by_a_worker() -> None:
-    assert all(find_spec(package) for package in UNUSED), "the test extra brings them, so that this test has something to find"
-    done = subprocess.run([sys.executable, "-P", "-c", LOADED], capture_output=True, text=True, check=True)
+    assert all(find_spec(package) for package in UNUSED), (
+        "the test extra brings them, so that this test has something to find"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADED], capture_output=True, text=True, check=True
+    )
     loaded = set(json.loads(done.stdout))
     assert "transformers" in loaded
     assert loaded.isdisjoint({*UNUSED, "sklearn", "hypothesis", "pytest", "openai", "fastapi"})
 
 
-def test_what_is_hidden_is_there_again_afterwards_and_what_was_imported_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_hidden_is_there_again_afterwards_and_what_was_imported_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
     with hidden("this", "json"):
         assert find_spec("this") is None

@@ -1,4 +1,5 @@
-"""The linears of the library: every candidate computes what torch's own linear computes, and the measured choice is remembered."""
+"""The linears of the library: every candidate computes what torch's own linear computes, and the
+measured choice is remembered."""
 
 import json
 from pathlib import Path
@@ -13,7 +14,12 @@ from dovetail.workers.models.library import Library
 from dovetail.workers.models.linear import CANDIDATES, Candidate, PackedLinear, reason_against
 from dovetail.workers.models.selection import ROW_CLASSES, Selection, profile_key, select
 
-USABLE = [pytest.param(c, id=c.name) for of_type in CANDIDATES.values() for c in of_type if not reason_against(c)]
+USABLE = [
+    pytest.param(c, id=c.name)
+    for of_type in CANDIDATES.values()
+    for c in of_type
+    if not reason_against(c)
+]
 EVERY_ROW = 1 << 20
 
 
@@ -21,12 +27,20 @@ EVERY_ROW = 1 << 20
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 96), (33, 17), (1, 5)])
 @pytest.mark.parametrize("candidate", USABLE)
-def test_any_number_of_rows_gives_the_same_as_torch(candidate: Candidate, rows: int, bias: bool, outputs: int, inputs: int) -> None:
+def test_any_number_of_rows_gives_the_same_as_torch(
+    candidate: Candidate, rows: int, bias: bool, outputs: int, inputs: int
+) -> None:
     torch.manual_seed(0)
-    weight, offset, x = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None, torch.randn(rows, inputs)
+    weight, offset, x = (
+        torch.randn(outputs, inputs),
+        torch.randn(outputs) if bias else None,
+        torch.randn(rows, inputs),
+    )
     packed = PackedLinear(weight, offset, [(EVERY_ROW, candidate)])
     expected = linear(x, weight.to(candidate.stored).float(), offset)
-    assert float((packed(x) - expected).abs().max()) <= 2 * candidate.tolerance * float(expected.abs().max())
+    assert float((packed(x) - expected).abs().max()) <= 2 * candidate.tolerance * float(
+        expected.abs().max()
+    )
 
 
 def test_leading_dimensions_are_kept() -> None:
@@ -47,7 +61,9 @@ def test_a_row_does_not_depend_on_its_neighbours(weights: str) -> None:
 def test_one_scale_for_all_rows_makes_a_row_depend_on_its_neighbours() -> None:
     """Why int8-per-tensor is not lossless."""
     torch.manual_seed(0)
-    packed = PackedLinear(torch.randn(64, 96), None, [(EVERY_ROW, CANDIDATES["int8-per-tensor"][0])])
+    packed = PackedLinear(
+        torch.randn(64, 96), None, [(EVERY_ROW, CANDIDATES["int8-per-tensor"][0])]
+    )
     x = torch.randn(16, 96)
     assert not torch.equal(packed(x)[:5], packed(torch.cat([x[:5], torch.randn(11, 96) * 100]))[:5])
 
@@ -61,14 +77,20 @@ def test_each_class_of_rows_goes_its_own_way() -> None:
 
         return Candidate(name, torch.float32, 0.0, 1, pack)  # type: ignore[arg-type]
 
-    packed = PackedLinear(torch.randn(8, 6), None, [(3, noting("few")), (64, noting("tree")), (EVERY_ROW, noting("few"))])
+    packed = PackedLinear(
+        torch.randn(8, 6),
+        None,
+        [(3, noting("few")), (64, noting("tree")), (EVERY_ROW, noting("few"))],
+    )
     for rows in (1, 3, 4, 64, 65):
         packed(torch.randn(rows, 6))
     assert calls == ["few", "few", "tree", "tree", "few"]
 
 
 def test_every_linear_of_a_model_is_replaced_and_its_weight_dropped() -> None:
-    model = nn.Sequential(nn.Linear(64, 96), nn.Sequential(nn.ReLU(), nn.Linear(96, 64, bias=False)))
+    model = nn.Sequential(
+        nn.Linear(64, 96), nn.Sequential(nn.ReLU(), nn.Linear(96, 64, bias=False))
+    )
     first = model[0].weight
     x = torch.randn(5, 64)
     expected = model(x).detach()
@@ -82,7 +104,9 @@ def test_every_linear_of_a_model_is_replaced_and_its_weight_dropped() -> None:
 
 def test_a_choice_is_measured_for_every_shape_and_class_of_rows() -> None:
     selection = select([(96, 64), (64, 96), (96, 64)], weights="fp32", profile=None)
-    assert [(c.n, c.k, c.rows) for c in selection.choices] == [(n, k, rows) for n, k in ((64, 96), (96, 64)) for rows in ROW_CLASSES]
+    assert [(c.n, c.k, c.rows) for c in selection.choices] == [
+        (n, k, rows) for n, k in ((64, 96), (96, 64)) for rows in ROW_CLASSES
+    ]
     for choice in selection.choices:
         assert choice.chosen in choice.seconds
         assert all(seconds > 0 for seconds in choice.seconds.values())
@@ -91,25 +115,43 @@ def test_a_choice_is_measured_for_every_shape_and_class_of_rows() -> None:
 def test_what_was_chosen_is_remembered_and_not_measured_again(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     select([(96, 64)], weights="fp32", profile=profile)
-    slow = [LinearChoice(n=96, k=64, rows=rows, chosen="plain", seconds={"plain": 9.0}) for rows in ROW_CLASSES]
-    update_profile(profile, profile_key([(96, 64)], weights="fp32"), lambda entry: entry.with_linears(slow))
+    slow = [
+        LinearChoice(n=96, k=64, rows=rows, chosen="plain", seconds={"plain": 9.0})
+        for rows in ROW_CLASSES
+    ]
+    update_profile(
+        profile, profile_key([(96, 64)], weights="fp32"), lambda entry: entry.with_linears(slow)
+    )
     assert select([(96, 64)], weights="fp32", profile=profile).choices == tuple(slow)
 
 
 def test_a_remembered_candidate_that_no_longer_works_is_replaced(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
-    gone = [LinearChoice(n=96, k=64, rows=rows, chosen="abacus", seconds={"abacus": 9.0}) for rows in ROW_CLASSES]
-    update_profile(profile, profile_key([(96, 64)], weights="fp32"), lambda entry: entry.with_linears(gone))
+    gone = [
+        LinearChoice(n=96, k=64, rows=rows, chosen="abacus", seconds={"abacus": 9.0})
+        for rows in ROW_CLASSES
+    ]
+    update_profile(
+        profile, profile_key([(96, 64)], weights="fp32"), lambda entry: entry.with_linears(gone)
+    )
     chosen = select([(96, 64)], weights="fp32", profile=profile).choices
     assert all(choice.chosen != "abacus" for choice in chosen)
-    assert "abacus" not in json.dumps([entry["linears"] for entry in json.loads(profile.read_text())["entries"]])
+    assert "abacus" not in json.dumps(
+        [entry["linears"] for entry in json.loads(profile.read_text())["entries"]]
+    )
 
 
 def test_a_selection_is_named_after_what_it_uses_and_where() -> None:
     candidates = {c.name: c for c in CANDIDATES["fp32"]}
 
     def of(*chosen: str) -> str:
-        return Selection(tuple(LinearChoice(n=8, k=8, rows=r, chosen=c, seconds={}) for r, c in zip(ROW_CLASSES, chosen, strict=True)), candidates).name
+        return Selection(
+            tuple(
+                LinearChoice(n=8, k=8, rows=r, chosen=c, seconds={})
+                for r, c in zip(ROW_CLASSES, chosen, strict=True)
+            ),
+            candidates,
+        ).name
 
     assert of("plain", "plain", "plain") == "plain"
     assert of("plain", "onednn", "onednn").startswith("onednn+plain-")

@@ -1,4 +1,5 @@
-"""The draft that looks up what was said before: its index against a plain search, its proposals against plain arithmetic."""
+"""The draft that looks up what was said before: its index against a plain search, its proposals
+against plain arithmetic."""
 
 import math
 import subprocess
@@ -21,10 +22,27 @@ LOGS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def opened(
-    prompt: list[int], *, sampling: Sampling | None = None, end: tuple[int, ...] = (), capacity: int = 10_000, sharpening: float | None = None
+    prompt: list[int],
+    *,
+    sampling: Sampling | None = None,
+    end: tuple[int, ...] = (),
+    capacity: int = 10_000,
+    sharpening: float | None = None,
 ) -> LookupSession:
-    tree = TreeSettings() if sharpening is None else TreeSettings(policy="dynamic", sharpening=sharpening)
-    return Lookup().open(prompt, capacity=capacity, vocabulary_size=1000, key=bytes(16), sampling=sampling or Sampling(), tree=tree, end=end)
+    tree = (
+        TreeSettings()
+        if sharpening is None
+        else TreeSettings(policy="dynamic", sharpening=sharpening)
+    )
+    return Lookup().open(
+        prompt,
+        capacity=capacity,
+        vocabulary_size=1000,
+        key=bytes(16),
+        sampling=sampling or Sampling(),
+        tree=tree,
+        end=end,
+    )
 
 
 def proposed(log: list[int], shape: Shape = SHAPE, **options: Any) -> Proposal:
@@ -34,15 +52,23 @@ def proposed(log: list[int], shape: Shape = SHAPE, **options: Any) -> Proposal:
 
 def same_before(log: list[int], position: int) -> int:
     """How many tokens before `position` are the last ones of the log."""
-    return next((n for n in range(min(position, LONGEST)) if log[position - 1 - n] != log[-1 - n]), min(position, LONGEST))
+    return next(
+        (n for n in range(min(position, LONGEST)) if log[position - 1 - n] != log[-1 - n]),
+        min(position, LONGEST),
+    )
 
 
 def searched(log: list[int]) -> list[tuple[int, int]]:
-    """What the index should find, by looking everywhere: those with the longest n-gram first, then the newest."""
+    """What the index should find, by looking everywhere: those with the longest n-gram first, then
+    the newest."""
     matches = {position: same_before(log, position) for position in range(1, len(log))}
     found: list[int] = []
     for size in SIZES:
-        found += [p for p in sorted(matches, reverse=True) if matches[p] >= min(size, len(log)) and p not in found]
+        found += [
+            p
+            for p in sorted(matches, reverse=True)
+            if matches[p] >= min(size, len(log)) and p not in found
+        ]
     return [(p, matches[p]) for p in found[:OCCURRENCES]]
 
 
@@ -118,7 +144,9 @@ def test_scores_are_the_logarithms_of_the_votes_shares() -> None:
     assert proposal.scores[children[8]] == pytest.approx(eight)
     assert proposal.scores[children[7]] == pytest.approx(seven)
     one = proposal.tree.children[children[8]][1]
-    assert proposal.scores[one] == pytest.approx(eight + math.log(ODDS[3] / (1 + ODDS[3] + ODDS[2])))
+    assert proposal.scores[one] == pytest.approx(
+        eight + math.log(ODDS[3] / (1 + ODDS[3] + ODDS[2]))
+    )
 
 
 def test_sharpening_divides_the_logits() -> None:
@@ -135,8 +163,15 @@ def test_where_nothing_was_said_before_nothing_is_proposed() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(log=st.lists(st.integers(0, 5), min_size=2, max_size=50), nodes=st.integers(0, 20), depth=st.integers(1, 9), width=st.integers(1, 5))
-def test_an_order_bounds_nodes_depth_and_width_and_every_prefix_is_a_tree(log: list[int], nodes: int, depth: int, width: int) -> None:
+@given(
+    log=st.lists(st.integers(0, 5), min_size=2, max_size=50),
+    nodes=st.integers(0, 20),
+    depth=st.integers(1, 9),
+    width=st.integers(1, 5),
+)
+def test_an_order_bounds_nodes_depth_and_width_and_every_prefix_is_a_tree(
+    log: list[int], nodes: int, depth: int, width: int
+) -> None:
     proposal = proposed(log, Shape(nodes, depth, width))
     tree = proposal.tree.check(1000)
     assert len(tree) <= min(nodes, proposal.grown)
@@ -148,7 +183,9 @@ def test_an_order_bounds_nodes_depth_and_width_and_every_prefix_is_a_tree(log: l
 
 @settings(max_examples=60, deadline=None)
 @given(log=st.lists(st.integers(0, 3), min_size=3, max_size=40), data=st.data())
-def test_a_session_that_grew_round_by_round_proposes_what_a_fresh_one_does(log: list[int], data: st.DataObject) -> None:
+def test_a_session_that_grew_round_by_round_proposes_what_a_fresh_one_does(
+    log: list[int], data: st.DataObject
+) -> None:
     engine, session, accepted = Lookup(), opened(log), ()
     for _ in range(5):
         bonus = data.draw(st.integers(0, 3))
@@ -160,7 +197,10 @@ def test_a_session_that_grew_round_by_round_proposes_what_a_fresh_one_does(log: 
 def test_near_the_end_of_the_sequence_no_level_is_drafted_that_it_has_no_place_for() -> None:
     engine, prompt = Lookup(), [1, 2, 3] * 4
     session = opened(prompt, capacity=len(prompt) + 5)
-    depths = [max(engine.draft(session, (), token, SHAPE).tree.depths, default=0) for token in (1, 2, 3, 1, 2)]
+    depths = [
+        max(engine.draft(session, (), token, SHAPE).tree.depths, default=0)
+        for token in (1, 2, 3, 1, 2)
+    ]
     assert depths == [3, 2, 1, 0, 0]
 
 
@@ -180,10 +220,19 @@ def test_tokens_that_were_committed_without_a_draft_are_indexed_too() -> None:
     assert not engine.grow_ahead(session)
 
 
-def test_what_is_less_likely_than_the_floor_is_not_offered_and_a_price_makes_it_the_only_bound() -> None:
+def test_what_is_less_likely_than_the_floor_is_not_offered_and_a_price_makes_it_the_only_bound() -> (  # noqa: E501
+    None
+):
     log = [5, 6, 7, 0, 5, 6, 8, 1, 5, 6, 8, 2, 5, 6]
     sizes = []
-    for price in (Price(0.0, 0.0), Price(0.0, 0.02), Price(), Price(None, 0.02), Price(0.0, 0.2), Price(None, 0.2)):
+    for price in (
+        Price(0.0, 0.0),
+        Price(0.0, 0.02),
+        Price(),
+        Price(None, 0.02),
+        Price(0.0, 0.2),
+        Price(None, 0.2),
+    ):
         proposal = Lookup().draft(opened(log[:-1]), (), log[-1], Shape(200, 12, 9), price=price)
         least = max(price.floor, LEAST if price.rate is None else 1e-4)
         assert all(score >= math.log(least) for score in proposal.scores)
@@ -191,7 +240,7 @@ def test_what_is_less_likely_than_the_floor_is_not_offered_and_a_price_makes_it_
     assert sizes[0] > sizes[1] > sizes[2] == sizes[3] > sizes[4] == sizes[5] > 0
 
 
-# -- processors --------------------------------------------------------------------------------------------------------------------------------
+# -- processors ------------------------------------------------------------------------------------
 
 
 def test_a_token_that_is_biased_away_is_not_proposed_and_one_that_is_wanted_comes_first() -> None:
@@ -202,7 +251,10 @@ def test_a_token_that_is_biased_away_is_not_proposed_and_one_that_is_wanted_come
 
 def test_what_the_reply_has_said_on_the_path_is_penalised() -> None:
     log = [1, 2, 3] * 6
-    deepest = [max(proposed(log, sampling=Sampling(frequency_penalty=f)).tree.depths, default=0) for f in (0.0, 2.0)]
+    deepest = [
+        max(proposed(log, sampling=Sampling(frequency_penalty=f)).tree.depths, default=0)
+        for f in (0.0, 2.0)
+    ]
     assert deepest[1] < deepest[0]
 
 
@@ -219,7 +271,7 @@ def test_a_prompt_beyond_the_targets_vocabulary_is_refused() -> None:
         opened([3, 1000])
 
 
-# -- the worker --------------------------------------------------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 def test_a_worker_of_this_kind_never_imports_torch() -> None:
@@ -240,6 +292,6 @@ assert drafted.tokens[:3] == (1, 2, 3)
 assert worker.idle() is False
 worker.handle(Close(epoch=1, session=1))
 assert not {"torch", "transformers", "numpy"} & set(sys.modules), "imported"
-"""
+"""  # noqa: E501
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -115,17 +115,37 @@ def coordinator(settings: TargetSettings) -> Iterator[Coordinator]:
 
 
 def opening(session: int = 1, **changes: Any) -> Open:
-    fields = {"session": session, "key": KEY, "prompt": PROMPT, "capacity": 40, "vocabulary_size": VOCABULARY, "sampling": Sampling(), "tree": TreeSettings()}
+    fields = {
+        "session": session,
+        "key": KEY,
+        "prompt": PROMPT,
+        "capacity": 40,
+        "vocabulary_size": VOCABULARY,
+        "sampling": Sampling(),
+        "tree": TreeSettings(),
+    }
     return Open(**{"epoch": EPOCH, **fields, **changes})
 
 
 def verifying(*items: tuple[int, int, int], epoch: int = EPOCH) -> Verify:
-    return Verify(epoch=epoch, items=tuple(VerifyItem(session=s, round=r, prefix=p, tokens=(), parents=()) for s, r, p in items))
+    return Verify(
+        epoch=epoch,
+        items=tuple(
+            VerifyItem(session=s, round=r, prefix=p, tokens=(), parents=()) for s, r, p in items
+        ),
+    )
 
 
-def test_the_introduction_says_what_the_worker_is(coordinator: Coordinator, llama_folder: Path) -> None:
+def test_the_introduction_says_what_the_worker_is(
+    coordinator: Coordinator, llama_folder: Path
+) -> None:
     hello = coordinator.hello
-    assert (hello.roles, hello.name, hello.device, hello.threads) == (("target",), "target-0", "cpu", 1)
+    assert (hello.roles, hello.name, hello.device, hello.threads) == (
+        ("target",),
+        "target-0",
+        "cpu",
+        1,
+    )
     assert hello.tokenizer is not None
     assert hello.tokenizer.data == (llama_folder / "tokenizer.json").read_bytes()
     assert hello.vocabulary is not None
@@ -134,7 +154,9 @@ def test_the_introduction_says_what_the_worker_is(coordinator: Coordinator, llam
     assert hello.fingerprint.kernels == "dovetail-1" or "1t" in hello.fingerprint.kernels
 
 
-def test_a_session_is_opened_verified_and_closed(coordinator: Coordinator, llama_folder: Path) -> None:
+def test_a_session_is_opened_verified_and_closed(
+    coordinator: Coordinator, llama_folder: Path
+) -> None:
     opened = coordinator.ask(opening())
     assert isinstance(opened, Opened)
     assert [name for name, _, _ in opened.spans] == ["prefill"]
@@ -152,10 +174,16 @@ def test_a_session_is_opened_verified_and_closed(coordinator: Coordinator, llama
     assert coordinator.probe().sessions == 0
 
 
-def test_a_prompt_is_scored_before_its_session_is_open_and_its_reply_as_it_comes(coordinator: Coordinator) -> None:
+def test_a_prompt_is_scored_before_its_session_is_open_and_its_reply_as_it_comes(
+    coordinator: Coordinator,
+) -> None:
     scored = coordinator.ask(opening(scored=True, logprobs=3))
     assert isinstance(scored, Scored)
-    assert (scored.session, scored.start, [len(one.top) for one in scored.logprobs]) == (1, 1, [3, 3, 3])
+    assert (scored.session, scored.start, [len(one.top) for one in scored.logprobs]) == (
+        1,
+        1,
+        [3, 3, 3],
+    )
     opened = coordinator.next()
     assert isinstance(opened, Opened)
     assert opened.logprobs is not None
@@ -166,7 +194,9 @@ def test_a_prompt_is_scored_before_its_session_is_open_and_its_reply_as_it_comes
     assert [one.top[0] for one in item.logprobs] == [(item.bonus, item.logprobs[0].logprob)]
 
 
-def test_a_session_that_is_kept_is_not_open_and_one_that_is_not_cannot_be_gone_on_from(coordinator: Coordinator) -> None:
+def test_a_session_that_is_kept_is_not_open_and_one_that_is_not_cannot_be_gone_on_from(
+    coordinator: Coordinator,
+) -> None:
     assert coordinator.hello.limits is not None
     keeps = coordinator.hello.limits.kept > 0
     assert isinstance(coordinator.ask(opening()), Opened)
@@ -189,8 +219,14 @@ def test_a_probe_is_answered_with_clocks_and_counts(coordinator: Coordinator) ->
     assert before.busy_ns == 0 < after.busy_ns <= after.clock_ns - before.clock_ns
 
 
-def test_a_probe_is_answered_in_the_midst_of_a_long_command_and_the_answer_says_so(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, computing, enough = coordinator.worker._model.forward_with_states, threading.Event(), threading.Event()
+def test_a_probe_is_answered_in_the_midst_of_a_long_command_and_the_answer_says_so(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, computing, enough = (
+        coordinator.worker._model.forward_with_states,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def compute(*arguments: Any, **named: Any) -> Any:
         computing.set()
@@ -211,7 +247,9 @@ def test_a_probe_is_answered_in_the_midst_of_a_long_command_and_the_answer_says_
     assert not coordinator.probe().busy
 
 
-def test_a_target_records_fine_spans_when_it_is_told_to_and_no_more(coordinator: Coordinator) -> None:
+def test_a_target_records_fine_spans_when_it_is_told_to_and_no_more(
+    coordinator: Coordinator,
+) -> None:
     coordinator.send(Observe(epoch=EPOCH, fine=True))
     opened = coordinator.ask(opening())
     assert isinstance(opened, Opened)
@@ -220,7 +258,10 @@ def test_a_target_records_fine_spans_when_it_is_told_to_and_no_more(coordinator:
     assert isinstance(verified, Verified)
     assert [name for name, _, _ in verified.spans] == [*PASS, "choose", "verify", "commit"]
     _, began_ns, duration_ns = verified.spans[5]
-    assert all(began_ns <= start <= start + took <= began_ns + duration_ns for _, start, took in verified.spans[:5])
+    assert all(
+        began_ns <= start <= start + took <= began_ns + duration_ns
+        for _, start, took in verified.spans[:5]
+    )
     assert [(session, round, name) for session, round, (name, _, _) in verified.beside] == [
         (1, 0, "decode"),
         (1, 0, "encode"),
@@ -229,7 +270,11 @@ def test_a_target_records_fine_spans_when_it_is_told_to_and_no_more(coordinator:
     ]
     coordinator.send(Observe(epoch=EPOCH, fine=False))
     rest = coordinator.probe()
-    assert [(session, round, name) for session, round, (name, _, _) in rest.beside] == [(1, 1, "encode"), (1, 1, "send"), (None, None, "decode")]
+    assert [(session, round, name) for session, round, (name, _, _) in rest.beside] == [
+        (1, 1, "encode"),
+        (1, 1, "send"),
+        (None, None, "decode"),
+    ]
     again = coordinator.ask(verifying((1, 2, len(PROMPT) + 2)))
     assert isinstance(again, Verified)
     assert ([name for name, _, _ in again.spans], again.beside) == (["verify", "commit"], ())
@@ -246,7 +291,9 @@ def test_duplicates_are_dropped_and_counted(coordinator: Coordinator) -> None:
     assert isinstance(second, Verified)
 
 
-def test_a_wrong_prefix_an_early_round_and_an_unknown_session_fail_and_change_nothing(coordinator: Coordinator) -> None:
+def test_a_wrong_prefix_an_early_round_and_an_unknown_session_fail_and_change_nothing(
+    coordinator: Coordinator,
+) -> None:
     coordinator.ask(opening())
     for item, code in (((1, 1, 6), "prefix"), ((1, 2, 5), "prefix"), ((8, 1, 5), "session")):
         failed = coordinator.ask(verifying(item))
@@ -279,7 +326,9 @@ def test_a_welcome_that_comes_again_is_dropped(coordinator: Coordinator) -> None
     assert coordinator.probe().stale == 1
 
 
-@pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"\xff" * 1000], [b"a", b"b"], [b"\x91" * 5000]])
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"\xc1"], [b"\x80"], [b"\xff" * 1000], [b"a", b"b"], [b"\x91" * 5000]]
+)
 def test_hostile_bytes_do_not_hurt(coordinator: Coordinator, frames: list[bytes]) -> None:
     coordinator.ask(opening())
     coordinator.hub.send(coordinator.peer, frames)
@@ -295,17 +344,37 @@ def test_a_prompt_that_is_too_long_is_answered_in_one_line(coordinator: Coordina
 
 
 def test_a_command_for_another_role_is_answered(coordinator: Coordinator) -> None:
-    failed = coordinator.ask(Draft(epoch=EPOCH, session=1, round=1, prefix=5, accepted=(), bonus=3, max_nodes=1, max_depth=1, max_width=1))
+    failed = coordinator.ask(
+        Draft(
+            epoch=EPOCH,
+            session=1,
+            round=1,
+            prefix=5,
+            accepted=(),
+            bonus=3,
+            max_nodes=1,
+            max_depth=1,
+            max_width=1,
+        )
+    )
     assert isinstance(failed, Failed)
     assert failed.code == "role"
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(RuntimeError("boom"), "internal"), (MemoryError("no"), "memory"), (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory")],
+    [
+        (RuntimeError("boom"), "internal"),
+        (MemoryError("no"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory"),
+    ],
 )
 def test_a_failure_inside_is_answered_and_the_worker_goes_on(
-    coordinator: Coordinator, error: Exception, code: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    coordinator: Coordinator,
+    error: Exception,
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     coordinator.ask(opening())
 
@@ -321,11 +390,15 @@ def test_a_failure_inside_is_answered_and_the_worker_goes_on(
     assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
 
 
-def test_a_session_whose_cache_does_not_fit_is_not_kept_and_the_others_go_on(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_whose_cache_does_not_fit_is_not_kept_and_the_others_go_on(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator.ask(opening(1))
     model = coordinator.worker._model
     with monkeypatch.context() as patch:
-        patch.setattr(model, "new_cache", lambda capacity, real=model.new_cache: real(capacity * 10**9))
+        patch.setattr(
+            model, "new_cache", lambda capacity, real=model.new_cache: real(capacity * 10**9)
+        )
         failed = coordinator.ask(opening(2))
     assert isinstance(failed, Failed)
     assert (failed.session, failed.round, failed.code) == (2, 0, "memory")
@@ -335,7 +408,9 @@ def test_a_session_whose_cache_does_not_fit_is_not_kept_and_the_others_go_on(coo
     assert isinstance(coordinator.ask(opening(2)), Opened)
 
 
-def test_a_pass_that_fails_is_answered_for_the_sessions_in_it_alone(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_is_answered_for_the_sessions_in_it_alone(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for session in (1, 2, 3):
         coordinator.ask(opening(session))
     coordinator.ask(verifying((3, 1, 5)))
@@ -347,12 +422,17 @@ def test_a_pass_that_fails_is_answered_for_the_sessions_in_it_alone(coordinator:
         patch.setattr(coordinator.worker._model, "forward_with_states", fail)
         coordinator.send(verifying((1, 1, 5), (3, 1, 5), (2, 1, 5)), Probe(epoch=EPOCH, sent_ns=5))
         events = [coordinator.next() for _ in range(3)]
-    assert [(event.session, event.code) for event in events if isinstance(event, Failed)] == [(1, "memory"), (2, "memory")]
+    assert [(event.session, event.code) for event in events if isinstance(event, Failed)] == [
+        (1, "memory"),
+        (2, "memory"),
+    ]
     assert isinstance(events[2], Probed)
     assert isinstance(coordinator.ask(verifying((1, 1, 5), (2, 1, 5), (3, 2, 6))), Verified)
 
 
-def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator.ask(opening(1))
     coordinator.ask(opening(2, sampling=Sampling(temperature=1.0)))
 
@@ -371,7 +451,9 @@ def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(coordinator: Co
     assert isinstance(coordinator.ask(verifying((1, 2, 6), (2, 1, 5))), Verified)
 
 
-def test_a_session_whose_commit_fails_is_forgotten_and_the_others_go_on(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_whose_commit_fails_is_forgotten_and_the_others_go_on(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator.ask(opening(1))
     coordinator.ask(opening(2))
 
@@ -395,7 +477,9 @@ def says_that_it_failed(event: Event) -> bool:
     return isinstance(event, Failed) and (event.session, event.text) == (None, "RuntimeError: boom")
 
 
-def test_background_work_that_fails_does_not_end_a_worker(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_background_work_that_fails_does_not_end_a_worker(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     failing = threading.Event()
 
     def fail() -> bool:
@@ -422,7 +506,11 @@ def test_drain_ends_it(settings: TargetSettings) -> None:
 
 def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
-    coordinator.send(Failed(epoch=EPOCH, code="vocabulary", text="id 3 is 'a' in the target and 'b' in the draft"))
+    coordinator.send(
+        Failed(
+            epoch=EPOCH, code="vocabulary", text="id 3 is 'a' in the target and 'b' in the draft"
+        )
+    )
     coordinator.thread.join(60.0)
     assert isinstance(coordinator.error, UserError)
     assert "id 3 is 'a'" in str(coordinator.error)
@@ -436,13 +524,20 @@ def test_a_coordinator_that_has_no_room_is_asked_again(settings: TargetSettings)
     assert "64 workers are registered" in str(coordinator.error)
 
 
-def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mistake(settings: TargetSettings) -> None:
+def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mistake(
+    settings: TargetSettings,
+) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
-    coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="protocol", text="1 messages broke the protocol"))
+    coordinator.send(
+        Welcome(epoch=EPOCH),
+        Failed(epoch=EPOCH, code="protocol", text="1 messages broke the protocol"),
+    )
     coordinator.thread.join(60.0)
     coordinator.end()
     assert isinstance(coordinator.error, DovetailError)
-    assert not isinstance(coordinator.error, UserError), "serve would end, since no restart mends that"
+    assert not isinstance(coordinator.error, UserError), (
+        "serve would end, since no restart mends that"
+    )
 
 
 def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
@@ -454,14 +549,18 @@ def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
 
 def test_a_worker_that_is_turned_away_later_ends_with_the_reason(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="target-0", threads=1))
-    coordinator.send(Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="vocabulary", text="id 3 differs"))
+    coordinator.send(
+        Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="vocabulary", text="id 3 differs")
+    )
     coordinator.thread.join(60.0)
     coordinator.end()
     assert isinstance(coordinator.error, UserError)
     assert "id 3 differs" in str(coordinator.error)
 
 
-def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = Reads(width=64, dtype="float16", vocabulary_size=VOCABULARY)
     part, opened = coordinator.ask(opening(1, features=reads)), coordinator.next()
     assert isinstance(part, Prefilled)
@@ -480,11 +579,12 @@ def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(coord
     assert coordinator.probe().sessions == 1
 
 
-# -- a coordinator that goes, and one that comes ----------------------------------------------------------------------------------------------
+# -- a coordinator that goes, and one that comes ---------------------------------------------------
 
 
 class Coordinators:
-    """One coordinator after the other, and a worker that looks for the next one. None answers until it `appears`."""
+    """One coordinator after the other, and a worker that looks for the next one. None answers until
+    it `appears`."""
 
     def __init__(self, worker: TargetWorker, *, most_s: float = 30.0) -> None:
         self.worker, self.news = worker, list[str]()
@@ -492,7 +592,10 @@ class Coordinators:
         self.outcome: list[object] = []
         self.peer = b""
         link = self.hub.connect()
-        self._thread = threading.Thread(target=self._serve, args=(link, Reconnecting(lambda: self.hub.connect(), most_s, self.news.append)))
+        self._thread = threading.Thread(
+            target=self._serve,
+            args=(link, Reconnecting(lambda: self.hub.connect(), most_s, self.news.append)),
+        )
         self._thread.start()
 
     def _serve(self, link: MemoryLink, reconnecting: Reconnecting) -> None:
@@ -540,7 +643,9 @@ def coordinators(settings: TargetSettings) -> Coordinators:
     return Coordinators(open_target_worker(settings, name="target-0", threads=1))
 
 
-def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_incarnation_that_holds_nothing(coordinators: Coordinators) -> None:
+def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_incarnation_that_holds_nothing(  # noqa: E501
+    coordinators: Coordinators,
+) -> None:
     first = coordinators.welcomes(EPOCH)
     assert isinstance(coordinators.ask(opening(1)), Opened)
     assert isinstance(coordinators.ask(opening(2)), Opened)
@@ -554,23 +659,40 @@ def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_
     probed = coordinators.ask(Probe(epoch=EPOCH + 1, sent_ns=5))
     assert isinstance(probed, Probed)
     assert (probed.epoch, probed.sessions, probed.stale) == (second.epoch, 0, 2)
-    unknown, gone = coordinators.ask(verifying((1, 1, 5), epoch=EPOCH + 1)), coordinators.ask(opening(3, epoch=EPOCH + 1, base=2, kept=2))
+    unknown, gone = (
+        coordinators.ask(verifying((1, 1, 5), epoch=EPOCH + 1)),
+        coordinators.ask(opening(3, epoch=EPOCH + 1, base=2, kept=2)),
+    )
     assert isinstance(unknown, Failed)
     assert isinstance(gone, Failed)
-    assert [(failed.session, failed.code) for failed in (unknown, gone)] == [(1, "session"), (3, "prefix")]
+    assert [(failed.session, failed.code) for failed in (unknown, gone)] == [
+        (1, "session"),
+        (3, "prefix"),
+    ]
     again = coordinators.ask(opening(1, epoch=EPOCH + 1))
     assert isinstance(again, Opened)
     assert again.epoch == second.epoch
     coordinators.send(Drain(epoch=EPOCH + 1))
     assert coordinators.end() is True
-    assert coordinators.news == ["the coordinator has gone; looking for it for up to 30 s", "registered anew"]
+    assert coordinators.news == [
+        "the coordinator has gone; looking for it for up to 30 s",
+        "registered anew",
+    ]
 
 
-def test_a_worker_that_its_coordinator_does_not_know_any_more_says_hello_again(coordinators: Coordinators) -> None:
+def test_a_worker_that_its_coordinator_does_not_know_any_more_says_hello_again(
+    coordinators: Coordinators,
+) -> None:
     first = coordinators.welcomes(EPOCH)
     assert isinstance(coordinators.ask(opening(1)), Opened)
     before = coordinators.peer
-    coordinators.send(Failed(epoch=EPOCH, code="session", text="this peer is not registered here: say Hello first, or connect anew"))
+    coordinators.send(
+        Failed(
+            epoch=EPOCH,
+            code="session",
+            text="this peer is not registered here: say Hello first, or connect anew",
+        )
+    )
     second = coordinators.welcomes(EPOCH)
     assert (coordinators.peer != before, second.epoch != first.epoch) == (True, True)
     probed = coordinators.ask(Probe(epoch=EPOCH, sent_ns=5))
@@ -603,7 +725,9 @@ def test_a_worker_that_computes_for_a_coordinator_that_has_gone_gives_it_up_at_t
     assert coordinators.end() is True
 
 
-def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(coordinators: Coordinators, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(
+    coordinators: Coordinators, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinators.welcomes(EPOCH)
     computing = threading.Event()
 
@@ -620,7 +744,9 @@ def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(coordinator
     assert (coordinators.end(), coordinators.news) == (True, [])
 
 
-def test_a_coordinator_that_goes_before_it_has_answered_is_looked_for_too(coordinators: Coordinators) -> None:
+def test_a_coordinator_that_goes_before_it_has_answered_is_looked_for_too(
+    coordinators: Coordinators,
+) -> None:
     assert isinstance(coordinators.next(), Hello)
     coordinators.hub.close()
     coordinators.appears()
@@ -630,7 +756,9 @@ def test_a_coordinator_that_goes_before_it_has_answered_is_looked_for_too(coordi
 
 
 def test_a_coordinator_that_does_not_come_back_is_given_up(settings: TargetSettings) -> None:
-    coordinators = Coordinators(open_target_worker(settings, name="target-0", threads=1), most_s=0.4)
+    coordinators = Coordinators(
+        open_target_worker(settings, name="target-0", threads=1), most_s=0.4
+    )
     coordinators.welcomes(EPOCH)
     gone_s = time.monotonic()
     coordinators.hub.close()
@@ -638,7 +766,9 @@ def test_a_coordinator_that_does_not_come_back_is_given_up(settings: TargetSetti
     assert time.monotonic() - gone_s >= 0.4
 
 
-def test_a_coordinator_that_comes_and_refuses_ends_it_with_the_reason(coordinators: Coordinators) -> None:
+def test_a_coordinator_that_comes_and_refuses_ends_it_with_the_reason(
+    coordinators: Coordinators,
+) -> None:
     coordinators.welcomes(EPOCH)
     coordinators.hub.close()
     coordinators.appears()
@@ -650,7 +780,9 @@ def test_a_coordinator_that_comes_and_refuses_ends_it_with_the_reason(coordinato
 
 
 def test_a_draft_worker_forgets_its_sessions_and_what_it_kept(llama_folder: Path) -> None:
-    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target="")
+    worker = open_draft_worker(
+        DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target=""
+    )
     for session in (1, 2):
         worker.handle(opening(session))
     worker.handle(Close(epoch=EPOCH, session=2, keep=True))
@@ -659,11 +791,12 @@ def test_a_draft_worker_forgets_its_sessions_and_what_it_kept(llama_folder: Path
     assert (worker.sessions, worker.kept, worker.idle()) == (0, 0, False)
 
 
-# -- growth ahead ------------------------------------------------------------------------------------------------------------------------------
+# -- growth ahead ----------------------------------------------------------------------------------
 
 
 class Watched:
-    """A draft worker whose passes ahead can be stopped in the middle; notes what it does in which order."""
+    """A draft worker whose passes ahead can be stopped in the middle; notes what it does in which
+    order."""
 
     def __init__(self, worker: DraftWorker[Any]) -> None:
         self.done: list[str] = []
@@ -687,17 +820,29 @@ class Watched:
 
 
 def drafting(round: int, prefix: int, **changes: Any) -> Draft:
-    fields = {"accepted": (), "bonus": 3, "max_nodes": 8, "max_depth": 4, "max_width": 3, "ahead": True}
+    fields = {
+        "accepted": (),
+        "bonus": 3,
+        "max_nodes": 8,
+        "max_depth": 4,
+        "max_width": 3,
+        "ahead": True,
+    }
     return Draft(epoch=EPOCH, session=1, round=round, prefix=prefix, **{**fields, **changes})
 
 
 @pytest.fixture
 def drafter(llama_folder: Path) -> Iterator[Coordinator]:
     """A coordinator that has welcomed a draft worker with one session."""
-    worker = open_draft_worker(DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target="")
+    worker = open_draft_worker(
+        DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target=""
+    )
     coordinator = Coordinator(worker)
     coordinator.send(Welcome(epoch=EPOCH))
-    assert isinstance(coordinator.ask(opening(tree=TreeSettings(policy="dynamic", gamma=8, depth=4, width=3))), Opened)
+    assert isinstance(
+        coordinator.ask(opening(tree=TreeSettings(policy="dynamic", gamma=8, depth=4, width=3))),
+        Opened,
+    )
     yield coordinator
     coordinator.end()
     assert coordinator.error is None
@@ -724,7 +869,10 @@ def test_a_worker_is_busy_while_it_grows_ahead(drafter: Coordinator) -> None:
         assert time.monotonic() < deadline
         told.append(drafter.probe())
     beside = [span for probed in told for span in probed.beside]
-    assert {(session, round, name) for session, round, (name, _, _) in beside} <= {(1, 1, "grow"), (None, None, "prepare")}
+    assert {(session, round, name) for session, round, (name, _, _) in beside} <= {
+        (1, 1, "grow"),
+        (None, None, "prepare"),
+    }
     assert told[-1].busy_ns >= work_ns + sum(duration for _, _, (_, _, duration) in beside)
 
 

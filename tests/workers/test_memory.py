@@ -1,4 +1,5 @@
-"""What a target takes of memory that is placed under limits: no more than its placement counted, and not far less."""
+"""What a target takes of memory that is placed under limits: no more than its placement counted,
+and not far less."""
 
 from pathlib import Path
 
@@ -25,8 +26,12 @@ LIMITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "half"])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_target_takes_what_its_placement_counted_and_no_more(tmp_path: Path, limit: str, weights: str) -> None:
-    found = measured(DEMO_FOLDER / "target", tiny_llama(tmp_path), weights, "cpu", LIMITS[limit], INFLATE)
+def test_a_target_takes_what_its_placement_counted_and_no_more(
+    tmp_path: Path, limit: str, weights: str
+) -> None:
+    found = measured(
+        DEMO_FOLDER / "target", tiny_llama(tmp_path), weights, "cpu", LIMITS[limit], INFLATE
+    )
     assert found["holds"], found
     assert found["share"] > 0.6, found
 
@@ -34,6 +39,13 @@ def test_a_target_takes_what_its_placement_counted_and_no_more(tmp_path: Path, l
 @pytest.mark.gpu
 @pytest.mark.parametrize("vram", ["150MB", "250MB", "auto"])
 def test_a_gpu_reserves_no_more_than_was_counted(tmp_path: Path, vram: str) -> None:
-    found = measured(DEMO_FOLDER / "target", tiny_llama(tmp_path), "half", "cuda:0", {"layers": 16, "resident": None, "vram": vram}, INFLATE)
+    found = measured(
+        DEMO_FOLDER / "target",
+        tiny_llama(tmp_path),
+        "half",
+        "cuda:0",
+        {"layers": 16, "resident": None, "vram": vram},
+        INFLATE,
+    )
     assert torch.cuda.is_available()
     assert found["holds"], found

@@ -1,4 +1,5 @@
-"""A session that goes on elsewhere is, byte for byte, the one that it was: on another target, and with a draft that joins later."""
+"""A session that goes on elsewhere is, byte for byte, the one that it was: on another target, and
+with a draft that joins later."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ SAMPLINGS = {
 }
 
 
-# -- the target --------------------------------------------------------------------------------------------------------------------------------
+# -- the target ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -73,7 +74,12 @@ class Told:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     features: dict[int, bytes] = field(default_factory=dict)
 
-    def chose(self, tokens: Sequence[int], margins: Sequence[float | None], logprobs: Sequence[TokenLogprobs]) -> None:
+    def chose(
+        self,
+        tokens: Sequence[int],
+        margins: Sequence[float | None],
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
         for token, margin, said in zip(tokens, margins, logprobs, strict=True):
             self.margins[len(self.log)], self.logprobs[len(self.log)] = margin, said
             self.log.append(token)
@@ -127,7 +133,13 @@ class Life:
     def verifies(self, verifier: Verifier, number: int, tree: TokenTree) -> None:
         self.round += 1
         root = len(self.told.log) - 1
-        item = VerifyItem(session=number, round=self.round, prefix=root + 1, tokens=tree.tokens, parents=tree.parents)
+        item = VerifyItem(
+            session=number,
+            round=self.round,
+            prefix=root + 1,
+            tokens=tree.tokens,
+            parents=tree.parents,
+        )
         verifier.check(item)
         (verdict,) = verifier.verify([item])
         assert isinstance(verdict, Verdict)
@@ -161,8 +173,11 @@ def rows_of(verifier: Verifier, number: int) -> torch.Tensor:
     return torch.stack([cache_row(cache, slot) for slot in range(cache.length)])
 
 
-def moved(verifiers: Sequence[Verifier], life: Life, expected: Told, tokens: int, rng: random.Random) -> int:
-    """The same session with trees, and now and then on another target; the number of the target that has it in the end."""
+def moved(
+    verifiers: Sequence[Verifier], life: Life, expected: Told, tokens: int, rng: random.Random
+) -> int:
+    """The same session with trees, and now and then on another target; the number of the target
+    that has it in the end."""
     place = 0
     life.goes_on(verifiers[place], 1)
     while len(life.told.log) < len(life.prompt) + tokens:
@@ -179,18 +194,25 @@ def moved(verifiers: Sequence[Verifier], life: Life, expected: Told, tokens: int
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @given(seed=st.integers(0, 1 << 32))
 @settings(deadline=None, max_examples=12)
-def test_a_session_that_moves_in_the_middle_of_rounds_is_the_same_bytes(llama: LanguageModel, sampling: str, seed: int) -> None:
+def test_a_session_that_moves_in_the_middle_of_rounds_is_the_same_bytes(
+    llama: LanguageModel, sampling: str, seed: int
+) -> None:
     rng = random.Random(seed)
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30)))
     lives = [Life(prompt, SAMPLINGS[sampling], seed) for _ in range(2)]
-    undisturbed, pair = Verifier(llama, Spans()), (Verifier(llama, Spans()), Verifier(llama, Spans()))
+    undisturbed, pair = (
+        Verifier(llama, Spans()),
+        (Verifier(llama, Spans()), Verifier(llama, Spans())),
+    )
     expected = alone(undisturbed, lives[0], 40)
     last = pair[moved(pair, lives[1], expected, 30, rng)]
     found = lives[1].told
     length = len(found.log)
     assert found.log == expected.log[:length]
     assert found.margins == {place: expected.margins[place] for place in range(len(prompt), length)}
-    assert found.logprobs == {place: expected.logprobs[place] for place in range(len(prompt), length)}
+    assert found.logprobs == {
+        place: expected.logprobs[place] for place in range(len(prompt), length)
+    }
     assert found.features == {place: expected.features[place] for place in range(length - 1)}
     assert torch.equal(rows_of(last, 1), rows_of(undisturbed, 1)[: length - 1])
     assert sum(map(len, pair)) == 1
@@ -201,36 +223,60 @@ def test_a_session_moves_between_targets_of_the_library(llama_folder: Path) -> N
     for sampling in SAMPLINGS.values():
         lives = [Life(PROMPT, sampling, 5) for _ in range(2)]
         expected = alone(Verifier(model, Spans()), lives[0], 40)
-        moved((Verifier(model, Spans()), Verifier(model, Spans())), lives[1], expected, 30, random.Random(1))
+        moved(
+            (Verifier(model, Spans()), Verifier(model, Spans())),
+            lives[1],
+            expected,
+            30,
+            random.Random(1),
+        )
         assert lives[1].told.log == expected.log[: len(lives[1].told.log)]
 
 
-@pytest.mark.parametrize("first", [0, 1, 7, PREFILL_ROWS - 1, PREFILL_ROWS, PREFILL_ROWS + 3, 299, 300, 900])
+@pytest.mark.parametrize(
+    "first", [0, 1, 7, PREFILL_ROWS - 1, PREFILL_ROWS, PREFILL_ROWS + 3, 299, 300, 900]
+)
 def test_features_come_from_the_position_on_that_was_asked_for(tmp_path: Path, first: int) -> None:
-    model = load_language_model(str(tiny_llama(tmp_path, context=400)), weights="fp32", device="cpu")
+    model = load_language_model(
+        str(tiny_llama(tmp_path, context=400)), weights="fp32", device="cpu"
+    )
     rng = random.Random(1)
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(300))
     told = {}
     for features_from in (0, first):
         *parts, _ = Verifier(model, Spans()).open(
-            1, key=bytes(16), prompt=prompt, capacity=350, sampling=Sampling(), tree=TREE, reads=READS, features_from=features_from
+            1,
+            key=bytes(16),
+            prompt=prompt,
+            capacity=350,
+            sampling=Sampling(),
+            tree=TREE,
+            reads=READS,
+            features_from=features_from,
         )
         assert all(isinstance(part, Part) for part in parts)
-        told[features_from] = [(part.start, part.features) for part in parts if isinstance(part, Part)]
+        told[features_from] = [
+            (part.start, part.features) for part in parts if isinstance(part, Part)
+        ]
     if first >= 300:
         assert told[first] == []
         return
     assert told[first][0][0] == first
-    assert torch.equal(torch.cat([features for _, features in told[first]]), torch.cat([features for _, features in told[0]])[first:])
+    assert torch.equal(
+        torch.cat([features for _, features in told[first]]),
+        torch.cat([features for _, features in told[0]])[first:],
+    )
 
 
-# -- features computed anew --------------------------------------------------------------------------------------------------------------------
+# -- features computed anew ------------------------------------------------------------------------
 
 
 @needs_kernels
 @given(seed=st.integers(0, 1 << 32))
 @settings(deadline=None, max_examples=12)
-def test_features_that_are_computed_anew_are_those_that_were_sent(llama: LanguageModel, seed: int) -> None:
+def test_features_that_are_computed_anew_are_those_that_were_sent(
+    llama: LanguageModel, seed: int
+) -> None:
     rng = random.Random(seed)
     lives = [Life(PROMPT, SAMPLINGS["sampled"], seed) for _ in range(2)]
     asked, left_alone = Verifier(llama, Spans()), Verifier(llama, Spans())
@@ -244,7 +290,9 @@ def test_features_that_are_computed_anew_are_those_that_were_sent(llama: Languag
             again = Told([])
             for part in asked.refeed(1, READS, start, prefix):
                 again.read(part.start, part.features)
-            assert again.features == {place: lives[1].told.features[place] for place in range(start, prefix - 1)}
+            assert again.features == {
+                place: lives[1].told.features[place] for place in range(start, prefix - 1)
+            }
     length = len(lives[1].told.log)
     assert lives[1].told.log == expected.log[:length]
     assert torch.equal(rows_of(asked, 1), rows_of(left_alone, 1)[: length - 1])
@@ -253,16 +301,22 @@ def test_features_that_are_computed_anew_are_those_that_were_sent(llama: Languag
 @needs_kernels
 def test_a_session_that_nobody_read_is_read_from_then_on(llama: LanguageModel) -> None:
     verifier = Verifier(llama, Spans())
-    *parts, first = verifier.open(1, key=bytes(16), prompt=PROMPT, capacity=40, sampling=Sampling(), tree=TREE)
+    *parts, first = verifier.open(
+        1, key=bytes(16), prompt=PROMPT, capacity=40, sampling=Sampling(), tree=TREE
+    )
     assert isinstance(first, First)
     log = [*PROMPT, first.token]
     assert parts == []
     for round in (1, 2, 3):
         if round == 2:
             assert [part.start for part in verifier.refeed(1, READS, 0, len(log))] == [0]
-        (verdict,) = verifier.verify([VerifyItem(session=1, round=round, prefix=len(log), tokens=(), parents=())])
+        (verdict,) = verifier.verify(
+            [VerifyItem(session=1, round=round, prefix=len(log), tokens=(), parents=())]
+        )
         assert isinstance(verdict, Verdict)
-        assert (verdict.reads, verdict.features is None) == ((None, True) if round == 1 else (READS, False))
+        assert (verdict.reads, verdict.features is None) == (
+            (None, True) if round == 1 else (READS, False)
+        )
         log.append(verdict.item.bonus)
 
 
@@ -270,8 +324,20 @@ def test_features_of_what_is_not_there_are_refused(llama: LanguageModel) -> None
     verifier, life = Verifier(llama, Spans()), Life(PROMPT, Sampling(), 1)
     life.goes_on(verifier, 1)
     for number, reads, prefix, code, words in (
-        (1, READS, len(PROMPT) + 2, "prefix", "features of 8 tokens were asked for, the log here has 7"),
-        (1, READS.model_copy(update={"taps": (0, 9)}), len(PROMPT), "settings", "use a draft that was made for this target"),
+        (
+            1,
+            READS,
+            len(PROMPT) + 2,
+            "prefix",
+            "features of 8 tokens were asked for, the log here has 7",
+        ),
+        (
+            1,
+            READS.model_copy(update={"taps": (0, 9)}),
+            len(PROMPT),
+            "settings",
+            "use a draft that was made for this target",
+        ),
         (3, READS, len(PROMPT), "session", "session 3 is not open here"),
     ):
         with pytest.raises(RequestError, match=words) as refusal:
@@ -279,7 +345,7 @@ def test_features_of_what_is_not_there_are_refused(llama: LanguageModel) -> None
         assert refusal.value.code == code
 
 
-# -- a draft that joins later ------------------------------------------------------------------------------------------------------------------
+# -- a draft that joins later ----------------------------------------------------------------------
 
 
 def only(events: Sequence[Event]) -> Any:
@@ -288,9 +354,19 @@ def only(events: Sequence[Event]) -> Any:
 
 
 class Drafting:
-    """A draft session whose target commits what a test says; features are made of position and token, the same in every session."""
+    """A draft session whose target commits what a test says; features are made of position and
+    token, the same in every session."""
 
-    def __init__(self, worker: DraftWorker[Any], number: int, log: Sequence[int], sampling: Sampling, *, replied: int = 0, round: int = 0) -> None:
+    def __init__(
+        self,
+        worker: DraftWorker[Any],
+        number: int,
+        log: Sequence[int],
+        sampling: Sampling,
+        *,
+        replied: int = 0,
+        round: int = 0,
+    ) -> None:
         self.worker, self.number, self.log, self.round = worker, number, list(log), round
         self.reads = worker.hello(1).reads
         opened = only(
@@ -314,18 +390,36 @@ class Drafting:
         assert opened.round == round
         self.first = True
         if self.reads is not None:
-            fed = only(worker.handle(Feed(epoch=1, session=number, round=round, start=0, features=self.features(0, len(log)))))
+            fed = only(
+                worker.handle(
+                    Feed(
+                        epoch=1,
+                        session=number,
+                        round=round,
+                        start=0,
+                        features=self.features(0, len(log)),
+                    )
+                )
+            )
             assert (fed.round, fed.start) == (round, 0)
 
     def features(self, start: int, stop: int) -> Any:
         assert self.reads is not None
-        rows = [torch.randn(self.reads.row, generator=torch.Generator().manual_seed(place)) for place in range(start, stop)]
+        rows = [
+            torch.randn(self.reads.row, generator=torch.Generator().manual_seed(place))
+            for place in range(start, stop)
+        ]
         return to_array(torch.stack(rows).to(TYPES[self.reads.dtype]))
 
     def commits(self, tokens: Sequence[int], *, nodes: int) -> Drafted:
-        """Tokens of rounds in which this draft had no part, and a proposal of at most so many nodes."""
+        """Tokens of rounds in which this draft had no part, and a proposal of at most so many
+        nodes."""
         first, *more = tokens
-        known = None if self.first or self.reads is None else self.features(len(self.log) - 1, len(self.log) - 1 + len(tokens))
+        known = (
+            None
+            if self.first or self.reads is None
+            else self.features(len(self.log) - 1, len(self.log) - 1 + len(tokens))
+        )
         if self.first and self.reads is not None and more:
             known = self.features(len(self.log), len(self.log) + len(more))
         self.first = False
@@ -350,26 +444,42 @@ class Drafting:
 
 
 DRAFTS: dict[str, Callable[[Path, Path], DraftSettings]] = {
-    "small": lambda target, folder: DraftSettings(model=str(tiny_llama(folder, seed=3, layers=1)), device="cpu"),
+    "small": lambda target, folder: DraftSettings(
+        model=str(tiny_llama(folder, seed=3, layers=1)), device="cpu"
+    ),
     "ngram": lambda target, folder: DraftSettings(kind="ngram"),
-    "eagle": lambda target, folder: DraftSettings(model=str(write_head(folder, "eagle")), device="cpu"),
-    "eagle3": lambda target, folder: DraftSettings(model=str(write_head(folder, "eagle3")), device="cpu"),
-    "dovetail": lambda target, folder: DraftSettings(model=str(write_head(folder, "dovetail")), device="cpu"),
-    "jakiro": lambda target, folder: DraftSettings(model=str(write_head(folder, "jakiro")), device="cpu"),
+    "eagle": lambda target, folder: DraftSettings(
+        model=str(write_head(folder, "eagle")), device="cpu"
+    ),
+    "eagle3": lambda target, folder: DraftSettings(
+        model=str(write_head(folder, "eagle3")), device="cpu"
+    ),
+    "dovetail": lambda target, folder: DraftSettings(
+        model=str(write_head(folder, "dovetail")), device="cpu"
+    ),
+    "jakiro": lambda target, folder: DraftSettings(
+        model=str(write_head(folder, "jakiro")), device="cpu"
+    ),
 }
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled looking back"])
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_a_draft_that_joins_later_proposes_what_one_proposes_that_was_there(kind: str, sampling: str, llama_folder: Path, tmp_path: Path) -> None:
+def test_a_draft_that_joins_later_proposes_what_one_proposes_that_was_there(
+    kind: str, sampling: str, llama_folder: Path, tmp_path: Path
+) -> None:
     settings = DRAFTS[kind](llama_folder, tmp_path / "draft")
-    workers = [open_draft_worker(settings, name="d", threads=1, target=str(llama_folder)) for _ in range(2)]
+    workers = [
+        open_draft_worker(settings, name="d", threads=1, target=str(llama_folder)) for _ in range(2)
+    ]
     chosen, saying = SAMPLINGS[sampling], [*range(20, 40)]
     prompt, reply = [*PROMPT, *saying], [41, saying[13], *saying[:12]]
     there = Drafting(workers[0], 1, prompt, chosen)
     for token in reply[:-1]:
         there.commits([token], nodes=0)
-    joined = Drafting(workers[1], 1, [*prompt, *reply[:-1]], chosen, replied=len(reply) - 1, round=len(reply) - 1)
+    joined = Drafting(
+        workers[1], 1, [*prompt, *reply[:-1]], chosen, replied=len(reply) - 1, round=len(reply) - 1
+    )
     for tokens in (reply[-1:], saying[12:13], saying[13:16]):
         expected, found = there.commits(tokens, nodes=12), joined.commits(tokens, nodes=12)
         assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
@@ -377,27 +487,42 @@ def test_a_draft_that_joins_later_proposes_what_one_proposes_that_was_there(kind
         assert found.scores == pytest.approx(expected.scores, abs=1e-3)
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def targets(llama_folder: Path) -> list[TargetWorker]:
-    workers = [open_target_worker(TargetSettings(model=str(llama_folder)), name="t", threads=1) for _ in range(2)]
+    workers = [
+        open_target_worker(TargetSettings(model=str(llama_folder)), name="t", threads=1)
+        for _ in range(2)
+    ]
     for worker in workers:
         worker.hello(1)
     return workers
 
 
 def opening(session: int, prompt: Sequence[int], **changes: Any) -> Open:
-    fields = {"session": session, "key": bytes(16), "prompt": tuple(prompt), "capacity": 80, "vocabulary_size": VOCABULARY, "tree": TREE}
+    fields = {
+        "session": session,
+        "key": bytes(16),
+        "prompt": tuple(prompt),
+        "capacity": 80,
+        "vocabulary_size": VOCABULARY,
+        "tree": TREE,
+    }
     return Open(**{"epoch": 1, "sampling": Sampling(), "features": READS, **fields, **changes})
 
 
 def verifying(session: int, round: int, prefix: int) -> Verify:
-    return Verify(epoch=1, items=(VerifyItem(session=session, round=round, prefix=prefix, tokens=(), parents=()),))
+    return Verify(
+        epoch=1,
+        items=(VerifyItem(session=session, round=round, prefix=prefix, tokens=(), parents=()),),
+    )
 
 
-def test_what_belongs_to_an_opening_or_to_features_anew_carries_its_round(targets: list[TargetWorker]) -> None:
+def test_what_belongs_to_an_opening_or_to_features_anew_carries_its_round(
+    targets: list[TargetWorker],
+) -> None:
     first, second = targets
     part, opened = first.handle(opening(1, PROMPT))
     assert isinstance(opened, Opened)
@@ -418,18 +543,28 @@ def test_what_belongs_to_an_opening_or_to_features_anew_carries_its_round(target
     assert [*second.handle(verifying(1, 4, len(log) - 1))] == []
     assert second.stale == 1
     assert isinstance(only([*second.handle(verifying(1, 5, len(log)))]), Verified)
-    *parts, refed = second.handle(Refeed(epoch=1, session=1, round=5, start=2, prefix=len(log), features=READS))
+    *parts, refed = second.handle(
+        Refeed(epoch=1, session=1, round=5, start=2, prefix=len(log), features=READS)
+    )
     assert isinstance(refed, Refed)
     assert (refed.round, [name for name, _, _ in refed.spans]) == (5, ["prefill"])
-    assert [(part.round, part.start, part.features.shape[0]) for part in parts if isinstance(part, Prefilled)] == [(5, 2, len(log) - 3)]
+    assert [
+        (part.round, part.start, part.features.shape[0])
+        for part in parts
+        if isinstance(part, Prefilled)
+    ] == [(5, 2, len(log) - 3)]
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dovetail", "jakiro"])
-def test_a_head_that_is_fed_anew_drafts_for_a_session_that_began_without_it(kind: str, targets: list[TargetWorker], llama_folder: Path, tmp_path: Path) -> None:
+def test_a_head_that_is_fed_anew_drafts_for_a_session_that_began_without_it(
+    kind: str, targets: list[TargetWorker], llama_folder: Path, tmp_path: Path
+) -> None:
     """The same features as it would have had, over the same messages."""
     settings, target = DRAFTS[kind](llama_folder, tmp_path / "draft"), targets[0]
-    late, early = (open_draft_worker(settings, name="d", threads=1, target=str(llama_folder)) for _ in range(2))
+    late, early = (
+        open_draft_worker(settings, name="d", threads=1, target=str(llama_folder)) for _ in range(2)
+    )
     reads = late.hello(1).reads
     early.hello(1)
     *parts, opened = target.handle(opening(7, PROMPT, features=reads))
@@ -441,14 +576,27 @@ def test_a_head_that_is_fed_anew_drafts_for_a_session_that_began_without_it(kind
         early.handle(Feed(epoch=1, session=7, start=part.start, features=part.features))
     proposals, features = [], None
     for round in range(1, 6):
-        order = {"session": 7, "round": round, "prefix": len(log), "accepted": (), "bonus": log[-1], "max_nodes": 8, "max_depth": 3, "max_width": 3}
+        order = {
+            "session": 7,
+            "round": round,
+            "prefix": len(log),
+            "accepted": (),
+            "bonus": log[-1],
+            "max_nodes": 8,
+            "max_depth": 3,
+            "max_width": 3,
+        }
         if round == 5:
             late.handle(opening(7, log[:-1], round=4, replied=len(log) - 1 - len(PROMPT)))
-            *again, refed = target.handle(Refeed(epoch=1, session=7, round=4, start=0, prefix=len(log), features=reads))
+            *again, refed = target.handle(
+                Refeed(epoch=1, session=7, round=4, start=0, prefix=len(log), features=reads)
+            )
             assert isinstance(refed, Refed)
             for part in again:
                 assert isinstance(part, Prefilled)
-                late.handle(Feed(epoch=1, session=7, round=4, start=part.start, features=part.features))
+                late.handle(
+                    Feed(epoch=1, session=7, round=4, start=part.start, features=part.features)
+                )
             proposals.append(only(late.handle(Draft(epoch=1, **order))))
         proposals.append(only(early.handle(Draft(epoch=1, features=features, **order))))
         verified = only([*target.handle(verifying(7, round, len(log)))])

@@ -12,7 +12,9 @@ KEYS = (bytes(16), b"\xff" * 16, bytes(range(16)))
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("position", [0, 1, 511, 1 << 20])
 def test_every_value_equals_the_definition_in_plain_numbers(key: bytes, position: int) -> None:
-    assert gumbel_noise(key, position, 400).tolist() == [gumbel(key, position, v) for v in range(400)]
+    assert gumbel_noise(key, position, 400).tolist() == [
+        gumbel(key, position, v) for v in range(400)
+    ]
 
 
 def test_noise_is_finite_and_has_the_law_of_gumbel() -> None:

@@ -1,4 +1,5 @@
-"""Where layers are placed: a function of sizes alone, within its limits, and of the sizes that the loader really makes."""
+"""Where layers are placed: a function of sizes alone, within its limits, and of the sizes that the
+loader really makes."""
 
 import json
 from pathlib import Path
@@ -13,11 +14,32 @@ from dovetail.workers.kernels.layer import LANES
 from dovetail.workers.models.blob import gather
 from dovetail.workers.models.fused import BlockedCache
 from dovetail.workers.models.language_model import load_language_model
-from dovetail.workers.models.placement import BUFFERS, Demand, Place, Sizes, has_sizes, needed_bytes, place_layers, sizes_of
+from dovetail.workers.models.placement import (
+    BUFFERS,
+    Demand,
+    Place,
+    Sizes,
+    has_sizes,
+    needed_bytes,
+    place_layers,
+    sizes_of,
+)
 from support.kernels import needs_kernels
 from support.models import FAMILIES
 
-SIZES = Sizes(layers=8, layer=100, matrix=40, head=50, embedding=60, row=1, context=10, state=0, inner=0, groups=1, logits=0)
+SIZES = Sizes(
+    layers=8,
+    layer=100,
+    matrix=40,
+    head=50,
+    embedding=60,
+    row=1,
+    context=10,
+    state=0,
+    inner=0,
+    groups=1,
+    logits=0,
+)
 LLAMA_7B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -43,7 +65,10 @@ def test_the_last_layers_are_split_off() -> None:
 
 def test_resident_layers_stand_evenly_between_streamed_ones() -> None:
     placement = place_layers(SIZES, Demand("cuda:0", resident=2))
-    assert [index for index, place in enumerate(placement.places) if place is Place.RESIDENT] == [3, 7]
+    assert [index for index, place in enumerate(placement.places) if place is Place.RESIDENT] == [
+        3,
+        7,
+    ]
     assert (placement.resident, placement.streamed, placement.buffers) == (2, 6, BUFFERS)
 
 
@@ -66,13 +91,24 @@ def test_a_streamed_target_keeps_as_many_layers_as_there_is_room_for(room: int) 
     ("demand", "words"),
     [
         (Demand("cuda:0", device_bytes=300), ("cuda:0 would need", "memory.vram leaves")),
-        (Demand("cuda:0", computed=4, resident=4, device_bytes=300), ("4 of 4 layers resident", "target.split.layers")),
+        (
+            Demand("cuda:0", computed=4, resident=4, device_bytes=300),
+            ("4 of 4 layers resident", "target.split.layers"),
+        ),
         (Demand("cuda:0", computed=9), ("target.split.layers = 9", "the model has 8 layers")),
-        (Demand("cuda:0", computed=3, resident=4), ("target.resident = 4", "cuda:0 computes 3 layers")),
-        (Demand("cuda:0", computed=3, host_bytes=500), ("5 layers, the embedding and a pass", "memory.ram")),
+        (
+            Demand("cuda:0", computed=3, resident=4),
+            ("target.resident = 4", "cuda:0 computes 3 layers"),
+        ),
+        (
+            Demand("cuda:0", computed=3, host_bytes=500),
+            ("5 layers, the embedding and a pass", "memory.ram"),
+        ),
     ],
 )
-def test_what_cannot_be_placed_is_refused_in_one_line(demand: Demand, words: tuple[str, ...]) -> None:
+def test_what_cannot_be_placed_is_refused_in_one_line(
+    demand: Demand, words: tuple[str, ...]
+) -> None:
     with pytest.raises(SettingsError) as caught:
         place_layers(SIZES, demand)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -89,7 +125,16 @@ def test_a_7b_model_has_the_sizes_that_it_is_known_for() -> None:
 
 def test_a_configuration_without_sizes_is_told_from_one_with_them() -> None:
     assert has_sizes(LLAMA_7B)
-    assert has_sizes({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96, "vocab_size": 48})
+    assert has_sizes(
+        {
+            "model_type": "gpt2",
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 96,
+            "vocab_size": 48,
+        }
+    )
     for name in LLAMA_7B.keys() - {"model_type", "dtype"}:
         assert not has_sizes({key: value for key, value in LLAMA_7B.items() if key != name})
 
@@ -109,14 +154,21 @@ def test_a_configuration_without_sizes_is_told_from_one_with_them() -> None:
     ],
     ids=str,
 )
-def test_a_configuration_with_numbers_that_no_model_has_is_one_without_sizes(wrong: dict[str, object]) -> None:
+def test_a_configuration_with_numbers_that_no_model_has_is_one_without_sizes(
+    wrong: dict[str, object],
+) -> None:
     assert not has_sizes({**LLAMA_7B, **wrong})
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("half", torch.float16), ("int8", torch.float32)])
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [("fp32", torch.float32), ("half", torch.float16), ("int8", torch.float32)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_by_the_configuration_are_those_that_are_loaded(tmp_path: Path, family: str, weights: str, dtype: torch.dtype) -> None:
+def test_sizes_by_the_configuration_are_those_that_are_loaded(
+    tmp_path: Path, family: str, weights: str, dtype: torch.dtype
+) -> None:
     """Within a bias, which is counted whether there is one, and the norms."""
     folder = FAMILIES[family](tmp_path, dtype=dtype)
     sizes = sizes_of(json.loads((folder / "config.json").read_text()), weights)

@@ -1,4 +1,5 @@
-"""What only a GPU can show: copies beside computation that wait for it, layers and prompts that torch computes there, and what stands in a fingerprint."""
+"""What only a GPU can show: copies beside computation that wait for it, layers and prompts that
+torch computes there, and what stands in a fingerprint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ class Hasty(CudaTransfer):
 
 
 def sums_of_slow_layers(transfer: CudaTransfer) -> tuple[list[int], list[int]]:
-    """What two passes of layers read of their weights, each held back before it reads; and what they ought to."""
+    """What two passes of layers read of their weights, each held back before it reads; and what
+    they ought to."""
     blobs = [torch.full((BLOB_BYTES,), number + 1, dtype=torch.uint8) for number in range(5)]
     for blob in blobs:
         transfer.pin(blob)
@@ -60,7 +62,9 @@ def sums_of_slow_layers(transfer: CudaTransfer) -> tuple[list[int], list[int]]:
     return [int(total) for total in read], 2 * [int(blob.sum(dtype=torch.int64)) for blob in blobs]
 
 
-def test_a_buffer_is_not_filled_anew_before_a_slow_layer_has_read_it(transfer: CudaTransfer) -> None:
+def test_a_buffer_is_not_filled_anew_before_a_slow_layer_has_read_it(
+    transfer: CudaTransfer,
+) -> None:
     read, expected = sums_of_slow_layers(transfer)
     assert read == expected
 
@@ -76,16 +80,26 @@ def decode(model: LanguageModel) -> Tensor:
     prompt = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)])
     cache.keep(range(10), 10)
     paths = Paths.of(10, [[10], [10, 11], [10, 12], [10, 12, 13]])
-    tree = model.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [Segment(cache, 10, 4, paths)])
+    tree = model.forward(
+        torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [Segment(cache, 10, 4, paths)]
+    )
     cache.keep([10, 12, 13], 3)
     cache.resize(64)
-    return torch.cat([prompt, tree, model.forward(torch.tensor([4]), torch.tensor([13]), [Segment(cache, 13, 1)])])
+    return torch.cat(
+        [
+            prompt,
+            tree,
+            model.forward(torch.tensor([4]), torch.tensor([13]), [Segment(cache, 13, 1)]),
+        ]
+    )
 
 
 @pytest.mark.parametrize("places", ["streamed", "resident", "mixed"])
 @pytest.mark.parametrize("weights", TYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gpu_computes_the_same_function_up_to_rounding(tmp_path: Path, transfer: CudaTransfer, family: str, weights: str, places: str) -> None:
+def test_a_gpu_computes_the_same_function_up_to_rounding(
+    tmp_path: Path, transfer: CudaTransfer, family: str, weights: str, places: str
+) -> None:
     folder = FAMILIES[family](tmp_path, dtype=TYPES[weights])
     whole = load_language_model(str(folder), weights=weights, device="cpu", backend="kernels")
 
@@ -98,41 +112,67 @@ def test_a_gpu_computes_the_same_function_up_to_rounding(tmp_path: Path, transfe
         }[places]
 
     staging = Staging(spread(whole.layers), transfer)
-    found, expected = decode(load_language_model(str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging)), decode(whole)
+    found, expected = (
+        decode(
+            load_language_model(
+                str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging
+            )
+        ),
+        decode(whole),
+    )
     assert float((found - expected).abs().max()) <= TOLERANCE[weights] * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("length", [1, 17, 300, 900])
-def test_a_prompt_that_a_gpu_has_read_goes_on_on_the_cpu(tmp_path: Path, transfer: CudaTransfer, length: int) -> None:
+def test_a_prompt_that_a_gpu_has_read_goes_on_on_the_cpu(
+    tmp_path: Path, transfer: CudaTransfer, length: int
+) -> None:
     folder = tiny_llama(tmp_path, layers=4, context=1024)
     tokens = torch.arange(length + 3) % 40
     logits = []
     for reader in (None, transfer):
         staging = Staging([Place.CPU] * 4, reader=reader)
-        model = load_language_model(str(folder), weights="fp32", device="cpu", stage=lambda config, kind, staging=staging: staging)
+        model = load_language_model(
+            str(folder),
+            weights="fp32",
+            device="cpu",
+            stage=lambda config, kind, staging=staging: staging,
+        )
         cache, last = model.new_cache(length + 3), torch.tensor([length - 1])
         if reader is None:
-            model.forward(tokens[:length], torch.arange(length), [Segment(cache, 0, length)], rows=last)
+            model.forward(
+                tokens[:length], torch.arange(length), [Segment(cache, 0, length)], rows=last
+            )
         else:
             model.read_apart(tokens[:length], Segment(cache, 0, length), wanted=(), rows=last)
         cache.keep(range(length), length)
-        logits.append(model.forward(tokens[length:], torch.arange(length, length + 3), [Segment(cache, length, 3)]))
+        logits.append(
+            model.forward(
+                tokens[length:], torch.arange(length, length + 3), [Segment(cache, length, 3)]
+            )
+        )
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_fingerprint_says_how_many_layers_a_gpu_computes_and_not_whether_they_stream(tmp_path: Path) -> None:
+def test_a_fingerprint_says_how_many_layers_a_gpu_computes_and_not_whether_they_stream(
+    tmp_path: Path,
+) -> None:
     folder = tiny_llama(tmp_path, layers=4)
     split = SplitSettings(device="cuda:0", layers=2)
 
     def fingerprint(settings: TargetSettings) -> str:
-        worker = open_target_worker(settings, name="t", threads=1, memory=MemorySettings(vram="1GB"))
+        worker = open_target_worker(
+            settings, name="t", threads=1, memory=MemorySettings(vram="1GB")
+        )
         assert worker.hello(1).limits.kept == 0  # type: ignore[union-attr]
         return str(worker.hello(1).fingerprint)
 
     streamed, resident, more = (
         fingerprint(TargetSettings(model=str(folder), split=split, resident=0)),
         fingerprint(TargetSettings(model=str(folder), split=split, resident=2)),
-        fingerprint(TargetSettings(model=str(folder), split=SplitSettings(device="cuda:0", layers=3))),
+        fingerprint(
+            TargetSettings(model=str(folder), split=SplitSettings(device="cuda:0", layers=3))
+        ),
     )
     assert streamed == resident != more
     assert "/2@torch-" in streamed

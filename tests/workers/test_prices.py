@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.workers.speculation.prices import LONGER, REMEMBERED, START, Chance, PassTimes, most_used, worth_expanding
+from dovetail.workers.speculation.prices import (
+    LONGER,
+    REMEMBERED,
+    START,
+    Chance,
+    PassTimes,
+    most_used,
+    worth_expanding,
+)
 from dovetail.workers.speculation.proposal import FREE, Price
 
 
@@ -21,7 +29,17 @@ def times(**known: int) -> PassTimes:
 
 def test_what_a_pass_takes_is_known_for_all_numbers_of_rows_between_two_powers_of_two() -> None:
     taken = times(r1=10, r3=20, r8=50)
-    assert [taken.estimate_ns(rows) for rows in (0, 1, 2, 3, 4, 5, 8, 9, 500)] == [0, 10, 10, 20, 20, 50, 50, 50, 50]
+    assert [taken.estimate_ns(rows) for rows in (0, 1, 2, 3, 4, 5, 8, 9, 500)] == [
+        0,
+        10,
+        10,
+        20,
+        20,
+        50,
+        50,
+        50,
+        50,
+    ]
 
 
 def test_what_is_not_known_is_taken_for_less() -> None:
@@ -57,7 +75,11 @@ def test_the_chance_follows_what_happens() -> None:
 )
 @settings(max_examples=200, deadline=None)
 def test_the_pass_is_the_one_whose_gain_is_furthest_above_its_price(
-    probabilities: list[float], floor: float, rate: float | None, taken: dict[int, int], foretold: int
+    probabilities: list[float],
+    floor: float,
+    rate: float | None,
+    taken: dict[int, int],
+    foretold: int,
 ) -> None:
     path = np.array(sorted(probabilities, reverse=True), np.float32)
     rows = np.maximum(np.arange(1, len(path) + 1) - foretold, 0)
@@ -69,14 +91,23 @@ def test_the_pass_is_the_one_whose_gain_is_furthest_above_its_price(
         return
     nets = [
         0.0,
-        *(math.fsum(max(0.0, 0.7 * p - floor) for p in allowed[:n]) - rate * 1e-9 * known.estimate_ns(int(rows[n - 1])) for n in range(1, len(allowed) + 1)),
+        *(
+            math.fsum(max(0.0, 0.7 * p - floor) for p in allowed[:n])
+            - rate * 1e-9 * known.estimate_ns(int(rows[n - 1]))
+            for n in range(1, len(allowed) + 1)
+        ),
     ]
     assert 0 <= found <= len(allowed)
     assert nets[found] == pytest.approx(max(nets), abs=1e-9)
 
 
 def test_without_a_price_everything_is_worth_a_pass() -> None:
-    assert worth_expanding(np.array([1e-30], np.float32), np.array([1]), FREE, times(r1=10**9), Chance(0.0)) == 1
+    assert (
+        worth_expanding(
+            np.array([1e-30], np.float32), np.array([1]), FREE, times(r1=10**9), Chance(0.0)
+        )
+        == 1
+    )
 
 
 @given(
@@ -91,7 +122,11 @@ def test_a_pass_that_nobody_waits_for_is_used_most_for_its_time_and_not_much_lon
     path = np.array(sorted(probabilities, reverse=True), np.float32)
     known = times(**{f"r{rows}": ns for rows, ns in taken.items()})
     found = most_used(path, width, known)
-    short = [n for n in range(1, len(path) + 1) if known.estimate_ns(n) <= LONGER * known.estimate_ns(width)]
+    short = [
+        n
+        for n in range(1, len(path) + 1)
+        if known.estimate_ns(n) <= LONGER * known.estimate_ns(width)
+    ]
     if short:
         use = {n: math.fsum(path[:n].tolist()) / known.estimate_ns(n) for n in short}
         assert use[found] == pytest.approx(max(use.values()))

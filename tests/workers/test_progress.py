@@ -1,4 +1,5 @@
-"""Beats of what is computed, and the watchdog over processes that stop beating; each in a process of its own, since that is what it ends."""
+"""Beats of what is computed, and the watchdog over processes that stop beating; each in a process
+of its own, since that is what it ends."""
 
 import signal
 import subprocess
@@ -73,20 +74,29 @@ time.sleep({deaf} * {stuck_s} + 1)
 def run(work: str) -> "subprocess.Popen[str]":
     """A process that has begun with what it does."""
     script = SCRIPT.replace("{work}", work).format(stuck_s=STUCK_S, deaf=DEAF)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "on\n"
     return process
 
 
-@pytest.mark.parametrize(("work", "where"), [(FOR_EVER, "go_round_and_round"), (DEADLOCK, "wait_for_myself")], ids=["for ever", "deadlock"])
+@pytest.mark.parametrize(
+    ("work", "where"),
+    [(FOR_EVER, "go_round_and_round"), (DEADLOCK, "wait_for_myself")],
+    ids=["for ever", "deadlock"],
+)
 def test_a_process_that_gets_nowhere_says_where_it_is_and_ends(work: str, where: str) -> None:
     began_s = time.monotonic()
     process = run(work)
     _, said = process.communicate(timeout=END_S)
     assert process.returncode == 1
     assert time.monotonic() - began_s >= STUCK_S
-    assert said.startswith(f"target worker a has made no progress for {STUCK_S:g} s (coordinator.stuck_s) and ends; it was here:\n")
+    assert said.startswith(
+        f"target worker a has made no progress for {STUCK_S:g} s (coordinator.stuck_s) and "
+        "ends; it was here:\n"
+    )
     assert f"in {where}\n" in said
 
 
@@ -114,7 +124,7 @@ def test_the_time_for_which_a_process_was_stopped_does_not_count() -> None:
     assert (process.returncode, said, complaints) == (0, "done\n", "")
 
 
-# -- beats -------------------------------------------------------------------------------------------------------------------------------------
+# -- beats -----------------------------------------------------------------------------------------
 
 
 def beats_of(work: Callable[[], object]) -> int:
@@ -136,10 +146,19 @@ def test_every_layer_of_a_pass_beats(backend: str, llama_folder: Path) -> None:
 
 
 def test_a_pass_of_a_head_beats(llama_folder: Path, tmp_path: Path) -> None:
-    head = open_head(str(write_head(tmp_path, "eagle")), target=str(llama_folder), weights="fp32", device="cpu")
+    head = open_head(
+        str(write_head(tmp_path, "eagle")), target=str(llama_folder), weights="fp32", device="cpu"
+    )
     features = torch.zeros(2, head.spec.feature_width)
     cache = head.new_cache(2)
-    assert beats_of(lambda: head.forward(torch.tensor([1, 2]), features, torch.arange(2), [Segment(cache, 0, 2)], true=True)) >= 1
+    assert (
+        beats_of(
+            lambda: head.forward(
+                torch.tensor([1, 2]), features, torch.arange(2), [Segment(cache, 0, 2)], true=True
+            )
+        )
+        >= 1
+    )
 
 
 def a_pass(model: LanguageModel) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""A model of any family computes what transformers does at every position, or is refused in one true sentence."""
+"""A model of any family computes what transformers does at every position, or is refused in one
+true sentence."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +37,9 @@ def logits_of(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     while start < len(tokens):
         count = min(PARTS[len(found) % len(PARTS)], len(tokens) - start)
         part = torch.tensor(tokens[start : start + count])
-        found.append(model.forward(part, torch.arange(start, start + count), [Segment(cache, start, count)]))
+        found.append(
+            model.forward(part, torch.arange(start, start + count), [Segment(cache, start, count)])
+        )
         cache.keep(range(start, start + count), count)
         start += count
     return torch.cat(found)
@@ -49,7 +52,9 @@ def share_of(found: Tensor, expected: Tensor) -> float:
 
 @needs_kernels
 @pytest.mark.parametrize("name", COMPUTED)
-def test_every_position_is_transformers_own_on_whichever_back_end_computes_it(tmp_path: Path, name: str) -> None:
+def test_every_position_is_transformers_own_on_whichever_back_end_computes_it(
+    tmp_path: Path, name: str
+) -> None:
     family, changes, backend = COMPUTED[name]
     folder = write(tmp_path, family, changes)
     expected = reference_logits(folder, TOKENS)
@@ -65,35 +70,55 @@ def test_every_position_is_transformers_own_on_whichever_back_end_computes_it(tm
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("backend", ["auto", "library"])
-def test_what_no_back_end_computes_is_refused_in_one_sentence(tmp_path: Path, name: str, backend: str) -> None:
+def test_what_no_back_end_computes_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, backend: str
+) -> None:
     family, changes, words = REFUSED[name]
     with pytest.raises(CheckpointError, match=words) as refused:
-        load_language_model(str(write(tmp_path, family, changes)), weights="fp32", device="cpu", backend=backend)
+        load_language_model(
+            str(write(tmp_path, family, changes)), weights="fp32", device="cpu", backend=backend
+        )
     assert "\n" not in str(refused.value)
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "changes", "place"), [("SmolLM3", {}, (3, 1)), ("Ministral3", SCALED, (0, ORIGINAL))])
+@pytest.mark.parametrize(
+    ("family", "changes", "place"), [("SmolLM3", {}, (3, 1)), ("Ministral3", SCALED, (0, ORIGINAL))]
+)
 def test_a_layer_that_fails_its_proof_is_named_with_the_position_where_it_differs(
-    tmp_path: Path, family: str, changes: dict[str, Any], place: tuple[int, int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    family: str,
+    changes: dict[str, Any],
+    place: tuple[int, int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = write(tmp_path, family, {"sliding_window": None, **changes}, torch.bfloat16)
-    said = rf"queries of layer {place[0]} \({family}DecoderLayer\) differ from transformers' at position {place[1]} by \d\.\de-0\d"
+    said = (
+        rf"queries of layer {place[0]} \({family}DecoderLayer\) differ from transformers' "
+        rf"at position {place[1]} by \d\.\de-0\d"
+    )
     with caplog.at_level("WARNING"):
         assert load_language_model(str(folder), weights="fp32", device="cpu").backend == "library"
     assert any("the library computes it" in record.message for record in caplog.records)
     for weights in ("int8", "half"):
-        with pytest.raises(CheckpointError, match=f"{weights} weights .*need the C.. kernels, and .*{said}"):
+        with pytest.raises(
+            CheckpointError, match=f"{weights} weights .*need the C.. kernels, and .*{said}"
+        ):
             load_language_model(str(folder), weights=weights, device="cpu")
     with pytest.raises(CheckpointError, match=said):
         load_language_model(str(folder), weights="fp32", device="cpu", backend="kernels")
 
 
-def test_the_positions_of_a_proof_are_the_beginning_the_end_and_both_sides_of_what_a_configuration_names() -> None:
+def test_the_positions_of_a_proof_are_the_beginning_the_end_and_both_sides_of_what_a_configuration_names() -> (  # noqa: E501
+    None
+):
     config = {
         "sliding_window": 4096,
         "vocab_size": 500,
-        "rope_parameters": {"full_attention": {"original_max_position_embeddings": 8192.0}, "factor": 32.0},
+        "rope_parameters": {
+            "full_attention": {"original_max_position_embeddings": 8192.0},
+            "factor": 32.0,
+        },
         "floor_scale": 100,
         "layer_types": ["full_attention"],
     }
@@ -106,26 +131,53 @@ def test_the_positions_of_a_proof_are_the_beginning_the_end_and_both_sides_of_wh
 
 @needs_kernels
 @pytest.mark.parametrize("position", [9, 40, 90])
-def test_a_scale_that_a_whole_layer_would_hide_is_noticed_at_the_position_where_it_begins(tmp_path: Path, position: int) -> None:
-    scaled = rope("yarn", factor=2.0, original_max_position_embeddings=position, llama_4_scaling_beta=0.001)
-    folder = write(tmp_path, "Ministral3", {"sliding_window": None, "initializer_range": 0.02, **scaled})
+def test_a_scale_that_a_whole_layer_would_hide_is_noticed_at_the_position_where_it_begins(
+    tmp_path: Path, position: int
+) -> None:
+    scaled = rope(
+        "yarn", factor=2.0, original_max_position_embeddings=position, llama_4_scaling_beta=0.001
+    )
+    folder = write(
+        tmp_path, "Ministral3", {"sliding_window": None, "initializer_range": 0.02, **scaled}
+    )
     model = load_language_model(str(folder), weights="fp32", device="cpu")
-    assert f"queries of layer 0 (Ministral3DecoderLayer) differ from transformers' at position {position} by" in model.choice
+    assert (
+        "queries of layer 0 (Ministral3DecoderLayer) differ from transformers' at position "
+        f"{position} by" in model.choice
+    )
     assert share_of(logits_of(model, TOKENS), reference_logits(folder, TOKENS)) <= RIGHT
 
 
 def test_a_layer_that_counts_the_rows_of_a_cache_is_refused(tmp_path: Path) -> None:
-    changes = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0, 1, 0]}
-    config = transformers.Llama4TextConfig(**{**SHAPE, "vocab_size": 48, "num_hidden_layers": 4, "head_dim": 16, "floor_scale": 4, **changes})
+    changes = {
+        "attention_chunk_size": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+        "no_rope_layers": [1, 0, 1, 0],
+    }
+    config = transformers.Llama4TextConfig(
+        **{
+            **SHAPE,
+            "vocab_size": 48,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "floor_scale": 4,
+            **changes,
+        }
+    )
     model = transformers.Llama4ForCausalLM(config).eval().requires_grad_(False)
     oracle = Oracle(model, model.model.layers, CONTEXT)
     with pytest.raises(UnprovableError, match=r"layer 1 .* counts the rows of transformers' cache"):
         oracle.run_eager(model.model.layers[1], 1, oracle.states(1))
-    with pytest.raises(UnprovableError, match=r"layer 0 .* position 8 sees others than all before it"):
+    with pytest.raises(
+        UnprovableError, match=r"layer 0 .* position 8 sees others than all before it"
+    ):
         oracle.check_window(0, None)
 
 
-def test_a_configuration_that_names_a_stretch_of_the_context_is_proved_there(tmp_path: Path) -> None:
+def test_a_configuration_that_names_a_stretch_of_the_context_is_proved_there(
+    tmp_path: Path,
+) -> None:
     """A configuration written by hand: a table that is long from a position on."""
     folder = write(tmp_path, "Llama", {})
     file = folder / "config.json"

@@ -9,7 +9,8 @@ from dovetail.workers.models import quantize
 from dovetail.workers.models.quantize import check_installed, from_bytes, quantise, to_bytes
 
 ERRORS = {8: 0.01, 4: 0.1, 3: 0.2, 2: 0.45}
-"""Of normal random weights, relative: what hqq reaches (0.005, 0.087, 0.185, 0.43), and a little."""
+"""Of normal random weights, relative: what hqq reaches (0.005, 0.087, 0.185, 0.43), and a
+little."""
 
 
 def weight(rows: int = 48, inputs: int = 192) -> torch.Tensor:
@@ -20,7 +21,15 @@ def weight(rows: int = 48, inputs: int = 192) -> torch.Tensor:
 def test_codes_stand_for_what_hqq_dequantises(bits: int) -> None:
     codes = quantise(weight(), bits)
     found, meta = Quantizer.quantize(
-        weight(), nbits=bits, channel_wise=True, group_size=64, optimize=True, round_zero=bits == 4, axis=1, bitpack=False, device="cpu"
+        weight(),
+        nbits=bits,
+        channel_wise=True,
+        group_size=64,
+        optimize=True,
+        round_zero=bits == 4,
+        axis=1,
+        bitpack=False,
+        device="cpu",
     )
     theirs = ((found - meta["zero"]) * meta["scale"]).view(48, 192)
     assert float((codes.weight() - theirs).norm() / theirs.norm()) < 1e-3  # fp16 scales and offsets
@@ -45,7 +54,9 @@ def test_a_last_group_that_is_not_whole_spans_what_its_inputs_do() -> None:
     codes, whole = quantise(weight(inputs=150), 4), quantise(weight(inputs=150)[:, :128], 4)
     assert (codes.shape, codes.codes.shape, codes.scales.shape) == ((48, 150), (48, 192), (48, 3))
     assert torch.equal(codes.scales[:, :2], whole.scales)
-    assert float((codes.weight() - weight(inputs=150)).norm() / weight(inputs=150).norm()) < ERRORS[4]
+    assert (
+        float((codes.weight() - weight(inputs=150)).norm() / weight(inputs=150).norm()) < ERRORS[4]
+    )
 
 
 def test_without_hqq_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

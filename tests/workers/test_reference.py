@@ -13,11 +13,15 @@ from support.zoo import COMPUTED, TOKENS, write
 
 
 @pytest.mark.parametrize("name", ["smollm3", "ministral3", "gemma3", "mixtral", "qwen2 by layers"])
-def test_a_text_that_is_read_in_parts_has_transformers_logits(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_read_in_parts_has_transformers_logits(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reference, "PART", 17)
     family, changes, _ = COMPUTED[name]
     folder = write(tmp_path, family, changes, torch.bfloat16)
-    found = torch.cat(list(reference.reference_logits(open_checkpoint(str(folder)), TOKENS, CONTEXT)))
+    found = torch.cat(
+        list(reference.reference_logits(open_checkpoint(str(folder)), TOKENS, CONTEXT))
+    )
     torch.testing.assert_close(found, reference_logits(folder, TOKENS), rtol=1e-5, atol=1e-5)
 
 

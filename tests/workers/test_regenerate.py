@@ -1,4 +1,5 @@
-"""Answers of the target: the same as one token at a time, whatever is written beside them, kept line by line."""
+"""Answers of the target: the same as one token at a time, whatever is written beside them, kept
+line by line."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,14 @@ from support.models import reference_tokens
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
 CHATS = [
-    Chat("1", (Message("user", "Hello"), Message("assistant", "Somebody else's words"), Message("user", "What is a window made from?"))),
+    Chat(
+        "1",
+        (
+            Message("user", "Hello"),
+            Message("assistant", "Somebody else's words"),
+            Message("user", "What is a window made from?"),
+        ),
+    ),
     Chat("2", (Message("user", "How many legs does a cat have?"),)),
     Chat("3", text="No question."),
     Chat("4", (Message("user", "word " * 600),)),
@@ -37,18 +45,24 @@ def renderer() -> Renderer:
 
 
 @pytest.fixture(scope="module")
-def whole(model: LanguageModel, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def whole(
+    model: LanguageModel, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome]:
     """All answers, written at one go."""
     out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     return out, regenerate(CHATS, model, renderer, out, WRITING)
 
 
 def rows(file: Path) -> dict[str, Any]:
-    return {row["id"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+    return {
+        row["id"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    }
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_answer_is_what_the_target_emits_alone(model: LanguageModel, renderer: Renderer, temperature: float) -> None:
+def test_answer_is_what_the_target_emits_alone(
+    model: LanguageModel, renderer: Renderer, temperature: float
+) -> None:
     scribe = Scribe(model)
     prompts = [renderer.prompt(chat.messages[:1]) for chat in CHATS[:2]]
     keys = [session_key(3, number, prompt) for number, prompt in enumerate(prompts)]
@@ -59,12 +73,16 @@ def test_answer_is_what_the_target_emits_alone(model: LanguageModel, renderer: R
         answers |= {session.key: answer for session, answer in scribe.step()}
     for prompt, key in zip(prompts, keys, strict=True):
         answer = answers[key]
-        assert answer == reference_tokens(TARGET, prompt, len(answer), key=key, sampling=Sampling(temperature=temperature))
+        assert answer == reference_tokens(
+            TARGET, prompt, len(answer), key=key, sampling=Sampling(temperature=temperature)
+        )
         assert scribe.ended(answer) or len(answer) == 12
     assert scribe.written == sum(map(len, answers.values()))
 
 
-def test_chat_is_answered_turn_by_turn_behind_the_targets_own_answers(whole: tuple[Path, Outcome]) -> None:
+def test_chat_is_answered_turn_by_turn_behind_the_targets_own_answers(
+    whole: tuple[Path, Outcome],
+) -> None:
     found = rows(whole[0])
     assert set(found) == {"1@0", "1@1", "2@0", "2@1"}
     said = found["1@0"]["messages"]
@@ -72,10 +90,18 @@ def test_chat_is_answered_turn_by_turn_behind_the_targets_own_answers(whole: tup
     assert [said[0]["content"], said[2]["content"]] == ["Hello", "What is a window made from?"]
     assert said[1]["content"] != "Somebody else's words"
     assert "glass" in said[3]["content"]
-    assert whole[1] == Outcome(4, {"without a question": 1, "whose question has no room in the context, or is refused by the chat template": 2})
+    assert whole[1] == Outcome(
+        4,
+        {
+            "without a question": 1,
+            "whose question has no room in the context, or is refused by the chat template": 2,
+        },
+    )
 
 
-def test_answer_does_not_depend_on_what_is_written_beside_it(whole: tuple[Path, Outcome], model: LanguageModel, renderer: Renderer, tmp_path: Path) -> None:
+def test_answer_does_not_depend_on_what_is_written_beside_it(
+    whole: tuple[Path, Outcome], model: LanguageModel, renderer: Renderer, tmp_path: Path
+) -> None:
     alone = tmp_path / "alone.jsonl"
     regenerate(CHATS, model, renderer, alone, Writing(new_tokens=24, sessions=1, seed=7))
     assert rows(alone) == rows(whole[0])
@@ -101,16 +127,22 @@ def test_interrupted_writing_goes_on_and_a_broken_line_is_written_again(
     assert seen[-1].done == 1
 
 
-def test_file_of_other_chats_is_not_gone_on_with(whole: tuple[Path, Outcome], model: LanguageModel, renderer: Renderer) -> None:
+def test_file_of_other_chats_is_not_gone_on_with(
+    whole: tuple[Path, Outcome], model: LanguageModel, renderer: Renderer
+) -> None:
     for chats, writing in ((CHATS[1:], WRITING), (CHATS, Writing(temperatures=(0.5,)))):
         with pytest.raises(UserError, match=r"line 1, is no answer of this target to these chats"):
             regenerate(chats, model, renderer, whole[0], writing)
 
 
-def test_what_was_written_is_read_as_chats_and_a_long_answer_does_not_end(model: LanguageModel, renderer: Renderer, tmp_path: Path) -> None:
+def test_what_was_written_is_read_as_chats_and_a_long_answer_does_not_end(
+    model: LanguageModel, renderer: Renderer, tmp_path: Path
+) -> None:
     for new_tokens, reason in ((2, "length"), (40, "stop")):
         out = tmp_path / f"{reason}.jsonl"
-        regenerate(CHATS[1:2], model, renderer, out, Writing(temperatures=(0.0,), new_tokens=new_tokens))
+        regenerate(
+            CHATS[1:2], model, renderer, out, Writing(temperatures=(0.0,), new_tokens=new_tokens)
+        )
         assert rows(out)["1@0"]["finish_reason"] == reason
         (row,) = read_examples([out], open_reader(str(TARGET))).rows
         assert (row.tokens[-1] in model.end) == (reason == "stop")

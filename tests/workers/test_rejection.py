@@ -1,4 +1,5 @@
-"""Speculative sampling by rejection: whatever the draft's law and the shape of the tree, what is emitted has the target's law."""
+"""Speculative sampling by rejection: whatever the draft's law and the shape of the tree, what is
+emitted has the target's law."""
 
 import itertools
 from collections import Counter
@@ -22,7 +23,15 @@ from dovetail.workers.speculation.growth import GrowingTree
 from dovetail.workers.speculation.noise import gumbel_noise_of
 from dovetail.workers.speculation.policies import Static
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.rejection import CANDIDATES, Choices, Drawn, Draws, Remaining, judge, stream
+from dovetail.workers.speculation.rejection import (
+    CANDIDATES,
+    Choices,
+    Drawn,
+    Draws,
+    Remaining,
+    judge,
+    stream,
+)
 from dovetail.workers.speculation.sampling import process_logits
 from dovetail.workers.speculation.shapes import Path
 
@@ -35,16 +44,19 @@ SHAPES: dict[str, tuple[Path, ...]] = {
     "a node": ((0,),),
     "a chain": ((0,), (0, 0)),
     "siblings": ((0,), (1,), (2,)),
-    "all of it": tuple(path for length in (1, 2) for path in itertools.product(range(4), repeat=length)),
+    "all of it": tuple(
+        path for length in (1, 2) for path in itertools.product(range(4), repeat=length)
+    ),
     "uneven": ((0,), (1,), (0, 0), (0, 1), (1, 0)),
 }
 
 
-# -- by enumeration ----------------------------------------------------------------------------------------------------------------------------
+# -- by enumeration --------------------------------------------------------------------------------
 
 
 def orders(law: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every way to draw `count` tokens, or as many as there are, one by one without replacement, with its probability."""
+    """Every way to draw `count` tokens, or as many as there are, one by one without replacement,
+    with its probability."""
     possible = int(np.count_nonzero(law))
     for order in itertools.permutations(np.flatnonzero(law).tolist(), min(count, possible)):
         probability, left = 1.0, law.copy()
@@ -70,8 +82,16 @@ def outcomes(target: Law, draft: Law, order: tuple[int, ...]) -> Iterator[tuple[
         yield token, False, reached * float(share)
 
 
-def emitted(target: Laws, draft: Laws, shape: tuple[Path, ...], size: int, above: Path = (), ranks: Path = ()) -> dict[Path, float]:
-    """The law of what one round emits below a node: over all draws, all tests and all last tokens."""
+def emitted(
+    target: Laws,
+    draft: Laws,
+    shape: tuple[Path, ...],
+    size: int,
+    above: Path = (),
+    ranks: Path = (),
+) -> dict[Path, float]:
+    """The law of what one round emits below a node: over all draws, all tests and all last
+    tokens."""
     law: dict[Path, float] = Counter()  # type: ignore[assignment]
     count = len([path for path in shape if path[:-1] == ranks and len(path) == len(ranks) + 1])
     for order, drawn in orders(draft(above), count):
@@ -81,14 +101,17 @@ def emitted(target: Laws, draft: Laws, shape: tuple[Path, ...], size: int, above
             if not drafted:
                 law[(token,)] += drawn * probability
                 continue
-            below = emitted(target, draft, shape, size, (*above, token), (*ranks, order.index(token)))
+            below = emitted(
+                target, draft, shape, size, (*above, token), (*ranks, order.index(token))
+            )
             for rest, share in below.items():
                 law[(token, *rest)] += drawn * probability * share
     return law
 
 
 def completed(law: dict[Path, float], target: Laws, size: int, length: int) -> dict[Path, float]:
-    """The law of the first `length` tokens: what a round emits, and what is missing from the target alone."""
+    """The law of the first `length` tokens: what a round emits, and what is missing from the target
+    alone."""
     full: dict[Path, float] = Counter()  # type: ignore[assignment]
     for path, probability in law.items():
         for rest in itertools.product(range(size), repeat=max(0, length - len(path))):
@@ -132,19 +155,28 @@ def test_by_enumeration_two_tokens_have_the_law_of_the_target(shape: str, p: str
         target, draft = table(seed, size, p), table(seed + 100, size, q)
         law = completed(emitted(target, draft, SHAPES[shape], size), target, size, 2)
         for tokens in itertools.product(range(size), repeat=2):
-            assert law.get(tokens, 0.0) == pytest.approx(target(())[tokens[0]] * target(tokens[:1])[tokens[1]], abs=1e-9)
+            assert law.get(tokens, 0.0) == pytest.approx(
+                target(())[tokens[0]] * target(tokens[:1])[tokens[1]], abs=1e-9
+            )
 
 
-@given(st.integers(0, 1 << 32), st.integers(2, 5), st.sampled_from([0.0, 1e-300, 1e-17, 1e-12, 1e-6]))
+@given(
+    st.integers(0, 1 << 32), st.integers(2, 5), st.sampled_from([0.0, 1e-300, 1e-17, 1e-12, 1e-6])
+)
 @settings(deadline=None, max_examples=200)
-def test_one_token_has_the_law_of_the_target_where_the_two_laws_are_nearly_equal_or_nearly_certain(seed: int, size: int, apart: float) -> None:
+def test_one_token_has_the_law_of_the_target_where_the_two_laws_are_nearly_equal_or_nearly_certain(
+    seed: int, size: int, apart: float
+) -> None:
     random = np.random.default_rng(seed)
     target = random.exponential(1.0, size) * random.choice([1.0, 1.0, 1e-9, 0.0], size)
     target = target / target.sum() if target.any() else one_hot(0, size)
     draft = target * (1.0 + apart * random.standard_normal(size))
     draft /= draft.sum()
     law = emitted(lambda path: target, lambda path: draft, SHAPES["siblings"], size)
-    firsts = [sum(probability for path, probability in law.items() if path[0] == token) for token in range(size)]
+    firsts = [
+        sum(probability for path, probability in law.items() if path[0] == token)
+        for token in range(size)
+    ]
     np.testing.assert_allclose(firsts, target, atol=1e-9)
 
 
@@ -166,10 +198,12 @@ def test_a_refusal_that_cannot_happen_leaves_a_law() -> None:
     np.testing.assert_array_equal(remaining.law(), one_hot(1, 3))
 
 
-# -- by drawing --------------------------------------------------------------------------------------------------------------------------------
+# -- by drawing ------------------------------------------------------------------------------------
 
 
-def drawn_tree(draws: Draws, shape: tuple[Path, ...], logits: Callable[[Path], Tensor]) -> tuple[TokenTree, Drawn]:
+def drawn_tree(
+    draws: Draws, shape: tuple[Path, ...], logits: Callable[[Path], Tensor]
+) -> tuple[TokenTree, Drawn]:
     """A tree as a draft worker grows it, from a table of processed logits."""
     tree, policy, bounds = GrowingTree(), Static(shape), Shape(64, 8, 8)
     for expanded in policy.passes(tree, bounds):
@@ -216,8 +250,12 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("samples", [500, pytest.param(1500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("shape", "p"), [*(("uneven", p) for p in SAMPLINGS), ("a chain", "cold"), ("siblings", "hot")])
-def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(shape: str, p: str, samples: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "p"), [*(("uneven", p) for p in SAMPLINGS), ("a chain", "cold"), ("siblings", "hot")]
+)
+def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(
+    shape: str, p: str, samples: int
+) -> None:
     size = 6
     target, draft = logits_of(1, size, SAMPLINGS[p]), logits_of(2, size, Sampling(temperature=1.0))
     counts: Counter[Path] = Counter()
@@ -227,18 +265,30 @@ def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(sha
         draws = Draws(key)
         while len(tokens) < 2:
             draws.begin(1 + len(tokens))
-            tree, drawn = drawn_tree(draws, SHAPES[shape], lambda path, said=tuple(tokens): draft((*said, *path)))
+            tree, drawn = drawn_tree(
+                draws, SHAPES[shape], lambda path, said=tuple(tokens): draft((*said, *path))
+            )
             drawn.check(tree, size)
-            paths = [(), *(tuple(tree.tokens[n] for n in tree.path(node)) for node in range(len(tree)))]
+            paths = [
+                (),
+                *(tuple(tree.tokens[n] for n in tree.path(node)) for node in range(len(tree))),
+            ]
             accepted, bonus, margins = judge(
-                tree, drawn, lambda row, said=tuple(tokens), paths=paths: target((*said, *paths[row])), Choices(key, 1 + len(tokens))
+                tree,
+                drawn,
+                lambda row, said=tuple(tokens), paths=paths: target((*said, *paths[row])),
+                Choices(key, 1 + len(tokens)),
             )
             assert tree.is_path(accepted)
             assert len(margins) == len(accepted) + 1
             assert min(margins) >= 0.0
             tokens += [*(tree.tokens[node] for node in accepted), bonus]
         counts[tuple(tokens[:2])] += 1
-    law = {(a, b): float(target(()).double().softmax(0)[a] * target((a,)).double().softmax(0)[b]) for a in range(size) for b in range(size)}
+    law = {
+        (a, b): float(target(()).double().softmax(0)[a] * target((a,)).double().softmax(0)[b])
+        for a in range(size)
+        for b in range(size)
+    }
     assert p_value(counts, {cell: share for cell, share in law.items() if share > 0.0}) > 1e-4
 
 
@@ -259,7 +309,11 @@ def test_children_are_drawn_without_replacement_in_the_order_of_drawing(width: i
 
 
 def test_a_round_has_fresh_numbers_and_every_purpose_its_own() -> None:
-    keys = {stream(KEY, purpose, length) for purpose in ("draws", "tests", "tokens") for length in range(50)}
+    keys = {
+        stream(KEY, purpose, length)
+        for purpose in ("draws", "tests", "tokens")
+        for length in range(50)
+    }
     assert len(keys) == 150
     assert KEY not in keys
     draws, logits = Draws(KEY), torch.zeros(2, 500)
@@ -281,12 +335,15 @@ def test_the_noise_of_single_tokens_is_the_definition() -> None:
     noise = gumbel_noise_of(KEY, [5, 0], tokens)
     for row, position in enumerate((5, 0)):
         for column in range(2):
-            assert float(noise[row, column]) == pytest.approx(gumbel(KEY, position, int(tokens[row, column])), rel=1e-6)
+            assert float(noise[row, column]) == pytest.approx(
+                gumbel(KEY, position, int(tokens[row, column])), rel=1e-6
+            )
 
 
 @pytest.mark.parametrize("children", [1, 2, 4])
 def test_a_child_is_accepted_as_often_as_theory_says(children: int) -> None:
-    """One child: 1 less the distance of the laws by rejection, at least a half of that odds coupled (Daliri et al.); more children: coupled is ahead."""
+    """One child: 1 less the distance of the laws by rejection, at least a half of that odds coupled
+    (Daliri et al.); more children: coupled is ahead."""
     generator = torch.Generator().manual_seed(children)
     target = 2.0 * torch.randn(400, 30, generator=generator)
     draft = target + 0.8 * torch.randn(400, 30, generator=generator)
@@ -303,7 +360,7 @@ def test_a_child_is_accepted_as_often_as_theory_says(children: int) -> None:
         assert by_rule["coupled"] > by_rule["rejected"] > by_rule["matched"]
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 
 def offered(size: int = 6) -> tuple[TokenTree, Drawn]:
@@ -328,11 +385,15 @@ def test_of_a_large_vocabulary_the_likeliest_candidates_travel() -> None:
     tokens, _ = draws.children(np.array([ROOT]), logits, 5)
     candidates, probabilities = draws.laws(np.zeros(0, np.intp)).law(ROOT)
     assert candidates.tolist() == logits[0].topk(CANDIDATES).indices.tolist()
-    np.testing.assert_allclose(probabilities, logits[0].topk(CANDIDATES).values.double().softmax(0).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        probabilities, logits[0].topk(CANDIDATES).values.double().softmax(0).numpy(), rtol=1e-6
+    )
     assert set(tokens[0].tolist()) <= set(candidates.tolist())
 
 
-def spoilt(place: tuple[int, int], *, token: int | None = None, probability: float | None = None) -> Drawn:
+def spoilt(
+    place: tuple[int, int], *, token: int | None = None, probability: float | None = None
+) -> Drawn:
     _, drawn = offered()
     candidates, probabilities = drawn.candidates.clone(), drawn.probabilities.clone()
     if token is not None:
@@ -350,7 +411,10 @@ def spoilt(place: tuple[int, int], *, token: int | None = None, probability: flo
         (spoilt((0, 0), probability=float("nan")), "probabilities that are none"),
         (spoilt((0, 0), token=6), "beyond the vocabulary of 6"),
         (spoilt((0, 1), token=int(offered()[1].candidates[0, 0])), "a candidate twice|cannot draw"),
-        (Drawn(torch.zeros(6, 4, dtype=torch.int32), torch.zeros(6, 4)), "that its law cannot draw"),
+        (
+            Drawn(torch.zeros(6, 4, dtype=torch.int32), torch.zeros(6, 4)),
+            "that its law cannot draw",
+        ),
     ],
 )
 def test_laws_that_do_not_fit_their_tree_are_refused(drawn: Drawn, complaint: str) -> None:

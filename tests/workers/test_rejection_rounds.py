@@ -1,4 +1,5 @@
-"""Rounds of a real drafter and a real verifier that accept by rejection: every token has the target's law given those before it."""
+"""Rounds of a real drafter and a real verifier that accept by rejection: every token has the
+target's law given those before it."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +29,9 @@ PROMPT = [3, 1, 4, 1, 5]
 SHAPE = Shape(12, 3, 4)
 TREE = TreeSettings(policy="static", gamma=12, depth=3, width=4)
 SAMPLED = Sampling(temperature=0.9, top_p=0.97, acceptance="rejection")
-PENALISED = SAMPLED.model_copy(update={"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 4})
+PENALISED = SAMPLED.model_copy(
+    update={"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 4}
+)
 END = (1, 30)
 
 
@@ -39,7 +42,13 @@ def relative(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> La
     shutil.copytree(llama_folder, folder)
     generator = torch.Generator().manual_seed(4)
     weights = load_file(folder / "model.safetensors")
-    save_file({name: weight + 0.05 * torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {
+            name: weight + 0.05 * torch.randn(weight.shape, generator=generator)
+            for name, weight in weights.items()
+        },
+        folder / "model.safetensors",
+    )
     return load_language_model(str(folder), weights="fp32", device="cpu")
 
 
@@ -49,18 +58,36 @@ def drawn_of(proposal: Proposal) -> Drawn | None:
     return Drawn(to_tensor(proposal.candidates), to_tensor(proposal.probabilities))
 
 
-def decode(target: LanguageModel, draft: LanguageModel, key: bytes, tokens: int, sampling: Sampling) -> tuple[list[int], int]:
+def decode(
+    target: LanguageModel, draft: LanguageModel, key: bytes, tokens: int, sampling: Sampling
+) -> tuple[list[int], int]:
     """At least so many tokens of a reply, and how many of them had been drafted."""
     verifier, drafter = Verifier(target, Spans()), Drafter(draft, Spans())
-    (first,) = verifier.open(1, key=key, prompt=PROMPT, capacity=80, sampling=sampling, tree=TREE, end=END)
-    session = drafter.open(PROMPT, capacity=80, vocabulary_size=VOCABULARY, key=key, sampling=sampling, tree=TREE, end=END)
+    (first,) = verifier.open(
+        1, key=key, prompt=PROMPT, capacity=80, sampling=sampling, tree=TREE, end=END
+    )
+    session = drafter.open(
+        PROMPT,
+        capacity=80,
+        vocabulary_size=VOCABULARY,
+        key=key,
+        sampling=sampling,
+        tree=TREE,
+        end=END,
+    )
     assert isinstance(first, First)
     reply, accepted, drafted, round_ = [first.token], (), 0, 0
     while len(reply) < tokens:
         round_ += 1
         proposal = drafter.draft(session, accepted, reply[-1], SHAPE)
         tree, drawn = proposal.tree, drawn_of(proposal)
-        item = VerifyItem(session=1, round=round_, prefix=len(PROMPT) + len(reply), tokens=tree.tokens, parents=tree.parents)
+        item = VerifyItem(
+            session=1,
+            round=round_,
+            prefix=len(PROMPT) + len(reply),
+            tokens=tree.tokens,
+            parents=tree.parents,
+        )
         verifier.check(item, drawn)
         (verdict,) = verifier.verify([item], {} if drawn is None else {1: drawn})
         assert isinstance(verdict, Verdict)
@@ -74,14 +101,20 @@ def decode(target: LanguageModel, draft: LanguageModel, key: bytes, tokens: int,
 def test_every_token_of_many_replies_has_the_law_of_the_target_given_those_before_it(
     llama: LanguageModel, llama_folder: Path, relative: LanguageModel, sampling: Sampling
 ) -> None:
-    """Where each token lies in its own law is uniform and independent of the others (Rosenblatt, 1952), whatever the laws are."""
+    """Where each token lies in its own law is uniform and independent of the others (Rosenblatt,
+    1952), whatever the laws are."""
     random, places, drafted = np.random.default_rng(1), [], 0
     for sample in range(80):
         reply, accepted = decode(llama, relative, session_key(5, sample, PROMPT), 12, sampling)
         drafted += accepted
         rows = reference_logits(llama_folder, PROMPT + reply)[len(PROMPT) - 1 :]
         for said, token in enumerate(reply):
-            law = np.array(reference_law(reference_processed(rows[said].tolist(), sampling, PROMPT, reply[:said], END), sampling))
+            law = np.array(
+                reference_law(
+                    reference_processed(rows[said].tolist(), sampling, PROMPT, reply[:said], END),
+                    sampling,
+                )
+            )
             assert law[token] > 0.0
             places.append(law[:token].sum() + random.random() * law[token])
     assert drafted > 0.3 * len(places)
@@ -91,7 +124,15 @@ def test_every_token_of_many_replies_has_the_law_of_the_target_given_those_befor
 
 def test_what_is_drawn_is_of_the_shape_whatever_the_scores(relative: LanguageModel) -> None:
     drafter = Drafter(relative, Spans())
-    session = drafter.open(PROMPT, capacity=80, vocabulary_size=VOCABULARY, key=bytes(16), sampling=SAMPLED, tree=TREE, end=END)
+    session = drafter.open(
+        PROMPT,
+        capacity=80,
+        vocabulary_size=VOCABULARY,
+        key=bytes(16),
+        sampling=SAMPLED,
+        tree=TREE,
+        end=END,
+    )
     shapes = set()
     for bonus in (2, 3, 9):
         proposal = drafter.draft(session, (), bonus, SHAPE)
@@ -104,10 +145,20 @@ def test_what_is_drawn_is_of_the_shape_whatever_the_scores(relative: LanguageMod
     assert len(shapes.pop()) == 12
 
 
-def test_at_temperature_0_it_is_the_greedy_rule_and_nothing_is_drawn(llama: LanguageModel, relative: LanguageModel) -> None:
+def test_at_temperature_0_it_is_the_greedy_rule_and_nothing_is_drawn(
+    llama: LanguageModel, relative: LanguageModel
+) -> None:
     greedy = Sampling(acceptance="rejection")
     drafter = Drafter(relative, Spans())
-    session = drafter.open(PROMPT, capacity=80, vocabulary_size=VOCABULARY, key=bytes(16), sampling=greedy, tree=TREE, end=END)
+    session = drafter.open(
+        PROMPT,
+        capacity=80,
+        vocabulary_size=VOCABULARY,
+        key=bytes(16),
+        sampling=greedy,
+        tree=TREE,
+        end=END,
+    )
     assert drawn_of(drafter.draft(session, (), 2, SHAPE)) is None
     reply, drafted = decode(llama, relative, bytes(16), 20, greedy)
     assert drafted
@@ -116,7 +167,9 @@ def test_at_temperature_0_it_is_the_greedy_rule_and_nothing_is_drawn(llama: Lang
 
 def test_a_tree_without_the_laws_that_it_was_drawn_from_is_refused(llama: LanguageModel) -> None:
     verifier = Verifier(llama, Spans())
-    (first,) = verifier.open(1, key=bytes(16), prompt=PROMPT, capacity=80, sampling=SAMPLED, tree=TREE)
+    (first,) = verifier.open(
+        1, key=bytes(16), prompt=PROMPT, capacity=80, sampling=SAMPLED, tree=TREE
+    )
     assert isinstance(first, First)
     item = VerifyItem(session=1, round=1, prefix=len(PROMPT) + 1, tokens=(5,), parents=(-1,))
     with pytest.raises(RequestError, match="do not fit a tree of 1 nodes"):
@@ -131,7 +184,18 @@ def test_a_lookup_refuses_what_it_cannot_do() -> None:
     known = {"capacity": 80, "vocabulary_size": VOCABULARY, "key": bytes(16)}
     with pytest.raises(RequestError, match="needs a draft that draws from probabilities"):
         Lookup().open(PROMPT, sampling=SAMPLED, tree=TREE, **known)
-    with pytest.raises(RequestError, match=r"grows its tree best first: set tree\.policy to 'dynamic' or 'budget' or 'goodput', not 'beam'"):
-        Lookup().open(PROMPT, sampling=Sampling(), tree=TREE.model_copy(update={"policy": "beam"}), **known)
-    session = Lookup().open([1, 2, 3, 1, 2], sampling=Sampling(), tree=TREE.model_copy(update={"policy": "budget"}), **known)
+    with pytest.raises(
+        RequestError,
+        match=r"grows its tree best first: set tree\.policy to 'dynamic' or 'budget' or "
+        r"'goodput', not 'beam'",
+    ):
+        Lookup().open(
+            PROMPT, sampling=Sampling(), tree=TREE.model_copy(update={"policy": "beam"}), **known
+        )
+    session = Lookup().open(
+        [1, 2, 3, 1, 2],
+        sampling=Sampling(),
+        tree=TREE.model_copy(update={"policy": "budget"}),
+        **known,
+    )
     assert Lookup().draft(session, (), 3, SHAPE).tree != TokenTree()

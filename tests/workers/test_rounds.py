@@ -16,8 +16,16 @@ def test_a_round_that_is_done_is_stale_whatever_it_assumes(round_: int) -> None:
         check_round(1, last=3, round=round_, length=10, prefix=99)
 
 
-@pytest.mark.parametrize(("round_", "prefix", "words"), [(5, 10, "round 5 was asked for after round 3"), (4, 11, "assumes 11 tokens, the log here has 10")])
-def test_a_round_too_many_or_another_length_is_refused(round_: int, prefix: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("round_", "prefix", "words"),
+    [
+        (5, 10, "round 5 was asked for after round 3"),
+        (4, 11, "assumes 11 tokens, the log here has 10"),
+    ],
+)
+def test_a_round_too_many_or_another_length_is_refused(
+    round_: int, prefix: int, words: str
+) -> None:
     with pytest.raises(RequestError, match=words) as refusal:
         check_round(1, last=3, round=round_, length=10, prefix=prefix)
     assert refusal.value.code == "prefix"
@@ -28,8 +36,16 @@ def test_rounds_may_be_missing_whose_tokens_come_along(round_: int, left_out: in
     check_round(1, last=3, round=round_, length=10, prefix=10, left_out=left_out)
 
 
-@pytest.mark.parametrize(("round_", "prefix", "words"), [(8, 10, "round 8 was asked for after round 3"), (5, 11, "assumes 11 tokens, the log here has 10")])
-def test_more_missing_rounds_than_tokens_and_tokens_that_do_not_add_up_are_refused(round_: int, prefix: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("round_", "prefix", "words"),
+    [
+        (8, 10, "round 8 was asked for after round 3"),
+        (5, 11, "assumes 11 tokens, the log here has 10"),
+    ],
+)
+def test_more_missing_rounds_than_tokens_and_tokens_that_do_not_add_up_are_refused(
+    round_: int, prefix: int, words: str
+) -> None:
     with pytest.raises(RequestError, match=words):
         check_round(1, last=3, round=round_, length=10, prefix=prefix, left_out=3)
     with pytest.raises(StaleError):

@@ -1,4 +1,5 @@
-"""A draft that reads its target's own keys and values: what it computes, and that neither writes where the other reads."""
+"""A draft that reads its target's own keys and values: what it computes, and that neither writes
+where the other reads."""
 
 import random
 from collections.abc import Sequence
@@ -29,30 +30,51 @@ SAMPLINGS = {"greedy": Sampling(), "warm": Sampling(temperature=1.0)}
 
 
 class Pair:
-    """A target and, as its draft, the same model over the same cache: a draft that would always be right, but for what the test has it propose."""
+    """A target and, as its draft, the same model over the same cache: a draft that would always be
+    right, but for what the test has it propose."""
 
-    def __init__(self, model: LanguageModel, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> None:
+    def __init__(
+        self, model: LanguageModel, sampling: Sampling, prompt: Sequence[int] = PROMPT
+    ) -> None:
         self.model, self.sampling, self.round = model, sampling, 0
-        self.verifier, self.engine = Verifier(model, Spans()), SharedDrafter(model, Spans(), ahead=True)
+        self.verifier, self.engine = (
+            Verifier(model, Spans()),
+            SharedDrafter(model, Spans(), ahead=True),
+        )
         self.engine.borrow = lambda number: Lent(*self.verifier.lend(number))
         self.verifier.rows_beside = self.engine.rows_beside
         self.session = self.open_draft(prompt)
         self.log = [*prompt, self.open_target(prompt)]
 
     def open_target(self, prompt: Sequence[int]) -> int:
-        (first,) = self.verifier.open(1, key=KEY, prompt=prompt, capacity=CAPACITY, sampling=self.sampling, tree=TREE)
+        (first,) = self.verifier.open(
+            1, key=KEY, prompt=prompt, capacity=CAPACITY, sampling=self.sampling, tree=TREE
+        )
         assert isinstance(first, First)
         return first.token
 
     def open_draft(self, prompt: Sequence[int]) -> SharedSession:
-        session = self.engine.open(prompt, capacity=CAPACITY, vocabulary_size=VOCABULARY, key=KEY, sampling=self.sampling, tree=TREE)
+        session = self.engine.open(
+            prompt,
+            capacity=CAPACITY,
+            vocabulary_size=VOCABULARY,
+            key=KEY,
+            sampling=self.sampling,
+            tree=TREE,
+        )
         session.number = 1
         return session
 
     def verify(self, tree: TokenTree) -> tuple[Sequence[int], int]:
         """Accepted nodes and bonus."""
         self.round += 1
-        item = VerifyItem(session=1, round=self.round, prefix=len(self.log), tokens=tree.tokens, parents=tree.parents)
+        item = VerifyItem(
+            session=1,
+            round=self.round,
+            prefix=len(self.log),
+            tokens=tree.tokens,
+            parents=tree.parents,
+        )
         self.verifier.check(item)
         (verdict,) = self.verifier.verify([item])
         assert isinstance(verdict, Verdict)
@@ -62,11 +84,14 @@ class Pair:
     def row_of(self, path: Sequence[int]) -> torch.Tensor:
         """Keys and values of the last token of `path`, from a causal pass."""
         cache = self.model.new_cache(len(path))
-        self.model.forward(torch.tensor(path), torch.arange(len(path)), [Segment(cache, 0, len(path))])
+        self.model.forward(
+            torch.tensor(path), torch.arange(len(path)), [Segment(cache, 0, len(path))]
+        )
         return cache_row(cache, len(path) - 1)
 
     def check(self) -> None:
-        """Every committed row is what a plain pass gives, byte for byte, and so is every row of the draft's tree."""
+        """Every committed row is what a plain pass gives, byte for byte, and so is every row of the
+        draft's tree."""
         cache, tree, session = self.session.cache, self.session.tree, self.session
         for slot in range(cache.length):
             assert torch.equal(cache_row(cache, slot), self.row_of(self.log[: slot + 1]))
@@ -75,7 +100,9 @@ class Pair:
         for node in range(len(tree)):
             if tree.rows[node] != NO_ROW:
                 path = [*session.log, *tree.path_tokens(node)]
-                assert torch.equal(cache_row(cache, session.first + 1 + int(tree.rows[node])), self.row_of(path))
+                assert torch.equal(
+                    cache_row(cache, session.first + 1 + int(tree.rows[node])), self.row_of(path)
+                )
 
 
 def alone(model: LanguageModel, sampling: Sampling) -> list[int]:
@@ -88,7 +115,9 @@ def alone(model: LanguageModel, sampling: Sampling) -> list[int]:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_committed_and_what_is_drafted_never_overwrite_each_other(llama: LanguageModel, sampling: Sampling, seed: int) -> None:
+def test_what_is_committed_and_what_is_drafted_never_overwrite_each_other(
+    llama: LanguageModel, sampling: Sampling, seed: int
+) -> None:
     rng, pair, expected = random.Random(seed), Pair(llama, sampling), alone(llama, sampling)
     accepted, bonus = (), pair.log[-1]
     hits = 0
@@ -102,7 +131,9 @@ def test_what_is_committed_and_what_is_drafted_never_overwrite_each_other(llama:
         pair.check()
         accepted, bonus = pair.verify(proposal.tree)
         if rng.random() < 0.5:
-            pair.engine.grow_ahead(pair.session)  # the verdict is there, and the draft has not been told
+            pair.engine.grow_ahead(
+                pair.session
+            )  # the verdict is there, and the draft has not been told
         pair.check()
     assert hits
     assert pair.log == expected[: len(pair.log)]
@@ -133,7 +164,9 @@ def test_without_the_targets_session_nothing_is_drafted(llama: LanguageModel) ->
         pair.engine.draft(pair.session, (), 5, SHAPE)
 
 
-def test_nothing_grows_ahead_in_a_cache_whose_session_the_target_has_ended(llama: LanguageModel) -> None:
+def test_nothing_grows_ahead_in_a_cache_whose_session_the_target_has_ended(
+    llama: LanguageModel,
+) -> None:
     pair = Pair(llama, Sampling())
     pair.engine.draft(pair.session, (), pair.log[-1], CHAIN, ahead=True)
     cache = pair.session.cache
@@ -143,7 +176,10 @@ def test_nothing_grows_ahead_in_a_cache_whose_session_the_target_has_ended(llama
     before = [cache_row(cache, slot) for slot in range(cache.length, pair.session.first + 1 + rows)]
     assert not pair.engine.grow_ahead(pair.session)
     assert pair.session.tree.rows_used == rows
-    assert all(torch.equal(row, cache_row(cache, slot)) for slot, row in enumerate(before, start=cache.length))
+    assert all(
+        torch.equal(row, cache_row(cache, slot))
+        for slot, row in enumerate(before, start=cache.length)
+    )
 
 
 def test_a_target_that_has_another_log_is_told_apart(llama: LanguageModel) -> None:

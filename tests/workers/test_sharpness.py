@@ -1,4 +1,5 @@
-"""The fit of sharpening and noise share, against data drawn from known ones and against likelihoods in plain numbers."""
+"""The fit of sharpening and noise share, against data drawn from known ones and against likelihoods
+in plain numbers."""
 
 import math
 from collections.abc import Sequence
@@ -39,8 +40,11 @@ SIZE, WIDTH = 40, 6
 UNKNOWN = Scale(1.0, 1.0)
 
 
-def drawn(truth: Scale, count: int, *, sampled: bool, depth_class: int = 0, seed: int = 0) -> list[Observation]:
-    """Nodes whose outcome is drawn from softmax((logits + share * noise) / sharpening); the children are the likeliest as the draft begins."""
+def drawn(
+    truth: Scale, count: int, *, sampled: bool, depth_class: int = 0, seed: int = 0
+) -> list[Observation]:
+    """Nodes whose outcome is drawn from softmax((logits + share * noise) / sharpening); the
+    children are the likeliest as the draft begins."""
     chance = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -50,7 +54,16 @@ def drawn(truth: Scale, count: int, *, sampled: bool, depth_class: int = 0, seed
         children = np.argsort(-(logits + (noise if sampled else 0.0)))[:WIDTH].astype(np.int32)
         row = torch.tensor(noise, dtype=torch.float32) if sampled else None
         choice = int(chance.choice(SIZE, p=law / law.sum()))
-        found.append(Observation(depth_class, torch.tensor(logits, dtype=torch.float32), 1.0 if sampled else 0.0, row, children, choice))
+        found.append(
+            Observation(
+                depth_class,
+                torch.tensor(logits, dtype=torch.float32),
+                1.0 if sampled else 0.0,
+                row,
+                children,
+                choice,
+            )
+        )
     return found
 
 
@@ -71,7 +84,10 @@ def plain_likelihood(observation: Observation, scale: Scale) -> float:
     """The logarithm of the outcome's probability by its definition, in loops."""
     logits = [value / (observation.temperature or 1.0) for value in observation.logits.tolist()]
     noise = [0.0] * len(logits) if observation.noise is None else observation.noise.tolist()
-    z = [(value + scale.noise_share * g) / scale.sharpening for value, g in zip(logits, noise, strict=True)]
+    z = [
+        (value + scale.noise_share * g) / scale.sharpening
+        for value, g in zip(logits, noise, strict=True)
+    ]
     total = math.log(math.fsum(math.exp(value - max(z)) for value in z)) + max(z)
     children = [token for token in observation.children.tolist() if token != NO_CHILD]
     if observation.choice in children:
@@ -80,12 +96,16 @@ def plain_likelihood(observation: Observation, scale: Scale) -> float:
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.4, 1.0, 2.2])
-def test_greedy_the_sharpening_comes_to_the_one_that_the_choices_were_drawn_with(truth: float) -> None:
+def test_greedy_the_sharpening_comes_to_the_one_that_the_choices_were_drawn_with(
+    truth: float,
+) -> None:
     found = learned(drawn(Scale(truth), 1500, sampled=False)).scales(sampled=False)[0]
     assert found.sharpening == pytest.approx(truth, rel=0.12)
 
 
-@pytest.mark.parametrize("truth", [Scale(0.5, 0.25), Scale(1.2, 0.5), Scale(0.8, 0.75), Scale(0.5, 1.0)])
+@pytest.mark.parametrize(
+    "truth", [Scale(0.5, 0.25), Scale(1.2, 0.5), Scale(0.8, 0.75), Scale(0.5, 1.0)]
+)
 def test_sampled_the_share_of_the_noise_is_found_with_it(truth: Scale) -> None:
     found = learned(drawn(truth, 900, sampled=True), Scale(1.0, 0.75)).scales(sampled=True)[0]
     assert found.noise_share == truth.noise_share
@@ -98,35 +118,63 @@ def test_no_other_point_is_likelier_than_the_one_found() -> None:
     weights = (1 - 1 / MEMORY) ** np.arange(len(observations))[::-1]
 
     def posterior(scale: Scale) -> float:
-        past = (1 - 1 / MEMORY) ** len(observations) * -16.0 * (math.log(scale.sharpening) ** 2 + (scale.noise_share - 0.75) ** 2)
-        return past + sum(weight * plain_likelihood(node, scale) for weight, node in zip(weights, observations, strict=True))
+        past = (
+            (1 - 1 / MEMORY) ** len(observations)
+            * -16.0
+            * (math.log(scale.sharpening) ** 2 + (scale.noise_share - 0.75) ** 2)
+        )
+        return past + sum(
+            weight * plain_likelihood(node, scale)
+            for weight, node in zip(weights, observations, strict=True)
+        )
 
     every = [Scale(sharpening, share) for share in SHARES for sharpening in GRID.tolist()]
     assert posterior(found) >= max(map(posterior, every)) - 1e-3
 
 
 @given(
-    st.lists(st.floats(-20, 20, width=32) | st.just(-math.inf), min_size=3, max_size=9).filter(lambda logits: max(logits) > -math.inf),
+    st.lists(st.floats(-20, 20, width=32) | st.just(-math.inf), min_size=3, max_size=9).filter(
+        lambda logits: max(logits) > -math.inf
+    ),
     st.sampled_from([0.0, 0.7, 1.0]),
     st.sampled_from(SHARES),
     st.data(),
 )
 @settings(deadline=None, max_examples=150)
-def test_likelihoods_are_those_of_the_definition(logits: list[float], temperature: float, share: float, data: st.DataObject) -> None:
+def test_likelihoods_are_those_of_the_definition(
+    logits: list[float], temperature: float, share: float, data: st.DataObject
+) -> None:
     finite = [token for token, logit in enumerate(logits) if logit > -math.inf]
     children = [*data.draw(st.lists(st.sampled_from(finite), unique=True)), NO_CHILD]
-    noise = torch.tensor(data.draw(st.lists(st.floats(-3, 9, width=32), min_size=len(logits), max_size=len(logits)))) if temperature else None
+    noise = (
+        torch.tensor(
+            data.draw(
+                st.lists(st.floats(-3, 9, width=32), min_size=len(logits), max_size=len(logits))
+            )
+        )
+        if temperature
+        else None
+    )
     choice = data.draw(st.integers(0, len(logits) - 1))
-    observation = Observation(0, torch.tensor(logits), temperature, noise, np.array(children, np.int32), choice)
-    expected = [plain_likelihood(observation, Scale(sharpening, share)) for sharpening in GRID.tolist()]
+    observation = Observation(
+        0, torch.tensor(logits), temperature, noise, np.array(children, np.int32), choice
+    )
+    expected = [
+        plain_likelihood(observation, Scale(sharpening, share)) for sharpening in GRID.tolist()
+    ]
     found = observation.likelihoods(observation.z(share), GRID)
     np.testing.assert_allclose(np.exp(found), np.exp(expected), rtol=1e-3, atol=2e-6)
 
 
 def test_a_miss_says_how_little_was_left_and_no_less_than_a_millionth() -> None:
     logits = torch.tensor([9.0, 0.0, -9.0])
-    hit, miss, sure = (Observation(0, logits, 0.0, None, np.array(c, np.int32), y) for c, y in [([0], 0), ([0], 1), ([0, 1, 2], 7)])
-    assert [node.likelihoods(node.z(1.0), np.array([1.0]))[0] for node in (hit, miss, sure)] == pytest.approx([-1.234e-4, -9.0001, math.log(LEAST)], rel=1e-3)
+    hit, miss, sure = (
+        Observation(0, logits, 0.0, None, np.array(c, np.int32), y)
+        for c, y in [([0], 0), ([0], 1), ([0, 1, 2], 7)]
+    )
+    assert [
+        node.likelihoods(node.z(1.0), np.array([1.0]))[0] for node in (hit, miss, sure)
+    ] == pytest.approx([-1.234e-4, -9.0001, math.log(LEAST)], rel=1e-3)
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
@@ -137,7 +185,9 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 @given(st.floats(0.06, 2.5), st.sampled_from(SHARES))
 @settings(deadline=None, max_examples=30)
-def test_before_anything_is_learned_the_scale_is_the_one_it_starts_with(sharpening: float, share: float) -> None:
+def test_before_anything_is_learned_the_scale_is_the_one_it_starts_with(
+    sharpening: float, share: float
+) -> None:
     for sampled in (False, True):
         for scale in Sharpness(Scale(sharpening, share)).scales(sampled=sampled):
             assert scale.sharpening == pytest.approx(sharpening)
@@ -150,15 +200,32 @@ def test_few_nodes_move_it_little() -> None:
 
 
 def test_greedy_and_sampled_and_every_depth_class_learn_by_themselves() -> None:
-    sharpness = learned([*drawn(Scale(0.3), 200, sampled=False, depth_class=1), *drawn(Scale(0.3, 0.5), 100, sampled=True, depth_class=3)])
+    sharpness = learned(
+        [
+            *drawn(Scale(0.3), 200, sampled=False, depth_class=1),
+            *drawn(Scale(0.3, 0.5), 100, sampled=True, depth_class=3),
+        ]
+    )
     assert sharpness.nodes(sampled=False) == (0, 200, 0, 0)
     assert sharpness.nodes(sampled=True) == (0, 0, 0, 100)
-    moved = [[abs(math.log(scale.sharpening)) > 0.1 for scale in sharpness.scales(sampled=sampled)] for sampled in (False, True)]
+    moved = [
+        [abs(math.log(scale.sharpening)) > 0.1 for scale in sharpness.scales(sampled=sampled)]
+        for sampled in (False, True)
+    ]
     assert moved == [[False, True, False, False], [False, False, False, True]]
 
 
 def test_levels_one_and_two_are_classes_three_and_four_another_and_all_below_the_last() -> None:
-    assert class_of(np.array([1, 2, 3, 4, 5, 8, 9, 100], np.int32)).tolist() == [0, 1, 2, 2, 3, 3, 3, 3]
+    assert class_of(np.array([1, 2, 3, 4, 5, 8, 9, 100], np.int32)).tolist() == [
+        0,
+        1,
+        2,
+        2,
+        3,
+        3,
+        3,
+        3,
+    ]
     assert len(fixed(UNKNOWN)) == CLASSES
 
 
@@ -188,7 +255,9 @@ def test_a_round_for_which_there_is_no_time_is_left_out_whole() -> None:
 def test_logits_that_are_not_numbers_teach_nothing(bad: float) -> None:
     observations = drawn(Scale(0.3), 50, sampled=False)
     spoilt = Observation(0, torch.full((SIZE,), bad), 0.0, None, np.array([0], np.int32), 0)
-    assert learned([*observations, spoilt, *observations]).scales(sampled=False) == learned([*observations, *observations]).scales(sampled=False)
+    assert learned([*observations, spoilt, *observations]).scales(sampled=False) == learned(
+        [*observations, *observations]
+    ).scales(sampled=False)
 
 
 @given(st.floats(-0.49, 0.49), st.floats(0.01, 100.0))
@@ -199,11 +268,12 @@ def test_a_parabola_is_highest_at_its_peak(offset: float, bend: float) -> None:
     assert peak(values, 0) == peak(values, 2) == peak(np.zeros(3), 1) == 0.0
 
 
-# -- whose outcome is known --------------------------------------------------------------------------------------------------------------------
+# -- whose outcome is known ------------------------------------------------------------------------
 
 
 def grown(expectations: Expectations, expanded: Sequence[tuple[int, ...]]) -> GrowingTree:
-    """A tree in which the nodes at the ends of these paths were expanded in turn: the children of each are the tokens 0, 1 and 2, and it has itself noted."""
+    """A tree in which the nodes at the ends of these paths were expanded in turn: the children of
+    each are the tokens 0, 1 and 2, and it has itself noted."""
     tree = GrowingTree()
     for path in expanded:
         node = ROOT
@@ -228,7 +298,9 @@ def told(observations: Sequence[Observation]) -> list[tuple[int, float, int]]:
     return [(node.depth_class, float(node.logits[-1]) + 9.0, node.choice) for node in observations]
 
 
-def test_the_root_and_the_nodes_on_the_target_s_path_are_known_as_far_as_they_were_expanded() -> None:
+def test_the_root_and_the_nodes_on_the_target_s_path_are_known_as_far_as_they_were_expanded() -> (
+    None
+):
     expectations = Expectations(0.0)
     grown(expectations, [(), (0,), (1,), (1, 2)])
     assert told(expectations.settle((1, 2, 7))) == [(0, 0.0, 1), (1, 1.0, 2), (2, 2.0, 7)]
@@ -268,19 +340,28 @@ def test_of_a_tree_that_was_thrown_away_nothing_is_learned() -> None:
     assert told(expectations.settle((0, 0))) == [(0, 5.0, 0)]
 
 
-# -- in an engine ------------------------------------------------------------------------------------------------------------------------------
+# -- in an engine ----------------------------------------------------------------------------------
 
 KEY, PROMPT, SHAPE = bytes(range(16)), [3, 1, 4, 1, 5], Shape(12, 5, 4)
-SAMPLINGS = [Sampling(), Sampling(temperature=1.2), Sampling(temperature=0.8, top_k=12, repetition_penalty=1.3)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.2),
+    Sampling(temperature=0.8, top_k=12, repetition_penalty=1.3),
+]
 
 
 def opened(engine: Drafter, sampling: Sampling, **tree: object) -> DraftSession:
     settings = TreeSettings(policy="dynamic", gamma=12, depth=5, width=4).model_copy(update=tree)
-    return engine.open(PROMPT, capacity=90, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=settings)
+    return engine.open(
+        PROMPT, capacity=90, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=settings
+    )
 
 
-def play(engine: Drafter, session: DraftSession, rounds: int, seed: int) -> tuple[list[Proposal], int]:
-    """Rounds with random verdicts and time to learn between them; what was proposed, and how many nodes had been expanded that turned out to be on the path."""
+def play(
+    engine: Drafter, session: DraftSession, rounds: int, seed: int
+) -> tuple[list[Proposal], int]:
+    """Rounds with random verdicts and time to learn between them; what was proposed, and how many
+    nodes had been expanded that turned out to be on the path."""
     chance, accepted, bonus, known = np.random.default_rng(seed), (), 2, 0
     proposals = []
     for _ in range(rounds):
@@ -289,7 +370,9 @@ def play(engine: Drafter, session: DraftSession, rounds: int, seed: int) -> tupl
         path = proposal.tree.path(int(chance.integers(len(proposal.tree))))
         accepted, bonus = path[: chance.integers(len(path) + 1)], int(chance.integers(VOCABULARY))
         expanded = {int(parent) for parent in session.tree.parents}
-        known += sum(node in expanded for node in (ROOT, *(session.offered[node] for node in accepted)))
+        known += sum(
+            node in expanded for node in (ROOT, *(session.offered[node] for node in accepted))
+        )
         while engine.prepare(session) or engine.learn():
             pass
     engine.draft(session, accepted, bonus, SHAPE)
@@ -300,14 +383,18 @@ def play(engine: Drafter, session: DraftSession, rounds: int, seed: int) -> tupl
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "processed"])
 @pytest.mark.parametrize("policy", ["dynamic", "goodput", "static"])
-def test_a_session_teaches_its_engine_every_outcome_that_it_learns_of(llama: LanguageModel, sampling: Sampling, policy: str) -> None:
+def test_a_session_teaches_its_engine_every_outcome_that_it_learns_of(
+    llama: LanguageModel, sampling: Sampling, policy: str
+) -> None:
     engine = Drafter(llama, Spans())
     session = opened(engine, sampling, policy=policy)
     proposals, known = play(engine, session, 6, seed=3)
     assert sum(engine.sharpness.nodes(sampled=sampling.temperature > 0)) == known > 6
     assert sum(engine.sharpness.nodes(sampled=sampling.temperature == 0)) == 0
     for proposal in proposals:
-        above = [0.0 if parent == ROOT else proposal.scores[parent] for parent in proposal.tree.parents]
+        above = [
+            0.0 if parent == ROOT else proposal.scores[parent] for parent in proposal.tree.parents
+        ]
         assert all(score <= parent for score, parent in zip(proposal.scores, above, strict=True))
         assert all(parent < node for node, parent in enumerate(proposal.tree.parents))
 
@@ -321,18 +408,28 @@ def test_what_is_learned_counts_from_the_next_root_on(llama: LanguageModel) -> N
     assert session.ranking.scales == learned
 
 
-def test_a_draft_that_is_never_right_becomes_less_sure_in_every_session(llama: LanguageModel) -> None:
+def test_a_draft_that_is_never_right_becomes_less_sure_in_every_session(
+    llama: LanguageModel,
+) -> None:
     engine = Drafter(llama, Spans())
     session = opened(engine, Sampling())
     for _ in range(40):
-        proposal = engine.draft(session, (), max(set(range(VOCABULARY)) - set(session.tree.tokens.tolist())), SHAPE)
+        proposal = engine.draft(
+            session, (), max(set(range(VOCABULARY)) - set(session.tree.tokens.tolist())), SHAPE
+        )
         while engine.prepare(session) or engine.learn():
             pass
     first = engine.sharpness.scales(sampled=False)
     assert first[0].sharpening > 1.2 * SHARPENING
-    assert np.exp(proposal.scores[0]) < np.exp(engine.draft(opened(engine, Sampling(), sharpening=SHARPENING), (), session.log[-1], SHAPE).scores[0])
+    assert np.exp(proposal.scores[0]) < np.exp(
+        engine.draft(
+            opened(engine, Sampling(), sharpening=SHARPENING), (), session.log[-1], SHAPE
+        ).scores[0]
+    )
     assert opened(engine, Sampling()).ranking.scales == first
-    assert opened(engine, Sampling(temperature=1.0)).ranking.scales == Sharpness(Scale(SHARPENING)).scales(sampled=True)
+    assert opened(engine, Sampling(temperature=1.0)).ranking.scales == Sharpness(
+        Scale(SHARPENING)
+    ).scales(sampled=True)
 
 
 def test_a_sharpening_that_was_given_stays_and_nothing_is_learned(llama: LanguageModel) -> None:
@@ -347,19 +444,27 @@ def test_where_children_are_drawn_nothing_is_learned(llama: LanguageModel) -> No
     engine = Drafter(llama, Spans())
     session = opened(engine, Sampling(temperature=1.0, acceptance="rejection"), policy="static")
     play(engine, session, 4, seed=2)
-    assert engine.sharpness.nodes(sampled=True) == engine.sharpness.nodes(sampled=False) == (0,) * CLASSES
+    assert (
+        engine.sharpness.nodes(sampled=True)
+        == engine.sharpness.nodes(sampled=False)
+        == (0,) * CLASSES
+    )
 
 
 def test_children_of_several_levels_are_ranked_each_by_its_scale(llama: LanguageModel) -> None:
     engine = Drafter(llama, Spans())
     session = opened(engine, Sampling(temperature=1.0))
     proposal = engine.draft(session, (), 2, SHAPE)
-    nodes = np.array([ROOT, *(int(np.flatnonzero(session.tree.levels == level)[0]) for level in (1, 3, 2))])
+    nodes = np.array(
+        [ROOT, *(int(np.flatnonzero(session.tree.levels == level)[0]) for level in (1, 3, 2))]
+    )
     assert max(proposal.tree.depths) > 3
     session.ranking.scales = (Scale(0.3, 0.5), Scale(2.0, 1.0), Scale(0.5, 0.25), Scale(1.0, 0.75))
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
     together = session.ranking.children(logits, session.tree, nodes, len(session.log), 4)
     for row, node in enumerate(nodes):
-        alone = session.ranking.children(logits[row : row + 1], session.tree, nodes[row : row + 1], len(session.log), 4)
+        alone = session.ranking.children(
+            logits[row : row + 1], session.tree, nodes[row : row + 1], len(session.log), 4
+        )
         assert together[0][row].tolist() == alone[0][0].tolist(), node
         assert together[1][row].tolist() == alone[1][0].tolist(), node

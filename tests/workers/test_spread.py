@@ -54,7 +54,9 @@ def test_a_limit_of_the_hosts_memory_holds_where_a_device_only_reads_prompts() -
 
 def test_a_limit_of_the_devices_memory_is_kept() -> None:
     split = places(TargetSettings(split=SplitSettings(device="cpu")), MemorySettings(vram="1953KB"))
-    streamed = places(TargetSettings(split=SplitSettings(device="cpu", layers=8)), MemorySettings(vram="2545KB"))
+    streamed = places(
+        TargetSettings(split=SplitSettings(device="cpu", layers=8)), MemorySettings(vram="2545KB")
+    )
     assert split == [C] * 4 + [R] * 4
     assert streamed is not None
     assert (streamed.count(R), streamed.count(S)) == (1, 7)
@@ -63,20 +65,50 @@ def test_a_limit_of_the_devices_memory_is_kept() -> None:
 @pytest.mark.parametrize(
     ("settings", "memory", "words"),
     [
-        (TargetSettings(split=SplitSettings(layers=3)), UNLIMITED, ("target.split.layers = 3", "target.split.device")),
-        (TargetSettings(split=SplitSettings(device="cpu", layers=9)), UNLIMITED, ("target.split.layers = 9", "the model has 8 layers")),
-        (TargetSettings(split=SplitSettings(device="cpu", layers=2), resident=3), UNLIMITED, ("target.resident = 3", "cpu computes 2 layers")),
+        (
+            TargetSettings(split=SplitSettings(layers=3)),
+            UNLIMITED,
+            ("target.split.layers = 3", "target.split.device"),
+        ),
+        (
+            TargetSettings(split=SplitSettings(device="cpu", layers=9)),
+            UNLIMITED,
+            ("target.split.layers = 9", "the model has 8 layers"),
+        ),
+        (
+            TargetSettings(split=SplitSettings(device="cpu", layers=2), resident=3),
+            UNLIMITED,
+            ("target.resident = 3", "cpu computes 2 layers"),
+        ),
         (TargetSettings(split=SplitSettings(device="cuda:5")), UNLIMITED, ("there is no cuda:5",)),
-        (TargetSettings(resident=0), MemorySettings(vram="10KB"), ("cpu would need", "memory.vram leaves 1e-05 GB")),
-        (TargetSettings(resident=0), MemorySettings(ram="10KB"), ("8 layers, the embedding and a pass", "memory.ram is 1e-05 GB")),
+        (
+            TargetSettings(resident=0),
+            MemorySettings(vram="10KB"),
+            ("cpu would need", "memory.vram leaves 1e-05 GB"),
+        ),
+        (
+            TargetSettings(resident=0),
+            MemorySettings(ram="10KB"),
+            ("8 layers, the embedding and a pass", "memory.ram is 1e-05 GB"),
+        ),
         (TargetSettings(), MemorySettings(vram="10KB"), ("memory.vram = '10KB'", "leave it out")),
         (TargetSettings(), MemorySettings(vram="8GB"), ("memory.vram = '8GB'", "leave it out")),
-        (TargetSettings(prefill="cpu", resident=0), UNLIMITED, ("target.prefill = 'cpu'", "there are none")),
-        (TargetSettings(prefill="cpu", split=SplitSettings(device="cpu", layers=2)), MemorySettings(vram="1257KB"), ("to read prompts", "memory.vram leaves")),
+        (
+            TargetSettings(prefill="cpu", resident=0),
+            UNLIMITED,
+            ("target.prefill = 'cpu'", "there are none"),
+        ),
+        (
+            TargetSettings(prefill="cpu", split=SplitSettings(device="cpu", layers=2)),
+            MemorySettings(vram="1257KB"),
+            ("to read prompts", "memory.vram leaves"),
+        ),
         (TargetSettings(prefill="cuda:7"), UNLIMITED, ("there is no cuda:7",)),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused_in_one_line(settings: TargetSettings, memory: MemorySettings, words: tuple[str, ...]) -> None:
+def test_settings_that_do_not_go_together_are_refused_in_one_line(
+    settings: TargetSettings, memory: MemorySettings, words: tuple[str, ...]
+) -> None:
     with pytest.raises(SettingsError) as caught:
         places(settings, memory)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -91,11 +123,17 @@ def test_a_model_whose_sizes_are_not_known_is_refused() -> None:
 
 
 @needs_kernels
-def test_a_placement_is_told_and_changes_no_fingerprint_where_it_changes_no_byte(folder: Path) -> None:
+def test_a_placement_is_told_and_changes_no_fingerprint_where_it_changes_no_byte(
+    folder: Path,
+) -> None:
     whole = open_target_worker(TargetSettings(model=str(folder)), name="t", threads=1).hello(1)
-    mixed = TargetSettings(model=str(folder), split=SplitSettings(device="cpu", layers=3), resident=1, prefill="cpu")
+    mixed = TargetSettings(
+        model=str(folder), split=SplitSettings(device="cpu", layers=3), resident=1, prefill="cpu"
+    )
     found = open_target_worker(mixed, name="t", threads=1).hello(1)
-    assert found.placement == "cpu 0-0, cpu 1-3 (1 resident, 2 streamed) and head; prompts read by cpu"
+    assert (
+        found.placement == "cpu 0-0, cpu 1-3 (1 resident, 2 streamed) and head; prompts read by cpu"
+    )
     assert whole.placement == ""
     assert found.fingerprint == whole.fingerprint
 
@@ -106,24 +144,55 @@ def curve(*seconds: float) -> RowsSeconds:
 
 @pytest.mark.parametrize(
     ("streamed", "rows"),
-    [((1.0, 1.0, 1.0, 1.0), 256), ((0.1, 0.1, 0.1, 0.1), 16), ((9.0, 9.0, 9.0, 9.0), None), ((0.1, 5.0, 1.0, 1.0), 256), ((0.1, 0.1, 0.1, 9.0), None)],
+    [
+        ((1.0, 1.0, 1.0, 1.0), 256),
+        ((0.1, 0.1, 0.1, 0.1), 16),
+        ((9.0, 9.0, 9.0, 9.0), None),
+        ((0.1, 5.0, 1.0, 1.0), 256),
+        ((0.1, 0.1, 0.1, 9.0), None),
+    ],
 )
-def test_prompts_are_read_apart_from_where_that_is_always_faster(streamed: tuple[float, ...], rows: int | None) -> None:
+def test_prompts_are_read_apart_from_where_that_is_always_faster(
+    streamed: tuple[float, ...], rows: int | None
+) -> None:
     reading = Reading(device="cpu", local=curve(0.2, 0.8, 3.2, 8.0), streamed=curve(*streamed))
     assert reading.better_from == rows
     spread = spread_of(TargetSettings(), UNLIMITED, open_device("cpu", 1), 1, [reading])
-    assert (None if spread is None else (spread.reader is not None, spread.reads_from)) == (None if rows is None else (True, rows))
-    assert spread_of(TargetSettings(prefill="local"), UNLIMITED, open_device("cpu", 1), 1, [reading]) is None
+    assert (None if spread is None else (spread.reader is not None, spread.reads_from)) == (
+        None if rows is None else (True, rows)
+    )
+    assert (
+        spread_of(TargetSettings(prefill="local"), UNLIMITED, open_device("cpu", 1), 1, [reading])
+        is None
+    )
 
 
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("half", torch.bfloat16)])
-def test_what_calibrate_finds_of_prompts_is_known_to_a_worker_of_the_same_model(tmp_path: Path, weights: str, dtype: torch.dtype) -> None:
-    settings = TargetSettings(model=str(tiny_llama(tmp_path, dtype=dtype)), weights=weights, prefill="cpu")
-    found = calibrate(settings, threads=1, memory_bytes=8 << 30, profile=None, seconds=0.1, contexts=(), isa="", say=lambda *_: None)
-    reading, path = Reading.model_validate_json(json.dumps(found["reading"])), tmp_path / "profile.json"
+def test_what_calibrate_finds_of_prompts_is_known_to_a_worker_of_the_same_model(
+    tmp_path: Path, weights: str, dtype: torch.dtype
+) -> None:
+    settings = TargetSettings(
+        model=str(tiny_llama(tmp_path, dtype=dtype)), weights=weights, prefill="cpu"
+    )
+    found = calibrate(
+        settings,
+        threads=1,
+        memory_bytes=8 << 30,
+        profile=None,
+        seconds=0.1,
+        contexts=(),
+        isa="",
+        say=lambda *_: None,
+    )
+    reading, path = (
+        Reading.model_validate_json(json.dumps(found["reading"])),
+        tmp_path / "profile.json",
+    )
     assert reading.local.rows == reading.streamed.rows == (16, 64)
-    update_profile(path, ProfileKey.model_validate(found["key"]), lambda entry: entry.with_reading(reading))
+    update_profile(
+        path, ProfileKey.model_validate(found["key"]), lambda entry: entry.with_reading(reading)
+    )
     assert known_readings(settings.model_copy(update={"prefill": "auto"}), path) == (reading,)
     assert known_readings(settings.model_copy(update={"weights": "int8"}), path) == ()

@@ -1,4 +1,5 @@
-"""A model in stages computes what it computes as a whole: the same bytes where the CPU stands for the device, up to rounding where torch computes."""
+"""A model in stages computes what it computes as a whole: the same bytes where the CPU stands for
+the device, up to rounding where torch computes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ PLACES = {
 }
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-5, "half": 1e-5, "int8": 3e-2}
-"""Of the largest logit: rounding; a rounding of an input of int8 that falls on the other side of a half is a step of 1/127."""
+"""Of the largest logit: rounding; a rounding of an input of int8 that falls on the other side of a
+half is a step of 1/127."""
 GREEDY = Sampling(temperature=0.0)
 TREE = TreeSettings(policy="dynamic", gamma=12, depth=6)
 
@@ -57,15 +59,24 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random Llama of four layers for each type of weights."""
-    return {weights: tiny_llama(tmp_path_factory.mktemp(weights), layers=LAYERS, dtype=dtype, context=1024) for weights, dtype in TYPES.items()}
+    return {
+        weights: tiny_llama(
+            tmp_path_factory.mktemp(weights), layers=LAYERS, dtype=dtype, context=1024
+        )
+        for weights, dtype in TYPES.items()
+    }
 
 
-def load(folder: Path, weights: str, places: Sequence[Place] | None = None, *, reader: bool = False) -> LanguageModel:
+def load(
+    folder: Path, weights: str, places: Sequence[Place] | None = None, *, reader: bool = False
+) -> LanguageModel:
     """The model as a whole, or in stages."""
     if places is None:
         return load_language_model(str(folder), weights=weights, device="cpu", backend="kernels")
     staging = Staging(places, HostTransfer(), HostTransfer() if reader else None)
-    return load_language_model(str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging)
+    return load_language_model(
+        str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging
+    )
 
 
 def decode(model: LanguageModel) -> Tensor:
@@ -74,7 +85,9 @@ def decode(model: LanguageModel) -> Tensor:
     prompt = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)])
     cache.keep(range(10), 10)
     paths = Paths.of(10, [[10], [10, 11], [10, 12], [10, 12, 13]])
-    tree = model.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [Segment(cache, 10, 4, paths)])
+    tree = model.forward(
+        torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [Segment(cache, 10, 4, paths)]
+    )
     cache.keep([10, 12, 13], 3)
     cache.resize(64)
     last = model.forward(torch.tensor([4]), torch.tensor([13]), [Segment(cache, 13, 1)])
@@ -83,7 +96,9 @@ def decode(model: LanguageModel) -> Tensor:
 
 @pytest.mark.parametrize("weights", TYPES)
 @pytest.mark.parametrize("places", PLACES)
-def test_every_placement_computes_the_same_bytes(folders: dict[str, Path], places: str, weights: str) -> None:
+def test_every_placement_computes_the_same_bytes(
+    folders: dict[str, Path], places: str, weights: str
+) -> None:
     found = load(folders[weights], weights, PLACES[places])
     expected = decode(load(folders[weights], weights))
     for _ in range(2):  # the second time the buffers go on where the first ended
@@ -101,7 +116,9 @@ def test_every_family_can_be_split_and_streamed(tmp_path: Path, family: str) -> 
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("weights", TYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_torch_computes_the_same_function_up_to_rounding(tmp_path: Path, family: str, weights: str) -> None:
+def test_torch_computes_the_same_function_up_to_rounding(
+    tmp_path: Path, family: str, weights: str
+) -> None:
     folder = FAMILIES[family](tmp_path, dtype=TYPES[weights])
     whole = load(folder, weights)
     found, expected = decode(load(folder, weights, [S] * whole.layers)), decode(whole)
@@ -111,10 +128,15 @@ def test_torch_computes_the_same_function_up_to_rounding(tmp_path: Path, family:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(37, 48), (48, 17), (96, 30), (100, 33), (16, 3)])
 @pytest.mark.parametrize("kind", Kind)
-def test_a_packed_matrix_is_laid_out_as_it_was(kind: Kind, shape: tuple[int, int], bias: bool) -> None:
+def test_a_packed_matrix_is_laid_out_as_it_was(
+    kind: Kind, shape: tuple[int, int], bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(3)
     dtype = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16}.get(kind, torch.float32)
-    weight, x = torch.randn(shape, generator=generator).to(dtype), torch.randn(5, shape[1], generator=generator)
+    weight, x = (
+        torch.randn(shape, generator=generator).to(dtype),
+        torch.randn(5, shape[1], generator=generator),
+    )
     offset = torch.randn(shape[0], generator=generator) if bias else None
     packed = PackedMatrix(kind, *shape, bias=offset)
     packed.pack(weight)
@@ -124,17 +146,28 @@ def test_a_packed_matrix_is_laid_out_as_it_was(kind: Kind, shape: tuple[int, int
         assert torch.equal(found.weight, weight)
     assert (offset is None) if found.bias is None else torch.equal(found.bias, offset)
     x[2] = 0.0
-    torch.testing.assert_close(product(found, x), packed.linear(x), rtol=2e-6, atol=2e-6 * float(packed.linear(x).abs().max()))
+    torch.testing.assert_close(
+        product(found, x),
+        packed.linear(x),
+        rtol=2e-6,
+        atol=2e-6 * float(packed.linear(x).abs().max()),
+    )
 
 
 def test_integer_products_are_the_kernels_own() -> None:
     """Of inputs that need no rounding, so that nothing is left but the products."""
     generator = torch.Generator().manual_seed(4)
-    weight, x = torch.randn(64, 2048, generator=generator), torch.randint(-127, 128, (9, 2048), generator=generator).float()
+    weight, x = (
+        torch.randn(64, 2048, generator=generator),
+        torch.randint(-127, 128, (9, 2048), generator=generator).float(),
+    )
     x[:, 0] = 127.0
     packed = PackedMatrix(Kind.INT8, 64, 2048)
     packed.pack(weight)
-    found = unpack(Lying(Kind.INT8, 64, 2048, 0, packed.nbytes, False), torch.frombuffer(packed.memory, dtype=torch.uint8))
+    found = unpack(
+        Lying(Kind.INT8, 64, 2048, 0, packed.nbytes, False),
+        torch.frombuffer(packed.memory, dtype=torch.uint8),
+    )
     assert found.scales is not None
     expected = (x.double() @ found.weight[:, :2048].double().t()) * found.scales.double()
     assert torch.equal(product(found, x), packed.linear(x))
@@ -144,7 +177,10 @@ def test_integer_products_are_the_kernels_own() -> None:
 def test_what_is_not_a_number_stays_none_in_int8() -> None:
     packed = PackedMatrix(Kind.INT8, 16, 8)
     packed.pack(torch.ones(16, 8))
-    found = unpack(Lying(Kind.INT8, 16, 8, 0, packed.nbytes, False), torch.frombuffer(packed.memory, dtype=torch.uint8))
+    found = unpack(
+        Lying(Kind.INT8, 16, 8, 0, packed.nbytes, False),
+        torch.frombuffer(packed.memory, dtype=torch.uint8),
+    )
     x = torch.ones(2, 8)
     x[1, 3] = float("inf")
     y = product(found, x)
@@ -153,42 +189,69 @@ def test_what_is_not_a_number_stays_none_in_int8() -> None:
 
 
 @pytest.mark.parametrize("places", [[S] * LAYERS, [C, S, R, S]], ids=["streamed", "mixed"])
-@pytest.mark.parametrize("length", [PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 3 * PROMPT_ROWS + 40])
-def test_a_long_prompt_goes_through_layer_after_layer(folders: dict[str, Path], places: list[Place], length: int) -> None:
+@pytest.mark.parametrize(
+    "length", [PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 3 * PROMPT_ROWS + 40]
+)
+def test_a_long_prompt_goes_through_layer_after_layer(
+    folders: dict[str, Path], places: list[Place], length: int
+) -> None:
     """The same bytes as some rows at a time, and its weights are copied once."""
     tokens, positions = torch.arange(length) % 40, torch.arange(length)
     whole, found = load(folders["fp32"], "fp32"), load(folders["fp32"], "fp32", places)
-    expected = whole.forward(tokens, positions, [Segment(whole.new_cache(length), 0, length)], rows=torch.tensor([length - 1]))
+    expected = whole.forward(
+        tokens,
+        positions,
+        [Segment(whole.new_cache(length), 0, length)],
+        rows=torch.tensor([length - 1]),
+    )
     ring = found._back_end._stages[-1]._ring  # type: ignore[attr-defined]
     before = ring.copied_bytes
-    logits = found.forward(tokens, positions, [Segment(found.new_cache(length), 0, length)], rows=torch.tensor([length - 1]))
+    logits = found.forward(
+        tokens,
+        positions,
+        [Segment(found.new_cache(length), 0, length)],
+        rows=torch.tensor([length - 1]),
+    )
     assert torch.equal(logits, expected)
     assert ring.copied_bytes - before <= sum(blob.numel() for blob in ring._blobs)
 
 
 @pytest.mark.parametrize("places", [[C] * LAYERS, [C, C, S, R]], ids=["on the CPU", "split"])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, PROMPT_ROWS, PROMPT_ROWS + 1, 600])
-def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(folders: dict[str, Path], places: list[Place], length: int) -> None:
+def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
+    folders: dict[str, Path], places: list[Place], length: int
+) -> None:
     tokens = torch.arange(length + 3) % 40
     whole, found = load(folders["fp32"], "fp32"), load(folders["fp32"], "fp32", places, reader=True)
     logits = []
     for model in (whole, found):
         cache, last = model.new_cache(length + 3), torch.tensor([length - 1])
         if model is found:
-            read, _ = model.read_apart(tokens[:length], Segment(cache, 0, length), wanted=(), rows=last)
+            read, _ = model.read_apart(
+                tokens[:length], Segment(cache, 0, length), wanted=(), rows=last
+            )
         else:
-            read = model.forward(tokens[:length], torch.arange(length), [Segment(cache, 0, length)], rows=last)
+            read = model.forward(
+                tokens[:length], torch.arange(length), [Segment(cache, 0, length)], rows=last
+            )
         cache.keep(range(length), length)
-        more = model.forward(tokens[length:], torch.arange(length, length + 3), [Segment(cache, length, 3)])
+        more = model.forward(
+            tokens[length:], torch.arange(length, length + 3), [Segment(cache, length, 3)]
+        )
         logits.append(torch.cat([read, more]))
     assert torch.equal(*logits)
 
 
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 300])
-def test_the_keys_and_values_that_torch_computes_are_handed_over(folders: dict[str, Path], length: int) -> None:
+def test_the_keys_and_values_that_torch_computes_are_handed_over(
+    folders: dict[str, Path], length: int
+) -> None:
     tokens = torch.arange(length) % 40
-    whole, found = load(folders["fp32"], "fp32"), load(folders["fp32"], "fp32", [C] * LAYERS, reader=True)
+    whole, found = (
+        load(folders["fp32"], "fp32"),
+        load(folders["fp32"], "fp32", [C] * LAYERS, reader=True),
+    )
     expected, cache = whole.new_cache(length), found.new_cache(length)
     whole.forward(tokens, torch.arange(length), [Segment(expected, 0, length)])
     found.read_apart(tokens, Segment(cache, 0, length), wanted=(), rows=torch.tensor([length - 1]))
@@ -205,31 +268,64 @@ def test_a_draft_reads_the_same_states_of_any_placement(folders: dict[str, Path]
     def states(model: LanguageModel, *, apart: bool = False) -> list[Tensor]:
         tokens, cache, wanted = torch.tensor(TOKENS), model.new_cache(16), (0, 1, 2, 3, LAST)
         segment = Segment(cache, 0, 10)
-        found = model.read_apart(tokens, segment, wanted=wanted, rows=torch.tensor([9])) if apart else None
-        return list((found or model.forward_with_states(tokens, torch.arange(10), [segment], wanted=wanted))[1].values())
+        found = (
+            model.read_apart(tokens, segment, wanted=wanted, rows=torch.tensor([9]))
+            if apart
+            else None
+        )
+        return list(
+            (
+                found
+                or model.forward_with_states(tokens, torch.arange(10), [segment], wanted=wanted)
+            )[1].values()
+        )
 
     expected = states(load(folders["fp32"], "fp32"))
     for places in PLACES.values():
         assert all(map(torch.equal, states(load(folders["fp32"], "fp32", places)), expected))
-    assert all(map(torch.equal, states(load(folders["fp32"], "fp32", [C, C, S, R], reader=True), apart=True), expected))
+    assert all(
+        map(
+            torch.equal,
+            states(load(folders["fp32"], "fp32", [C, C, S, R], reader=True), apart=True),
+            expected,
+        )
+    )
 
 
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("places", [[C] * LAYERS, [C, C, S, R]], ids=["on the CPU", "split"])
-def test_a_session_that_is_begun_anew_has_the_same_prompt_read_by_the_reader(folders: dict[str, Path], places: list[Place]) -> None:
-    """Its reply's rows are computed as they were, by the CPU alone; else the reader's rounding would get into them."""
+def test_a_session_that_is_begun_anew_has_the_same_prompt_read_by_the_reader(
+    folders: dict[str, Path], places: list[Place]
+) -> None:
+    """Its reply's rows are computed as they were, by the CPU alone; else the reader's rounding
+    would get into them."""
     prompt, key = tuple(3 + number % 40 for number in range(50)), session_key(7, 0, (1, 2))
 
     def opened(log: Sequence[int], replied: int) -> tuple[Verifier, First]:
         verifier = Verifier(load(folders["fp32"], "fp32", places, reader=True), Spans())
-        (first,) = verifier.open(1, key=key, prompt=log, capacity=90, sampling=GREEDY, tree=TREE, round=replied, replied=replied)
+        (first,) = verifier.open(
+            1,
+            key=key,
+            prompt=log,
+            capacity=90,
+            sampling=GREEDY,
+            tree=TREE,
+            round=replied,
+            replied=replied,
+        )
         assert isinstance(first, First)
         return verifier, first
 
     def verified(verifier: Verifier, log: Sequence[int], round: int) -> int:
         from dovetail.protocol.messages import VerifyItem
 
-        item = VerifyItem(session=1, round=round, prefix=len(log), tokens=TokenTree().tokens, parents=TokenTree().parents)
+        item = VerifyItem(
+            session=1,
+            round=round,
+            prefix=len(log),
+            tokens=TokenTree().tokens,
+            parents=TokenTree().parents,
+        )
         verifier.check(item)
         (verdict,) = verifier.verify([item])
         assert isinstance(verdict, Verdict)
@@ -249,13 +345,17 @@ def test_a_session_that_is_begun_anew_has_the_same_prompt_read_by_the_reader(fol
             assert torch.equal(left.values[:, :, :56], right.values[:, :, :56])
 
 
-def test_a_short_prompt_a_scored_one_and_one_with_a_base_are_read_locally(folders: dict[str, Path]) -> None:
+def test_a_short_prompt_a_scored_one_and_one_with_a_base_are_read_locally(
+    folders: dict[str, Path],
+) -> None:
     model, key = load(folders["fp32"], "fp32", [C] * LAYERS, reader=True), session_key(7, 0, (1, 2))
     verifier = Verifier(model, Spans(), kept_tokens=1000, reads_from=30)
     prompt = tuple(3 + number % 40 for number in range(30))
 
     def read_apart(number: int, log: Sequence[int], **more: object) -> bool:
-        *_, first = verifier.open(number, key=key, prompt=log, capacity=90, sampling=GREEDY, tree=TREE, **more)  # type: ignore[arg-type]
+        *_, first = verifier.open(
+            number, key=key, prompt=log, capacity=90, sampling=GREEDY, tree=TREE, **more
+        )  # type: ignore[arg-type]
         assert isinstance(first, First)
         return first.apart
 
@@ -267,7 +367,16 @@ def test_a_short_prompt_a_scored_one_and_one_with_a_base_are_read_locally(folder
     assert not read_apart(5, [*prompt, 5, 6], base=1, kept=20)
 
 
-def test_what_the_kernels_cannot_compute_is_neither_split_nor_streamed(folders: dict[str, Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"only what the C\+\+ kernels can compute is split or streamed") as caught:
-        load_language_model(str(folders["fp32"]), weights="int8-per-tensor", device="cpu", stage=lambda config, kind: Staging([S] * LAYERS, HostTransfer()))
+def test_what_the_kernels_cannot_compute_is_neither_split_nor_streamed(
+    folders: dict[str, Path],
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"only what the C\+\+ kernels can compute is split or streamed"
+    ) as caught:
+        load_language_model(
+            str(folders["fp32"]),
+            weights="int8-per-tensor",
+            device="cpu",
+            stage=lambda config, kind: Staging([S] * LAYERS, HostTransfer()),
+        )
     assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""Hidden states that a draft reads are those of transformers' own forward, and asking for them changes no byte of the logits."""
+"""Hidden states that a draft reads are those of transformers' own forward, and asking for them
+changes no byte of the logits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,34 +29,55 @@ def wanted_of(model: LanguageModel) -> list[int]:
 
 
 def oracle(folder: Path, tokens: Sequence[int]) -> dict[int, Tensor]:
-    """transformers' hidden states: those that enter each layer, and what comes out of the final norm."""
+    """transformers' hidden states: those that enter each layer, and what comes out of the final
+    norm."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         every = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     return {**{place: states[0] for place, states in enumerate(every[:-1])}, LAST: every[-1][0]}
 
 
-def prefill(model: LanguageModel, *, chunk: int, capacity: int = 32) -> tuple[Segment, dict[int, Tensor]]:
+def prefill(
+    model: LanguageModel, *, chunk: int, capacity: int = 32
+) -> tuple[Segment, dict[int, Tensor]]:
     """The states of TOKENS, computed `chunk` at a time, and their cache."""
     cache, parts = model.new_cache(capacity), []
     for start in range(0, len(TOKENS), chunk):
         part = torch.tensor(TOKENS[start : start + chunk])
         count = len(part)
         segment = Segment(cache, start, count)
-        parts.append(model.forward_with_states(part, torch.arange(start, start + count), [segment], wanted=wanted_of(model), rows=torch.tensor([count - 1]))[1])
+        parts.append(
+            model.forward_with_states(
+                part,
+                torch.arange(start, start + count),
+                [segment],
+                wanted=wanted_of(model),
+                rows=torch.tensor([count - 1]),
+            )[1]
+        )
         cache.keep(range(start, start + count), count)
-    return Segment(cache, len(TOKENS), 0), {place: torch.cat([states[place] for states in parts]) for place in wanted_of(model)}
+    return Segment(cache, len(TOKENS), 0), {
+        place: torch.cat([states[place] for states in parts]) for place in wanted_of(model)
+    }
 
 
 def check(found: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> None:
     assert set(found) == set(expected)
     for place, states in expected.items():
-        torch.testing.assert_close(found[place], states, rtol=1e-3, atol=1e-4 * float(states.abs().max()), msg=lambda text, place=place: f"{place}: {text}")
+        torch.testing.assert_close(
+            found[place],
+            states,
+            rtol=1e-3,
+            atol=1e-4 * float(states.abs().max()),
+            msg=lambda text, place=place: f"{place}: {text}",
+        )
 
 
 @pytest.mark.parametrize("backend", BACK_ENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_states_of_a_prompt_are_those_of_transformers_in_chunks_of_any_size(family: str, backend: str, tmp_path: Path) -> None:
+def test_the_states_of_a_prompt_are_those_of_transformers_in_chunks_of_any_size(
+    family: str, backend: str, tmp_path: Path
+) -> None:
     folder = FAMILIES[family](tmp_path)
     model = load_language_model(str(folder), weights="fp32", device="cpu", backend=backend)
     assert (model.hidden_size, model.layers) == (64, 3 if family == "gemma2" else 2)
@@ -64,16 +86,24 @@ def test_the_states_of_a_prompt_are_those_of_transformers_in_chunks_of_any_size(
 
 
 @pytest.mark.parametrize("backend", BACK_ENDS)
-def test_the_states_of_a_tree_are_those_of_each_of_its_paths(backend: str, llama_folder: Path) -> None:
+def test_the_states_of_a_tree_are_those_of_each_of_its_paths(
+    backend: str, llama_folder: Path
+) -> None:
     model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
     behind, _ = prefill(model, chunk=4)
     root = len(TOKENS)
     segment = Segment(behind.cache, root, 1 + len(TREE), tree_paths(TREE, root))
-    tokens, positions = torch.tensor([6, *TREE.tokens]), torch.tensor([root + depth for depth in (0, *TREE.depths)])
+    tokens, positions = (
+        torch.tensor([6, *TREE.tokens]),
+        torch.tensor([root + depth for depth in (0, *TREE.depths)]),
+    )
     _, states = model.forward_with_states(tokens, positions, [segment], wanted=wanted_of(model))
     for node in range(-1, len(TREE)):
         path = oracle(llama_folder, [*TOKENS, 6, *(TREE.tokens[n] for n in TREE.path(node))])
-        check({place: rows[node + 1] for place, rows in states.items()}, {place: rows[-1] for place, rows in path.items()})
+        check(
+            {place: rows[node + 1] for place, rows in states.items()},
+            {place: rows[-1] for place, rows in path.items()},
+        )
 
 
 @pytest.mark.parametrize("backend", BACK_ENDS)
@@ -81,26 +111,44 @@ def test_layers_that_an_inflation_adds_are_not_counted(backend: str, tmp_path: P
     folder = tiny_llama(tmp_path, layers=3)
     plan = plan_inflation(AutoModelForCausalLM.from_pretrained(folder), 900_000)
     assert plan.layers > 3
-    model = load_language_model(str(folder), weights="fp32", device="cpu", backend=backend, inflate_bytes=900_000)
+    model = load_language_model(
+        str(folder), weights="fp32", device="cpu", backend=backend, inflate_bytes=900_000
+    )
     assert model.layers == 3
     check(prefill(model, chunk=5)[1], oracle(folder, TOKENS))
 
 
 @pytest.mark.parametrize("backend", BACK_ENDS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_logits_are_the_same_bytes_whether_states_are_asked_for_or_not(family: str, backend: str, tmp_path: Path) -> None:
-    model = load_language_model(str(FAMILIES[family](tmp_path)), weights="fp32", device="cpu", backend=backend)
+def test_logits_are_the_same_bytes_whether_states_are_asked_for_or_not(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    model = load_language_model(
+        str(FAMILIES[family](tmp_path)), weights="fp32", device="cpu", backend=backend
+    )
     tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS))
     for rows in (None, torch.tensor([len(TOKENS) - 1])):
-        plain = model.forward(tokens, positions, [Segment(model.new_cache(16), 0, len(TOKENS))], rows=rows)
+        plain = model.forward(
+            tokens, positions, [Segment(model.new_cache(16), 0, len(TOKENS))], rows=rows
+        )
         for wanted in ([LAST], [1], wanted_of(model)):
-            logits, states = model.forward_with_states(tokens, positions, [Segment(model.new_cache(16), 0, len(TOKENS))], wanted=wanted, rows=rows)
+            logits, states = model.forward_with_states(
+                tokens,
+                positions,
+                [Segment(model.new_cache(16), 0, len(TOKENS))],
+                wanted=wanted,
+                rows=rows,
+            )
             assert torch.equal(logits, plain)
-            assert {place: tuple(kept.shape) for place, kept in states.items()} == dict.fromkeys(wanted, (len(TOKENS), 64))
+            assert {place: tuple(kept.shape) for place, kept in states.items()} == dict.fromkeys(
+                wanted, (len(TOKENS), 64)
+            )
 
 
 @needs_kernels
-def test_with_the_kernels_a_state_is_the_same_bytes_in_a_chunk_of_any_size(llama: LanguageModel) -> None:
+def test_with_the_kernels_a_state_is_the_same_bytes_in_a_chunk_of_any_size(
+    llama: LanguageModel,
+) -> None:
     whole, parts = prefill(llama, chunk=len(TOKENS))[1], prefill(llama, chunk=3)[1]
     assert llama.backend == "kernels"
     assert all(torch.equal(whole[place], parts[place]) for place in whole)
@@ -111,5 +159,10 @@ def test_with_the_kernels_a_state_is_the_same_bytes_in_a_chunk_of_any_size(llama
 @pytest.mark.parametrize("inflate_bytes", [0, 900_000])
 def test_on_a_gpu_the_states_are_those_of_transformers(tmp_path: Path, inflate_bytes: int) -> None:
     folder = tiny_llama(tmp_path, layers=3)
-    model = load_language_model(str(folder), weights="fp32", device="cuda:0", inflate_bytes=inflate_bytes)
-    check({place: states.cpu() for place, states in prefill(model, chunk=5)[1].items()}, oracle(folder, TOKENS))
+    model = load_language_model(
+        str(folder), weights="fp32", device="cuda:0", inflate_bytes=inflate_bytes
+    )
+    check(
+        {place: states.cpu() for place, states in prefill(model, chunk=5)[1].items()},
+        oracle(folder, TOKENS),
+    )

@@ -1,4 +1,5 @@
-"""Blobs through reused buffers: each is there whole when it is due, and none is overwritten while it is computed with, however slow that is."""
+"""Blobs through reused buffers: each is there whole when it is due, and none is overwritten while
+it is computed with, however slow that is."""
 
 import threading
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ def test_every_blob_is_whole_when_it_is_due_pass_after_pass(count: int, buffers:
 
 
 def test_the_next_pass_finds_its_first_blobs_fetched() -> None:
-    """Beyond the first, a pass begins with what was asked for while the one before it ended: nothing is copied twice, nothing is left out."""
+    """Beyond the first, a pass begins with what was asked for while the one before it ended:
+    nothing is copied twice, nothing is left out."""
     given = blobs(5)
     ring = Ring(HostTransfer(), given, 2)
     pass_bytes = sum(blob.numel() for blob in given)
@@ -76,13 +78,16 @@ def test_there_are_at_least_one_buffer_and_at_most_as_many_as_blobs(buffers: int
 
 
 class Queued(HostTransfer):
-    """As on a GPU, what is computed is asked for ahead of time and done later, in order: by a thread."""
+    """As on a GPU, what is computed is asked for ahead of time and done later, in order: by a
+    thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._computing = ThreadPoolExecutor(1, "computing")
 
-    def compute(self, memory: Tensor, held: threading.Event, read: list[int], begun: threading.Event) -> None:
+    def compute(
+        self, memory: Tensor, held: threading.Event, read: list[int], begun: threading.Event
+    ) -> None:
         """Ask for a layer that reads its weights once it is let go."""
 
         def layer() -> None:
@@ -116,7 +121,8 @@ class Hasty(Queued):
 
 
 def sums_of_a_slow_layer(transfer: Queued, given: Sequence[Tensor], slow: int) -> list[int]:
-    """What the layers of two passes read of their weights, where one of them is held back until all else has been asked for, and copied if nothing stops it."""
+    """What the layers of two passes read of their weights, where one of them is held back until all
+    else has been asked for, and copied if nothing stops it."""
     ring = Ring(transfer, given, 2)
     read: list[int] = []
     held, let_go, begun = threading.Event(), threading.Event(), threading.Event()
@@ -128,7 +134,9 @@ def sums_of_a_slow_layer(transfer: Queued, given: Sequence[Tensor], slow: int) -
             for number in range(len(given)):
                 with ring.next(number) as (_, memory):
                     late = (turn, number) == (0, slow)
-                    transfer.compute(memory, held if late else let_go, read, begun if late else threading.Event())
+                    transfer.compute(
+                        memory, held if late else let_go, read, begun if late else threading.Event()
+                    )
         assert begun.wait(PATIENCE_S)
         if isinstance(transfer, Hasty):
             transfer._copies.submit(lambda: None).result(PATIENCE_S)  # all copies are done

@@ -1,4 +1,5 @@
-"""A worker believes its coordinator no more than it is believed: versions, strikes, epochs, and no path that comes over the wire."""
+"""A worker believes its coordinator no more than it is believed: versions, strikes, epochs, and no
+path that comes over the wire."""
 
 import json
 import select
@@ -43,7 +44,7 @@ for worker in workers:
             print(type(error).__name__, file=sys.stderr)
         list(worker.handle(Close(epoch=1, session=1)))
 print(json.dumps([path for path in touched if path == secret or path.startswith("/etc")]))
-"""
+"""  # noqa: E501
 
 
 class Dialogue:
@@ -113,8 +114,14 @@ def test_what_is_late_is_no_strike() -> None:
 
 
 def test_no_path_that_comes_over_the_wire_is_opened(llama_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, since what looks at every file that is opened cannot be taken away."""
+    """In a process of its own, since what looks at every file that is opened cannot be taken
+    away."""
     secret = tmp_path / "secret"
     secret.write_text("0.5,1.0")
-    done = subprocess.run([sys.executable, "-c", WATCHED, str(llama_folder), str(secret)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(llama_folder), str(secret)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -20,7 +20,8 @@ from support.models import tiny_llama, transformers_model
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 ROUNDED = 0.08
-"""How far rows of 8 bits (bf16 on torch's products) may move the logits of these models, whose weights are ten times the usual ones: 0.03 to 0.065 measured."""
+"""How far rows of 8 bits (bf16 on torch's products) may move the logits of these models, whose
+weights are ten times the usual ones: 0.03 to 0.065 measured."""
 TOKENS = torch.tensor([3, 14, 15, 9, 26, 5, 35, 8])
 
 
@@ -35,11 +36,14 @@ def logits(model: LanguageModel) -> Tensor:
 
 
 def slow_logits(folder: Path, bits: int) -> Tensor:
-    """transformers' own model, each of its layers' weights put in place of by what its codes stand for."""
+    """transformers' own model, each of its layers' weights put in place of by what its codes stand
+    for."""
     model = copy.deepcopy(transformers_model(folder))
     for part in model.model.layers.modules():
         if isinstance(part, nn.Linear):
-            part.weight = nn.Parameter(quantise(part.weight.float(), bits).weight(), requires_grad=False)
+            part.weight = nn.Parameter(
+                quantise(part.weight.float(), bits).weight(), requires_grad=False
+            )
     with torch.inference_mode():
         found: Tensor = model(TOKENS.unsqueeze(0)).logits[0]
     return found
@@ -47,10 +51,22 @@ def slow_logits(folder: Path, bits: int) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
-def test_a_substitute_computes_what_its_codes_stand_for(folder: Path, tmp_path: Path, weights: str, bits: int) -> None:
-    found, expected = logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]), slow_logits(folder, bits)
+def test_a_substitute_computes_what_its_codes_stand_for(
+    folder: Path, tmp_path: Path, weights: str, bits: int
+) -> None:
+    found, expected = (
+        logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]),
+        slow_logits(folder, bits),
+    )
     assert float((found - expected).norm() / expected.norm()) < ROUNDED
-    assert bits > 4 or float((found - logits(load_language_model(str(folder), weights="fp32", device="cpu"))).norm() / expected.norm()) > 2 * ROUNDED
+    assert (
+        bits > 4
+        or float(
+            (found - logits(load_language_model(str(folder), weights="fp32", device="cpu"))).norm()
+            / expected.norm()
+        )
+        > 2 * ROUNDED
+    )
 
 
 @needs_kernels
@@ -65,29 +81,57 @@ def test_its_cache_is_one_that_the_target_could_use(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
-def test_on_torchs_products_it_computes_the_same_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, bits: int) -> None:
+def test_on_torchs_products_it_computes_the_same_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, bits: int
+) -> None:
     monkeypatch.setattr(fused, "reason_against", lambda kind: "they are not built")
-    folder = tiny_llama(tmp_path, intermediate_size=104)  # neither whole groups of inputs, nor as many outputs as torch's layout wants
-    found, expected = logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]), slow_logits(folder, bits)
+    folder = tiny_llama(
+        tmp_path, intermediate_size=104
+    )  # neither whole groups of inputs, nor as many outputs as torch's layout wants
+    found, expected = (
+        logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]),
+        slow_logits(folder, bits),
+    )
     assert float((found - expected).norm() / expected.norm()) < ROUNDED
 
 
 def test_what_was_quantised_once_is_read_the_next_time(folder: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    first, made = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path, tell=lambda done, of: told.append((done, of)))
+    first, made = load_substitute(
+        str(folder),
+        weights="int4",
+        device="cpu",
+        folder=tmp_path,
+        tell=lambda done, of: told.append((done, of)),
+    )
     assert (made.made, told) == (2, [(1, 2), (2, 2)])
-    assert f"quantised 2 layers, 0.1 million weights, to 4 bits in {made.seconds:.1f} s, kept in {made.folder}" in made.report("draft")
+    assert (
+        f"quantised 2 layers, 0.1 million weights, to 4 bits in {made.seconds:.1f} s, kept in "
+        f"{made.folder}" in made.report("draft")
+    )
     again, nothing = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
     assert (nothing.made, nothing.report("draft")) == (0, "")
     assert torch.equal(logits(first), logits(again))
 
 
-def test_other_bits_another_inflation_and_another_checkpoint_are_kept_apart(folder: Path, tmp_path: Path) -> None:
+def test_other_bits_another_inflation_and_another_checkpoint_are_kept_apart(
+    folder: Path, tmp_path: Path
+) -> None:
     other = tiny_llama(tmp_path / "other", intermediate_size=128, seed=1)
     kept = tmp_path / "kept"
-    kinds = [(folder, "int4", 0), (folder, "int2", 0), (folder, "int4", 1 << 20), (other, "int4", 0)]
+    kinds = [
+        (folder, "int4", 0),
+        (folder, "int2", 0),
+        (folder, "int4", 1 << 20),
+        (other, "int4", 0),
+    ]
     for source, weights, inflate in kinds:
-        assert load_substitute(str(source), weights=weights, device="cpu", inflate_bytes=inflate, folder=kept)[1].made > 0
+        assert (
+            load_substitute(
+                str(source), weights=weights, device="cpu", inflate_bytes=inflate, folder=kept
+            )[1].made
+            > 0
+        )
     assert len([*kept.iterdir()]) == len(kinds)
 
 
@@ -98,18 +142,32 @@ def test_a_layer_whose_file_is_not_whole_is_quantised_again(folder: Path, tmp_pa
     first.write_bytes(first.read_bytes()[:-100])
     second.unlink()
     (made.folder / "tmpabc").mkdir()
-    (made.folder / "tmpabc" / second.name).write_bytes(b"half of it")  # what a process that was killed left
+    (made.folder / "tmpabc" / second.name).write_bytes(
+        b"half of it"
+    )  # what a process that was killed left
     assert load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[1].made == 2
     assert load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[1].made == 0
 
 
-@pytest.mark.parametrize("damage", [Tensor.double, Tensor.int, lambda scales: torch.full_like(scales, torch.nan)], ids=["double", "int", "nan"])
-def test_a_layer_whose_scales_are_of_another_type_or_no_numbers_is_quantised_again(folder: Path, tmp_path: Path, damage: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [Tensor.double, Tensor.int, lambda scales: torch.full_like(scales, torch.nan)],
+    ids=["double", "int", "nan"],
+)
+def test_a_layer_whose_scales_are_of_another_type_or_no_numbers_is_quantised_again(
+    folder: Path, tmp_path: Path, damage: Callable[[Tensor], Tensor]
+) -> None:
     whole, made = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
     assert made.folder is not None
     file = min(made.folder.iterdir())
     tensors = load_tensors(file)
-    save_tensors(file, {name: damage(content) if name.endswith("scales") else content for name, content in tensors.items()})
+    save_tensors(
+        file,
+        {
+            name: damage(content) if name.endswith("scales") else content
+            for name, content in tensors.items()
+        },
+    )
     again, mended = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
     assert mended.made == 1
     assert torch.equal(logits(again), logits(whole))
@@ -125,23 +183,36 @@ def test_where_nothing_can_be_kept_it_is_made_anew_each_time(folder: Path, tmp_p
 
 @needs_kernels
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
-def test_inputs_that_do_not_divide_into_groups_are_filled_up(tmp_path: Path, weights: str, bits: int) -> None:
+def test_inputs_that_do_not_divide_into_groups_are_filled_up(
+    tmp_path: Path, weights: str, bits: int
+) -> None:
     folder = tiny_llama(tmp_path / "odd", intermediate_size=104)
     for _ in range(2):  # quantised, and read
-        found, expected = logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]), slow_logits(folder, bits)
+        found, expected = (
+            logits(load_substitute(str(folder), weights=weights, device="cpu", folder=tmp_path)[0]),
+            slow_logits(folder, bits),
+        )
         assert float((found - expected).norm() / expected.norm()) < ROUNDED
 
 
 @needs_kernels
 def test_the_substitute_of_an_inflated_target_is_inflated_too(folder: Path, tmp_path: Path) -> None:
-    """Layers that add nothing and units that are dead add nothing in 4 bits either: the same function at the price of a larger draft."""
+    """Layers that add nothing and units that are dead add nothing in 4 bits either: the same
+    function at the price of a larger draft."""
     plain = logits(load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)[0])
-    inflated, made = load_substitute(str(folder), weights="int4", device="cpu", inflate_bytes=1 << 20, folder=tmp_path)
+    inflated, made = load_substitute(
+        str(folder), weights="int4", device="cpu", inflate_bytes=1 << 20, folder=tmp_path
+    )
     assert made.made > 2
     assert float((logits(inflated) - plain).norm() / plain.norm()) < ROUNDED
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_computes_the_same_function(folder: Path, tmp_path: Path) -> None:
-    found, expected = logits(load_substitute(str(folder), weights="int4", device="cuda:0", folder=tmp_path)[0]).cpu(), slow_logits(folder, 4)
+    found, expected = (
+        logits(
+            load_substitute(str(folder), weights="int4", device="cuda:0", folder=tmp_path)[0]
+        ).cpu(),
+        slow_logits(folder, 4),
+    )
     assert float((found - expected).norm() / expected.norm()) < ROUNDED

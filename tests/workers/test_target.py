@@ -1,4 +1,5 @@
-"""What a target worker is made of: settings in, a fingerprint out; and the features that it sends to those who ask for them."""
+"""What a target worker is made of: settings in, a fingerprint out; and the features that it sends
+to those who ask for them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
-from dovetail.protocol.messages import Open, Opened, Prefilled, Reads, States, Verified, Verify, VerifyItem
+from dovetail.protocol.messages import (
+    Open,
+    Opened,
+    Prefilled,
+    Reads,
+    States,
+    Verified,
+    Verify,
+    VerifyItem,
+)
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
 from dovetail.workers.models.checkpoint import open_checkpoint
@@ -23,7 +33,9 @@ def fingerprint(**settings: str) -> object:
     return open_target_worker(TargetSettings(**settings), name="t", threads=1).hello(1).fingerprint
 
 
-def test_the_same_settings_give_the_same_fingerprint_and_an_inflation_another(llama_folder: Path) -> None:
+def test_the_same_settings_give_the_same_fingerprint_and_an_inflation_another(
+    llama_folder: Path,
+) -> None:
     plain = fingerprint(model=str(llama_folder))
     assert fingerprint(model=str(llama_folder)) == plain
     inflated = fingerprint(model=str(llama_folder), inflate="1MB")
@@ -32,7 +44,11 @@ def test_the_same_settings_give_the_same_fingerprint_and_an_inflation_another(ll
 
 
 def test_the_limits_are_those_of_the_model(llama_folder: Path) -> None:
-    limits = open_target_worker(TargetSettings(model=str(llama_folder)), name="t", threads=1).hello(1).limits
+    limits = (
+        open_target_worker(TargetSettings(model=str(llama_folder)), name="t", threads=1)
+        .hello(1)
+        .limits
+    )
     assert limits is not None
     assert limits.context == 96
 
@@ -47,7 +63,7 @@ def test_a_target_without_a_model_is_refused() -> None:
         fingerprint()
 
 
-# -- features -----------------------------------------------------------------------------------------------------------------------------------
+# -- features --------------------------------------------------------------------------------------
 
 LAST = Reads(width=64, dtype="float16", vocabulary_size=VOCABULARY)
 TAPS = Reads(taps=(2, 0), width=64, dtype="bfloat16", vocabulary_size=VOCABULARY)
@@ -63,7 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["", "900KB"], ids=["plain", "inflated"])
 def worker(folder: Path, request: pytest.FixtureRequest) -> TargetWorker:
-    worker = open_target_worker(TargetSettings(model=str(folder), inflate=request.param), name="t", threads=1)
+    worker = open_target_worker(
+        TargetSettings(model=str(folder), inflate=request.param), name="t", threads=1
+    )
     worker.hello(1)
     return worker
 
@@ -92,11 +110,18 @@ def expected(folder: Path, tokens: Sequence[int], reads: Reads) -> Tensor:
 
 def check(found: Tensor, right: Tensor, reads: Reads) -> None:
     assert found.dtype == getattr(torch, reads.dtype)
-    torch.testing.assert_close(found.float(), right.to(found.dtype).float(), rtol=2e-2, atol=2e-3 * float(right.abs().max()))
+    torch.testing.assert_close(
+        found.float(),
+        right.to(found.dtype).float(),
+        rtol=2e-2,
+        atol=2e-3 * float(right.abs().max()),
+    )
 
 
 @pytest.mark.parametrize("reads", [LAST, TAPS], ids=["last", "taps"])
-def test_features_of_a_prompt_leave_part_by_part_while_it_is_read(worker: TargetWorker, folder: Path, reads: Reads) -> None:
+def test_features_of_a_prompt_leave_part_by_part_while_it_is_read(
+    worker: TargetWorker, folder: Path, reads: Reads
+) -> None:
     prompt = [(7 * place) % VOCABULARY for place in range(PREFILL_ROWS + 44)]
     events = iter(worker.handle(opening(1, reads, prompt)))
     first, second = next(events), next(events)
@@ -105,44 +130,73 @@ def test_features_of_a_prompt_leave_part_by_part_while_it_is_read(worker: Target
     assert worker.sessions == 0
     (opened,) = events
     assert isinstance(opened, Opened)
-    assert opened.bonus == reference_tokens(folder, prompt, 1, key=bytes(16), sampling=Sampling())[0]
+    assert (
+        opened.bonus == reference_tokens(folder, prompt, 1, key=bytes(16), sampling=Sampling())[0]
+    )
     assert worker.sessions == 1
     assert (first.start, second.start) == (0, PREFILL_ROWS)
-    check(torch.cat([to_tensor(first.features), to_tensor(second.features)]), expected(folder, prompt, reads), reads)
+    check(
+        torch.cat([to_tensor(first.features), to_tensor(second.features)]),
+        expected(folder, prompt, reads),
+        reads,
+    )
 
 
-def test_a_verdict_brings_the_features_of_the_root_and_the_accepted_nodes_in_a_message_for_every_kind(worker: TargetWorker, folder: Path) -> None:
+def test_a_verdict_brings_the_features_of_the_root_and_the_accepted_nodes_in_a_message_for_every_kind(  # noqa: E501
+    worker: TargetWorker, folder: Path
+) -> None:
     truth = reference_tokens(folder, PROMPT, 6, key=bytes(16), sampling=Sampling())
     for session, reads in KINDS.items():
         *parts, opened = worker.handle(opening(session, reads))
         assert isinstance(opened, Opened)
         assert bool(parts) == (reads is not None)
     wrong = (truth[1] + 1) % VOCABULARY
-    trees = {session: ((wrong, truth[1], truth[2], wrong), (-1, -1, 1, 2)) if session != 3 else ((), ()) for session in KINDS}
-    items = tuple(VerifyItem(session=s, round=1, prefix=len(PROMPT) + 1, tokens=tokens, parents=parents) for s, (tokens, parents) in trees.items())
+    trees = {
+        session: ((wrong, truth[1], truth[2], wrong), (-1, -1, 1, 2)) if session != 3 else ((), ())
+        for session in KINDS
+    }
+    items = tuple(
+        VerifyItem(session=s, round=1, prefix=len(PROMPT) + 1, tokens=tokens, parents=parents)
+        for s, (tokens, parents) in trees.items()
+    )
     events = worker.handle(Verify(epoch=1, items=items))
     found = {}
     for event in events:
         assert isinstance(event, Verified)
         assert [name for name, _, _ in event.spans] == ["verify", "commit"]
-        found[tuple(item.session for item in event.items)] = None if event.features is None else to_tensor(event.features)
-        assert [item.accepted for item in event.items] == [() if item.session == 3 else (1, 2) for item in event.items]
+        found[tuple(item.session for item in event.items)] = (
+            None if event.features is None else to_tensor(event.features)
+        )
+        assert [item.accepted for item in event.items] == [
+            () if item.session == 3 else (1, 2) for item in event.items
+        ]
     assert set(found) == {(1, 4), (2,), (3, 5)}
     assert found[1, 4] is None
     log, root = [*PROMPT, *truth], len(PROMPT)
-    for sessions, reads, positions in (((2,), LAST, [root, root + 1, root + 2]), ((3, 5), TAPS, [root, root, root + 1, root + 2])):
+    for sessions, reads, positions in (
+        ((2,), LAST, [root, root + 1, root + 2]),
+        ((3, 5), TAPS, [root, root, root + 1, root + 2]),
+    ):
         rows = found[sessions]
         assert rows is not None
         check(rows, expected(folder, log, reads)[positions], reads)
 
 
-@pytest.mark.parametrize("change", [{"width": 65}, {"taps": (3,)}, {"vocabulary_size": VOCABULARY + 1}])
-def test_features_that_the_model_does_not_have_are_refused(worker: TargetWorker, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"width": 65}, {"taps": (3,)}, {"vocabulary_size": VOCABULARY + 1}]
+)
+def test_features_that_the_model_does_not_have_are_refused(
+    worker: TargetWorker, change: dict[str, object]
+) -> None:
     with pytest.raises(RequestError, match="64, vocabulary 48 and 3 layers") as caught:
         list(worker.handle(opening(1, LAST.model_copy(update=change))))
     assert caught.value.code == "settings"
     assert worker.sessions == 0
 
 
-def test_the_introduction_says_which_states_there_are_an_inflation_not_counted(worker: TargetWorker, folder: Path) -> None:
-    assert worker.hello(1).states == States(width=64, layers=3, checkpoint=open_checkpoint(str(folder)).digest)
+def test_the_introduction_says_which_states_there_are_an_inflation_not_counted(
+    worker: TargetWorker, folder: Path
+) -> None:
+    assert worker.hello(1).states == States(
+        width=64, layers=3, checkpoint=open_checkpoint(str(folder)).digest
+    )

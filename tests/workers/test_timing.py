@@ -15,7 +15,10 @@ from dovetail.workers.models.timing import PARTS, asked, timed
 from dovetail.workers.timing import timed_pass
 
 FAMILIES = [
-    pytest.param("kernels", marks=pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")),
+    pytest.param(
+        "kernels",
+        marks=pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built"),
+    ),
     "library",
 ]
 PASS = ["linears", "attention", "other", "head"]
@@ -23,11 +26,15 @@ PASS = ["linears", "attention", "other", "head"]
 
 def logits(model: LanguageModel) -> torch.Tensor:
     rows = 10
-    return model.forward(torch.arange(rows), torch.arange(rows), [Segment(model.new_cache(rows), 0, rows)])
+    return model.forward(
+        torch.arange(rows), torch.arange(rows), [Segment(model.new_cache(rows), 0, rows)]
+    )
 
 
 @pytest.mark.parametrize("backend", FAMILIES)
-def test_the_parts_of_a_pass_are_parts_of_it_and_it_computes_the_same_bytes(llama_folder: Path, backend: str) -> None:
+def test_the_parts_of_a_pass_are_parts_of_it_and_it_computes_the_same_bytes(
+    llama_folder: Path, backend: str
+) -> None:
     model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
     expected = logits(model)
     began_ns = time.perf_counter_ns()

@@ -1,4 +1,5 @@
-"""Training of small models: the loss falls, a distilled draft follows its target, an interrupted run goes on where it stopped."""
+"""Training of small models: the loss falls, a distilled draft follows its target, an interrupted
+run goes on where it stopped."""
 
 import dataclasses
 import json
@@ -63,7 +64,10 @@ def test_interrupted_run_goes_on_where_it_stopped(tokens: Path, tmp_path: Path) 
         if at.steps == 12:
             raise KeyboardInterrupt
 
-    often, kept = dataclasses.replace(QUICK, keep_every_s=-1.0), small.Checkpoint(tmp_path / "run", {})
+    often, kept = (
+        dataclasses.replace(QUICK, keep_every_s=-1.0),
+        small.Checkpoint(tmp_path / "run", {}),
+    )
     with pytest.raises(KeyboardInterrupt):
         small.train(halved, read_token_file(tokens, 0), often, checkpoint=kept, progress=stop)
     seen: list[run.Progress] = []
@@ -84,7 +88,9 @@ def test_only_the_same_run_is_resumed(tokens: Path, tmp_path: Path) -> None:
         "layers": (rows, few, small.Checkpoint(kept.file, {"layers": 2})),
     }
     for name, (text, settings, checkpoint) in others.items():
-        with pytest.raises(UserError, match=f"unfinished run of other {name} .*give another --out, or remove it"):
+        with pytest.raises(
+            UserError, match=f"unfinished run of other {name} .*give another --out, or remove it"
+        ):
             small.train(model(), text, settings, checkpoint=checkpoint)
     assert small.train(model(), rows, dataclasses.replace(few, steps=2), checkpoint=kept).steps == 2
 
@@ -93,9 +99,18 @@ def test_damaged_checkpoint_is_named_with_its_remedy(tokens: Path, tmp_path: Pat
     rows, kept = read_token_file(tokens, 0), small.Checkpoint(tmp_path / "run", {})
     small.train(model(), rows, dataclasses.replace(QUICK, steps=1), checkpoint=kept)
     whole = kept.file.read_bytes()
-    for damaged in (b"", whole[:1000], whole[:-1], whole.replace(b"counters", b"countess", 1), whole.replace(b"weight:", b"weight;", 1)):
+    for damaged in (
+        b"",
+        whole[:1000],
+        whole[:-1],
+        whole.replace(b"counters", b"countess", 1),
+        whole.replace(b"weight:", b"weight;", 1),
+    ):
         kept.file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"run is damaged .*: remove it|another shape: give another --out, or remove it") as found:
+        with pytest.raises(
+            UserError,
+            match=r"run is damaged .*: remove it|another shape: give another --out, or remove it",
+        ) as found:
             small.train(model(), rows, QUICK, checkpoint=kept)
         assert "\n" not in str(found.value)
 
@@ -122,10 +137,22 @@ def test_distillation_raises_agreement(tokens: Path, tmp_path: Path) -> None:
 
 def test_mistakes_are_the_users(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no file .*missing\.bin"):
-        small.train_folder([tmp_path / "missing.bin"], small.workplace(tmp_path / "out"), QUICK, tokenizer=TOKENIZER, shape=TINY)
+        small.train_folder(
+            [tmp_path / "missing.bin"],
+            small.workplace(tmp_path / "out"),
+            QUICK,
+            tokenizer=TOKENIZER,
+            shape=TINY,
+        )
     (tmp_path / "few.jsonl").write_text(json.dumps({"turns": ["Hello", "Hi."]}))
     with pytest.raises(UserError, match="to learn from, too few"):
-        small.train_folder([tmp_path / "few.jsonl"], small.workplace(tmp_path / "out"), QUICK, tokenizer=TOKENIZER, shape=TINY)
+        small.train_folder(
+            [tmp_path / "few.jsonl"],
+            small.workplace(tmp_path / "out"),
+            QUICK,
+            tokenizer=TOKENIZER,
+            shape=TINY,
+        )
 
 
 def test_command_refuses_what_it_cannot_train(tokens: Path, tmp_path: Path) -> None:

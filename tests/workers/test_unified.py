@@ -17,9 +17,12 @@ CLOSE = Close(epoch=1, session=1)
 
 
 class Answering:
-    """A worker that answers a command in two parts, and notes whether anybody else was at work meanwhile."""
+    """A worker that answers a command in two parts, and notes whether anybody else was at work
+    meanwhile."""
 
-    def __init__(self, at_work: set[str], name: str, started: threading.Event, leave: threading.Event) -> None:
+    def __init__(
+        self, at_work: set[str], name: str, started: threading.Event, leave: threading.Event
+    ) -> None:
         self.stale, self.sessions, self.spans = 0, 0, Spans()
         self._at_work, self._name, self._started, self._leave = at_work, name, started, leave
         self.alone = True
@@ -51,10 +54,13 @@ class Answering:
 
 
 def pair() -> tuple[InTurn, InTurn, list[Answering], list[threading.Event], list[threading.Event]]:
-    """Two workers that take turns; for each an event that says that it has begun, and one that lets it go on."""
+    """Two workers that take turns; for each an event that says that it has begun, and one that lets
+    it go on."""
     at_work: set[str] = set()
     started, leave = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
-    workers = [Answering(at_work, name, started[i], leave[i]) for i, name in enumerate(("target", "draft"))]
+    workers = [
+        Answering(at_work, name, started[i], leave[i]) for i, name in enumerate(("target", "draft"))
+    ]
     turns = Turns()
     return InTurn(workers[0], turns), InTurn(workers[1], turns), workers, started, leave
 
@@ -77,7 +83,8 @@ def test_the_roles_do_one_command_at_a_time() -> None:
 
 
 def test_an_answer_that_is_never_fetched_keeps_nobody_waiting() -> None:
-    """The link was lost as the first one was sent: both roles forget their sessions all the same."""
+    """The link was lost as the first one was sent: both roles forget their sessions all the
+    same."""
     target, draft, _, _, leave = pair()
     for event in leave:
         event.set()
@@ -91,7 +98,23 @@ def test_an_answer_that_is_never_fetched_keeps_nobody_waiting() -> None:
 def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, intermediate_size=128)
     target = TargetSettings(model=str(folder), backend="library")
-    with pytest.raises(SettingsError, match=r"draft\.share = true needs a target and a substitute that the C\+\+ kernels compute, and the settings say so"):
-        open_unified(target, DraftSettings(kind="substitute"), name="unified", threads=1, memory=MemorySettings())
+    with pytest.raises(
+        SettingsError,
+        match=r"draft\.share = true needs a target and a substitute that the C\+\+ kernels "
+        r"compute, and the settings say so",
+    ):
+        open_unified(
+            target,
+            DraftSettings(kind="substitute"),
+            name="unified",
+            threads=1,
+            memory=MemorySettings(),
+        )
     with pytest.raises(SettingsError, match=r"leave draft\.model out"):
-        open_unified(target, DraftSettings(kind="substitute", model="x"), name="unified", threads=1, memory=MemorySettings())
+        open_unified(
+            target,
+            DraftSettings(kind="substitute", model="x"),
+            name="unified",
+            threads=1,
+            memory=MemorySettings(),
+        )

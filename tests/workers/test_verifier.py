@@ -21,14 +21,34 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers import room
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.verifier import PREFILL_ROWS, First, Verdict, Verifier, tree_paths
-from support.models import CONTEXT, VOCABULARY, reference_law, reference_logits, reference_tokens, spoil, tiny_llama
+from support.models import (
+    CONTEXT,
+    VOCABULARY,
+    reference_law,
+    reference_logits,
+    reference_tokens,
+    spoil,
+    tiny_llama,
+)
 
 GREEDY = Sampling()
 WARM = Sampling(temperature=1.0)
 PROCESSED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02)
-PENALISED = Sampling(repetition_penalty=1.6, presence_penalty=1.5, frequency_penalty=1.0, logit_bias=((3, 4.0), (30, -6.0)), min_tokens=16)
+PENALISED = Sampling(
+    repetition_penalty=1.6,
+    presence_penalty=1.5,
+    frequency_penalty=1.0,
+    logit_bias=((3, 4.0), (30, -6.0)),
+    min_tokens=16,
+)
 ALL = PENALISED.model_copy(update={"temperature": 1.2, "top_k": 30, "top_p": 0.95, "min_p": 0.01})
-SAMPLINGS = {"greedy": GREEDY, "warm": WARM, "processed": PROCESSED, "penalised": PENALISED, "all": ALL}
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "warm": WARM,
+    "processed": PROCESSED,
+    "penalised": PENALISED,
+    "all": ALL,
+}
 END = (1, 22, 41)
 PROMPT = (0, 3, 17, 9, 30)
 LENGTH = 24
@@ -38,15 +58,35 @@ TREE = TreeSettings(policy="dynamic", gamma=12, depth=6)
 
 @pytest.fixture(scope="module")
 def expected(llama_folder: Path) -> dict[Sampling, list[int]]:
-    return {sampling: reference_tokens(llama_folder, PROMPT, LENGTH, key=KEY, sampling=sampling, end=END) for sampling in SAMPLINGS.values()}
+    return {
+        sampling: reference_tokens(
+            llama_folder, PROMPT, LENGTH, key=KEY, sampling=sampling, end=END
+        )
+        for sampling in SAMPLINGS.values()
+    }
 
 
 def new_verifier(model: LanguageModel) -> Verifier:
     return Verifier(model, Spans())
 
 
-def open_session(verifier: Verifier, number: int = 1, *, prompt: tuple[int, ...] = PROMPT, sampling: Sampling = GREEDY, capacity: int = 60) -> list[int]:
-    (first,) = verifier.open(number, key=session_key(7, 0, prompt), prompt=prompt, capacity=capacity, sampling=sampling, tree=TREE, end=END)
+def open_session(
+    verifier: Verifier,
+    number: int = 1,
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    sampling: Sampling = GREEDY,
+    capacity: int = 60,
+) -> list[int]:
+    (first,) = verifier.open(
+        number,
+        key=session_key(7, 0, prompt),
+        prompt=prompt,
+        capacity=capacity,
+        sampling=sampling,
+        tree=TREE,
+        end=END,
+    )
     assert isinstance(first, First)
     assert first.margin >= 0.0
     return [*prompt, first.token]
@@ -60,7 +100,9 @@ def verify(verifier: Verifier, item: VerifyItem) -> VerifiedItem:
 
 
 def item_for(log: Sequence[int], round: int, tree: TokenTree, session: int = 1) -> VerifyItem:
-    return VerifyItem(session=session, round=round, prefix=len(log), tokens=tree.tokens, parents=tree.parents)
+    return VerifyItem(
+        session=session, round=round, prefix=len(log), tokens=tree.tokens, parents=tree.parents
+    )
 
 
 def append(log: list[int], tree: TokenTree, verdict: VerifiedItem) -> None:
@@ -70,14 +112,19 @@ def append(log: list[int], tree: TokenTree, verdict: VerifiedItem) -> None:
 
 
 def guessed_tree(rng: random.Random, future: Sequence[int], most: int = 12) -> TokenTree:
-    """A random tree into which the true continuation has been woven, sometimes: some of its nodes will be accepted."""
+    """A random tree into which the true continuation has been woven, sometimes: some of its nodes
+    will be accepted."""
     tokens: list[int] = []
     parents: list[int] = []
     depths = {-1: 0}
     for _ in range(rng.randint(0, most)):
         parent = rng.choice([-1, *range(len(tokens)), len(tokens) - 1])
         depth = depths[parent]
-        token = future[depth] if rng.random() < 0.7 and depth < len(future) else rng.randrange(VOCABULARY)
+        token = (
+            future[depth]
+            if rng.random() < 0.7 and depth < len(future)
+            else rng.randrange(VOCABULARY)
+        )
         if depth < 6 and (parent, token) not in zip(parents, tokens, strict=True):
             depths[len(tokens)] = depth + 1
             parents.append(parent)
@@ -87,7 +134,9 @@ def guessed_tree(rng: random.Random, future: Sequence[int], most: int = 12) -> T
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("seed", range(6))
-def test_with_any_trees_the_tokens_are_those_of_one_at_a_time(llama: LanguageModel, expected: dict[Sampling, list[int]], sampling: Sampling, seed: int) -> None:
+def test_with_any_trees_the_tokens_are_those_of_one_at_a_time(
+    llama: LanguageModel, expected: dict[Sampling, list[int]], sampling: Sampling, seed: int
+) -> None:
     verifier, rng = new_verifier(llama), random.Random(seed)
     log, truth = open_session(verifier, sampling=sampling), [*PROMPT, *expected[sampling]]
     round, accepted = 0, 0
@@ -101,7 +150,9 @@ def test_with_any_trees_the_tokens_are_those_of_one_at_a_time(llama: LanguageMod
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])
-def test_without_trees_it_decodes_plainly(llama: LanguageModel, expected: dict[Sampling, list[int]], sampling: Sampling) -> None:
+def test_without_trees_it_decodes_plainly(
+    llama: LanguageModel, expected: dict[Sampling, list[int]], sampling: Sampling
+) -> None:
     verifier = new_verifier(llama)
     log = open_session(verifier, sampling=sampling)
     for round in range(1, LENGTH):
@@ -109,34 +160,66 @@ def test_without_trees_it_decodes_plainly(llama: LanguageModel, expected: dict[S
     assert log[len(PROMPT) :] == expected[sampling]
 
 
-def test_every_processor_that_looks_back_changes_the_reply_of_the_test(llama_folder: Path, expected: dict[Sampling, list[int]]) -> None:
+def test_every_processor_that_looks_back_changes_the_reply_of_the_test(
+    llama_folder: Path, expected: dict[Sampling, list[int]]
+) -> None:
     """Else the tests above would say nothing of it."""
-    for field in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"):
+    for field in (
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "min_tokens",
+    ):
         without = PENALISED.model_copy(update={field: Sampling.model_fields[field].default})
-        assert reference_tokens(llama_folder, PROMPT, LENGTH, key=KEY, sampling=without, end=END) != expected[PENALISED], field
+        assert (
+            reference_tokens(llama_folder, PROMPT, LENGTH, key=KEY, sampling=without, end=END)
+            != expected[PENALISED]
+        ), field
 
 
-def test_margins_and_choices_are_the_same_bytes_whether_a_token_was_drafted_or_committed(llama: LanguageModel, expected: dict[Sampling, list[int]]) -> None:
-    """But for the model's own rounding: the same logits, so that nothing but the processors is compared."""
+def test_margins_and_choices_are_the_same_bytes_whether_a_token_was_drafted_or_committed(
+    llama: LanguageModel, expected: dict[Sampling, list[int]]
+) -> None:
+    """But for the model's own rounding: the same logits, so that nothing but the processors is
+    compared."""
     truth = [*PROMPT, *expected[ALL]]
     verifiers = [new_verifier(llama), new_verifier(llama)]
     logs = [open_session(verifier, sampling=ALL) for verifier in verifiers]
     path = TokenTree(tuple(truth[len(logs[0]) :][:6]), (-1, 0, 1, 2, 3, 4))
     at_once = verify(verifiers[0], item_for(logs[0], 1, path))
-    single = [verify(verifiers[1], item_for(truth[: len(logs[1]) + round - 1], round, TokenTree())) for round in range(1, 8)]
+    single = [
+        verify(verifiers[1], item_for(truth[: len(logs[1]) + round - 1], round, TokenTree()))
+        for round in range(1, 8)
+    ]
     assert [*path.tokens, at_once.bonus] == [verdict.bonus for verdict in single]
     assert at_once.margins == pytest.approx([verdict.margins[0] for verdict in single], abs=1e-4)
 
 
-def test_several_sessions_in_one_pass_emit_what_each_emits_alone(llama: LanguageModel, llama_folder: Path) -> None:
+def test_several_sessions_in_one_pass_emit_what_each_emits_alone(
+    llama: LanguageModel, llama_folder: Path
+) -> None:
     verifier, rng = new_verifier(llama), random.Random(1)
     prompts = {1: PROMPT, 2: (0, 4), 5: (0, 8, 8, 41, 2, 7, 7), 6: (9, 9)}
     samplings = {1: GREEDY, 2: WARM, 5: PROCESSED, 6: ALL}
     truths = {
-        n: [*prompt, *reference_tokens(llama_folder, prompt, LENGTH, key=session_key(7, 0, prompt), sampling=samplings[n], end=END)]
+        n: [
+            *prompt,
+            *reference_tokens(
+                llama_folder,
+                prompt,
+                LENGTH,
+                key=session_key(7, 0, prompt),
+                sampling=samplings[n],
+                end=END,
+            ),
+        ]
         for n, prompt in prompts.items()
     }
-    logs = {n: open_session(verifier, n, prompt=prompt, sampling=samplings[n]) for n, prompt in prompts.items()}
+    logs = {
+        n: open_session(verifier, n, prompt=prompt, sampling=samplings[n])
+        for n, prompt in prompts.items()
+    }
     for round in range(1, 8):
         trees = {n: guessed_tree(rng, truths[n][len(logs[n]) :]) for n in prompts}
         verdicts = verifier.verify([item_for(logs[n], round, trees[n], n) for n in prompts])
@@ -149,7 +232,9 @@ def test_several_sessions_in_one_pass_emit_what_each_emits_alone(llama: Language
         assert log[:reached] == truths[n][:reached]
 
 
-def test_margins_are_the_distances_to_the_runner_up(llama: LanguageModel, llama_folder: Path) -> None:
+def test_margins_are_the_distances_to_the_runner_up(
+    llama: LanguageModel, llama_folder: Path
+) -> None:
     verifier = new_verifier(llama)
     log = open_session(verifier)
     verdict = verify(verifier, item_for(log, 1, TokenTree()))
@@ -174,11 +259,15 @@ def test_a_node_sees_the_root_its_ancestors_and_itself(seed: int) -> None:
     tree = guessed_tree(random.Random(seed), [1, 2, 3])
     paths = tree_paths(tree, 7)
     assert paths.prefix == 7
-    assert [paths.row(node + 1).tolist() for node in range(-1, len(tree))] == [[7, *(8 + above for above in tree.path(node))] for node in range(-1, len(tree))]
+    assert [paths.row(node + 1).tolist() for node in range(-1, len(tree))] == [
+        [7, *(8 + above for above in tree.path(node))] for node in range(-1, len(tree))
+    ]
 
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 30])
-def test_a_prompt_that_fills_the_context_is_refused_with_both_lengths(llama: LanguageModel, length: int) -> None:
+def test_a_prompt_that_fills_the_context_is_refused_with_both_lengths(
+    llama: LanguageModel, length: int
+) -> None:
     verifier = new_verifier(llama)
     with pytest.raises(RequestError, match=f"{length} tokens.*{CONTEXT}.*{CONTEXT - 1}") as caught:
         open_session(verifier, prompt=(3,) * length, capacity=CONTEXT)
@@ -187,7 +276,9 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_lengths(llama: Lan
 
 
 @pytest.mark.parametrize("capacity", [len(PROMPT), CONTEXT + 1])
-def test_a_capacity_without_room_or_beyond_the_context_is_refused(llama: LanguageModel, capacity: int) -> None:
+def test_a_capacity_without_room_or_beyond_the_context_is_refused(
+    llama: LanguageModel, capacity: int
+) -> None:
     with pytest.raises(RequestError, match="capacity of") as caught:
         open_session(new_verifier(llama), capacity=capacity)
     assert caught.value.code == "capacity"
@@ -199,11 +290,17 @@ def test_a_prompt_beyond_the_vocabulary_is_refused(llama: LanguageModel) -> None
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused(llama: LanguageModel) -> None:
-    with pytest.raises(RequestError, match=f"logit_bias names token {VOCABULARY}, beyond the vocabulary"):
-        open_session(new_verifier(llama), sampling=Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0))))
+    with pytest.raises(
+        RequestError, match=f"logit_bias names token {VOCABULARY}, beyond the vocabulary"
+    ):
+        open_session(
+            new_verifier(llama), sampling=Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0)))
+        )
 
 
-def test_a_reply_may_fill_the_context_to_its_last_token(llama: LanguageModel, llama_folder: Path) -> None:
+def test_a_reply_may_fill_the_context_to_its_last_token(
+    llama: LanguageModel, llama_folder: Path
+) -> None:
     prompt = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(CONTEXT - 3))
     verifier = new_verifier(llama)
     log = open_session(verifier, prompt=prompt, capacity=CONTEXT)
@@ -227,7 +324,9 @@ def test_a_reply_may_fill_the_context_to_its_last_token(llama: LanguageModel, ll
         ({"tokens": (3,), "parents": ()}, "protocol"),
     ],
 )
-def test_an_item_that_cannot_be_done_is_refused_and_changes_nothing(llama: LanguageModel, changes: dict[str, object], code: str) -> None:
+def test_an_item_that_cannot_be_done_is_refused_and_changes_nothing(
+    llama: LanguageModel, changes: dict[str, object], code: str
+) -> None:
     verifier = new_verifier(llama)
     log = open_session(verifier)
     good = item_for(log, 1, TokenTree((3,), (-1,)))
@@ -246,7 +345,9 @@ def test_a_round_that_is_done_is_stale(llama: LanguageModel) -> None:
         verifier.check(item)
 
 
-def test_noise_of_the_next_positions_can_be_prepared_while_waiting(llama: LanguageModel, expected: dict[Sampling, list[int]]) -> None:
+def test_noise_of_the_next_positions_can_be_prepared_while_waiting(
+    llama: LanguageModel, expected: dict[Sampling, list[int]]
+) -> None:
     verifier = new_verifier(llama)
     assert not verifier.prepare_noise()
     log = open_session(verifier, sampling=WARM)
@@ -268,29 +369,49 @@ def test_a_closed_session_is_gone(llama: LanguageModel) -> None:
 
 
 def test_over_many_keys_the_first_two_tokens_have_the_law_of_the_target(tmp_path: Path) -> None:
-    """The real path, from prefill to commit, against probabilities computed by transformers; half of the sessions verify a tree."""
+    """The real path, from prefill to commit, against probabilities computed by transformers; half
+    of the sessions verify a tree."""
     tiny_llama(tmp_path, vocab=5, initializer_range=0.12)
     model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
     sampling, prompt, samples, vocabulary = Sampling(temperature=0.9, top_p=0.98), (0, 3), 2000, 5
-    verifier, counts = new_verifier(model), dict.fromkeys([(a, b) for a in range(5) for b in range(5)], 0)
+    verifier, counts = (
+        new_verifier(model),
+        dict.fromkeys([(a, b) for a in range(5) for b in range(5)], 0),
+    )
     for sample in range(samples):
         key = session_key(11, sample, prompt)
-        (first,) = verifier.open(1, key=key, prompt=prompt, capacity=10, sampling=sampling, tree=TREE)
+        (first,) = verifier.open(
+            1, key=key, prompt=prompt, capacity=10, sampling=sampling, tree=TREE
+        )
         assert isinstance(first, First)
         tree = TokenTree((sample % 5, (sample + 2) % 5), (-1, -1)) if sample % 2 else TokenTree()
-        verdict = verify(verifier, VerifyItem(session=1, round=1, prefix=3, tokens=tree.tokens, parents=tree.parents))
-        counts[first.token, tree.tokens[verdict.accepted[0]] if verdict.accepted else verdict.bonus] += 1
+        verdict = verify(
+            verifier,
+            VerifyItem(session=1, round=1, prefix=3, tokens=tree.tokens, parents=tree.parents),
+        )
+        counts[
+            first.token, tree.tokens[verdict.accepted[0]] if verdict.accepted else verdict.bonus
+        ] += 1
         verifier.close(1)
     first_law = reference_law(reference_logits(tmp_path, prompt)[-1].tolist(), sampling)
-    laws = [reference_law(reference_logits(tmp_path, [*prompt, a])[-1].tolist(), sampling) for a in range(vocabulary)]
+    laws = [
+        reference_law(reference_logits(tmp_path, [*prompt, a])[-1].tolist(), sampling)
+        for a in range(vocabulary)
+    ]
     law = {(a, b): first_law[a] * laws[a][b] for a, b in counts}
     assert not any(counts[cell] for cell, p in law.items() if p == 0.0)
     cells = [cell for cell, p in law.items() if p * samples >= 5]
-    rest = samples - sum(counts[cell] for cell in cells), samples - sum(law[cell] * samples for cell in cells)
+    rest = (
+        samples - sum(counts[cell] for cell in cells),
+        samples - sum(law[cell] * samples for cell in cells),
+    )
     observed, predicted = [counts[cell] for cell in cells], [law[cell] * samples for cell in cells]
     if rest[1] > 1e-6:
         observed, predicted = [*observed, rest[0]], [*predicted, rest[1]]
-    assert chisquare(observed, [p * sum(observed) / math.fsum(predicted) for p in predicted]).pvalue > 1e-4
+    assert (
+        chisquare(observed, [p * sum(observed) / math.fsum(predicted) for p in predicted]).pvalue
+        > 1e-4
+    )
 
 
 def test_logits_that_are_not_numbers_fail_their_own_session_only(llama: LanguageModel) -> None:
@@ -303,7 +424,9 @@ def test_logits_that_are_not_numbers_fail_their_own_session_only(llama: Language
     assert torch.isfinite(torch.tensor(verdicts[1].item.margins)).all()
 
 
-def test_a_session_whose_keys_and_values_do_not_fit_into_memory_is_refused_and_hurts_no_other(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_whose_keys_and_values_do_not_fit_into_memory_is_refused_and_hurts_no_other(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verifier = new_verifier(llama)
     row_bytes = llama.new_cache(0).row_bytes
     left = Room(100 * row_bytes, "left in a test")
@@ -311,7 +434,9 @@ def test_a_session_whose_keys_and_values_do_not_fit_into_memory_is_refused_and_h
     monkeypatch.setattr(room, "read_room", lambda: left)
     log = open_session(verifier)  # 60 tokens and a tree of 12
     with pytest.raises(
-        RequestError, match=r"keys and values of 72 tokens take .* GB, open sessions may take .* more, and there are .* left in a test"
+        RequestError,
+        match=r"keys and values of 72 tokens take .* GB, open sessions may take .* more, and "
+        r"there are .* left in a test",
     ) as caught:
         open_session(verifier, 2)
     assert caught.value.code == "memory"

@@ -18,7 +18,11 @@ def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...
 
 def test_rows_that_lie_apart_are_gathered() -> None:
     array = to_array(torch.arange(12, dtype=torch.int32).view(3, 4).t()[1:3])
-    assert array == Array(dtype="int32", shape=(2, 3), data=torch.tensor([1, 5, 9, 2, 6, 10], dtype=torch.int32).numpy().tobytes())
+    assert array == Array(
+        dtype="int32",
+        shape=(2, 3),
+        data=torch.tensor([1, 5, 9, 2, 6, 10], dtype=torch.int32).numpy().tobytes(),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -33,5 +37,10 @@ def test_numbers_beyond_the_range_of_a_type_become_its_largest(dtype: str) -> No
 
 
 def test_numbers_of_a_16_bit_model_are_narrowed_to_the_other_type() -> None:
-    assert narrowed(torch.tensor([2.0, float("inf")], dtype=torch.float16), "bfloat16").tolist() == [2.0, torch.finfo(torch.bfloat16).max]
-    assert narrowed(torch.tensor([3e38, 2.0], dtype=torch.bfloat16), "float16").tolist() == [65504.0, 2.0]
+    assert narrowed(
+        torch.tensor([2.0, float("inf")], dtype=torch.float16), "bfloat16"
+    ).tolist() == [2.0, torch.finfo(torch.bfloat16).max]
+    assert narrowed(torch.tensor([3e38, 2.0], dtype=torch.bfloat16), "float16").tolist() == [
+        65504.0,
+        2.0,
+    ]

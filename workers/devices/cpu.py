@@ -1,4 +1,5 @@
-"""The CPU: threads, how its arithmetic is named in a fingerprint, and copies beside what is computed, as a GPU makes them."""
+"""The CPU: threads, how its arithmetic is named in a fingerprint, and copies beside what is
+computed, as a GPU makes them."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import memmove
@@ -11,7 +12,8 @@ from dovetail.protocol.memory import read_room
 
 
 def set_threads(threads: int) -> None:
-    """Use `threads` threads for each operation and one operation at a time; a second thread between operations only disturbs the first."""
+    """Use `threads` threads for each operation and one operation at a time; a second thread between
+    operations only disturbs the first."""
     torch.set_num_threads(threads)
     if torch.get_num_interop_threads() != 1:
         torch.set_num_interop_threads(1)
@@ -19,7 +21,7 @@ def set_threads(threads: int) -> None:
 
 def library() -> str:
     """Version of torch, instruction set and threads: each can change a rounding."""
-    return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}t"
+    return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}t"  # noqa: E501
 
 
 def free_bytes() -> int:
@@ -29,7 +31,8 @@ def free_bytes() -> int:
 
 
 class HostTransfer:
-    """The way to a device that is the CPU itself, which stands for a GPU: a thread copies, in the order of what it was asked for. A `Transfer` of models."""
+    """The way to a device that is the CPU itself, which stands for a GPU: a thread copies, in the
+    order of what it was asked for. A `Transfer` of models."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -12,7 +12,8 @@ from dovetail.protocol.errors import SettingsError
 
 ResultT = TypeVar("ResultT")
 WARM_UPS = 3
-"""Runs before a capture: libraries choose their kernels and take their memory in the first ones, which a capture must not see."""
+"""Runs before a capture: libraries choose their kernels and take their memory in the first ones,
+which a capture must not see."""
 
 
 def is_there() -> bool:
@@ -21,21 +22,29 @@ def is_there() -> bool:
 
 
 def open_gpu(index: int) -> None:
-    """Check that GPU `index` is there and make its products exact in fp32: no TF32, which would round the inputs to 10 bits."""
+    """Check that GPU `index` is there and make its products exact in fp32: no TF32, which would
+    round the inputs to 10 bits."""
     if not torch.cuda.is_available():
-        raise SettingsError(f"there is no cuda:{index}: torch {torch.__version__} finds no CUDA device; use device cpu, or install torch for CUDA and a driver")
+        raise SettingsError(
+            f"there is no cuda:{index}: torch {torch.__version__} finds no CUDA device; use "
+            "device cpu, or install torch for CUDA and a driver"
+        )
     if index >= torch.cuda.device_count():
         raise SettingsError(
-            f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices; use cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+            f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA "
+            f"devices; use cuda:0 to cuda:{torch.cuda.device_count() - 1}"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # some versions of torch advise an interface that others have not
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # some versions of torch advise an interface that others have not
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
 
 def architectures() -> tuple[str, ...]:
-    """What this build of torch has GPU code for, such as sm_80 and compute_90; nothing in a build for CPUs. Asked of the build, so that no GPU is needed."""
+    """What this build of torch has GPU code for, such as sm_80 and compute_90; nothing in a build
+    for CPUs. Asked of the build, so that no GPU is needed."""
     flags: str | None = torch._C._cuda_getArchFlags() if torch.version.cuda is not None else None
     return tuple((flags or "").split())
 
@@ -44,12 +53,15 @@ def capabilities() -> tuple[str, ...]:
     """The compute capability of every GPU that torch finds, such as 8.6."""
     if not torch.cuda.is_available():
         return ()
-    return tuple("{}.{}".format(*torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count()))
+    return tuple(
+        "{}.{}".format(*torch.cuda.get_device_capability(index))
+        for index in range(torch.cuda.device_count())
+    )
 
 
 def library(index: int) -> str:
     """Version of torch and CUDA, and the chip."""
-    return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"
+    return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"  # noqa: E501
 
 
 def capability(index: int) -> tuple[int, int]:
@@ -64,9 +76,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT]:
-    """Capture `function`, which reads and writes the same tensors of GPU `index` each time and asks it nothing, as a CUDA graph; returns what replays it.
+    """Capture `function`, which reads and writes the same tensors of GPU `index` each time and asks
+    it nothing, as a CUDA graph; returns what replays it.
 
-    The result is always the same tensors, with new numbers after each replay. What other threads ask of a GPU meanwhile does not end the capture.
+    The result is always the same tensors, with new numbers after each replay. What other threads
+    ask of a GPU meanwhile does not end the capture.
     """
     with torch.cuda.device(index):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -88,24 +102,31 @@ def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT
 
 
 class CudaTransfer:
-    """The way between the host's memory and a GPU's: a stream of its own for copies, and events between it and the stream that computes. A `Transfer`."""
+    """The way between the host's memory and a GPU's: a stream of its own for copies, and events
+    between it and the stream that computes. A `Transfer`."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def pin(self, memory: Tensor) -> None:
-        """Lock pages where they are, for as long as this tensor lives: torch's own pinned memory comes in powers of two."""
+        """Lock pages where they are, for as long as this tensor lives: torch's own pinned memory
+        comes in powers of two."""
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
         if error != 0:
             raise SettingsError(
-                f"{memory.numel() >> 20} MiB of weights cannot be locked in memory (cudaHostRegister: error {error}): "
-                "keep more layers on the GPU (target.resident), or raise the limit of locked memory (ulimit -l)"
+                f"{memory.numel() >> 20} MiB of weights cannot be locked in memory "
+                f"(cudaHostRegister: error {error}): "
+                "keep more layers on the GPU (target.resident), or raise the limit of locked "
+                "memory (ulimit -l)"
             )
-        weakref.finalize(memory, _unpin, self.device, memory.data_ptr()).atexit = False  # else who gets these addresses next cannot lock them
+        weakref.finalize(
+            memory, _unpin, self.device, memory.data_ptr()
+        ).atexit = False  # else who gets these addresses next cannot lock them
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] on the GPU, whose memory goes to nobody else before the last copy into it is done."""
+        """uint8 [size] on the GPU, whose memory goes to nobody else before the last copy into it is
+        done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self._copies)
         return buffer

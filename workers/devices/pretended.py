@@ -1,12 +1,17 @@
-"""`pretended`: the CPU behind the rules of a GPU, for tests of device code on machines that have none.
+"""`pretended`: the CPU behind the rules of a GPU, for tests of device code on machines that have
+none.
 
-Its tensors say that they are elsewhere, hold their numbers on the CPU, and are computed there. What CUDA refuses is refused: an operation on tensors of two
-devices, numbers read without asking for them (`.numpy()`), a random generator of another device, int4 codes that are not laid out as CUDA's, and within a
-captured graph any wait for the device. Graphs are recorded operation by operation and replayed on the same memory. Which operations take a tensor of the CPU
-beside those of a GPU is in torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation is elementwise.
+Its tensors say that they are elsewhere, hold their numbers on the CPU, and are computed there. What
+CUDA refuses is refused: an operation on tensors of two devices, numbers read without asking for
+them (`.numpy()`), a random generator of another device, int4 codes that are not laid out as CUDA's,
+and within a captured graph any wait for the device. Graphs are recorded operation by operation and
+replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
+torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
+is elementwise.
 
-Nothing is known of streams, events, limits of memory, or time: the memory that is free is the machine's, and everything is done when a call returns. torch is
-told of the device once for the whole process, which changes nothing for other tensors. It is a test rig: it makes nothing faster.
+Nothing is known of streams, events, limits of memory, or time: the memory that is free is the
+machine's, and everything is done when a call returns. torch is told of the device once for the
+whole process, which changes nothing for other tensors. It is a test rig: it makes nothing faster.
 """
 
 import threading
@@ -123,7 +128,8 @@ class Elsewhere(Tensor):
 
 
 def _indices(index: Any, device: torch.device) -> Any:
-    """Return an index with its lists as tensors on the device, to which torch copies them where a GPU is indexed."""
+    """Return an index with its lists as tensors on the device, to which torch copies them where a
+    GPU is indexed."""
     if isinstance(index, list):
         return torch.tensor(index, dtype=None if index else torch.long, device=device)
     return tuple(_indices(part, device) for part in index) if isinstance(index, tuple) else index
@@ -131,9 +137,13 @@ def _indices(index: Any, device: torch.device) -> Any:
 
 @cache
 def device() -> torch.device:
-    """Return the device, of which torch is told at the first call; `SettingsError` where this torch cannot be told."""
+    """Return the device, of which torch is told at the first call; `SettingsError` where this torch
+    cannot be told."""
     if not POSSIBLE:
-        raise SettingsError(f"device {NAME!r} is a test rig, and torch {torch.__version__} cannot be told of a device from Python: use cpu or cuda:N")
+        raise SettingsError(
+            f"device {NAME!r} is a test rig, and torch {torch.__version__} cannot be told of a "
+            "device from Python: use cpu or cuda:N"
+        )
     from torch.utils._device import _device_constructors
     from torch.utils.backend_registration import _DummyDeviceGuard, rename_privateuse1_backend
 
@@ -151,7 +161,8 @@ def device() -> torch.device:
 
 _LIBRARIES: list[Any] = [torch.library.Library(name, "IMPL") for name in ("_", "aten")]  # type: ignore[no-untyped-call]
 RESIZING = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
-"""Make an empty tensor and have another operation resize it, which a wrapper does not live through."""
+"""Make an empty tensor and have another operation resize it, which a wrapper does not live
+through."""
 
 
 def _overload(name: str) -> Any:
@@ -212,8 +223,9 @@ def _recording() -> list[_Recorded] | None:
 def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     """Capture `function` as a CUDA graph is captured; returns what replays it.
 
-    It is run once before, and while it is captured it may neither meet a tensor of the CPU nor ask for a number. The result is always the same tensors, and
-    whatever `function` read or wrote when it was captured is what a replay reads and writes.
+    It is run once before, and while it is captured it may neither meet a tensor of the CPU nor ask
+    for a number. The result is always the same tensors, and whatever `function` read or wrote when
+    it was captured is what a replay reads and writes.
     """
     function()
     graph: list[_Recorded] = []
@@ -244,8 +256,11 @@ def _floats(result: Any) -> Sequence[Tensor]:
 
 
 def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Do an operation of torch on whichever device its tensors are; `RuntimeError` where CUDA would refuse it."""
-    if function._can_decompose():  # in inference mode operations that consist of others arrive whole
+    """Do an operation of torch on whichever device its tensors are; `RuntimeError` where CUDA would
+    refuse it."""
+    if (
+        function._can_decompose()
+    ):  # in inference mode operations that consist of others arrive whole
         return function.decompose(*args, **kwargs)
     packet, given = function.overloadpacket, tree_flatten((args, dict(kwargs)))[0]
     ours = [tensor for tensor in given if isinstance(tensor, Elsewhere)]
@@ -257,7 +272,9 @@ def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if ours and others:
         _check_devices(function, args, others)
     if (generator := kwargs.get("generator")) is not None:
-        raise RuntimeError(f"{packet}: expected a generator of {NAME}, found one of {generator.device}")
+        raise RuntimeError(
+            f"{packet}: expected a generator of {NAME}, found one of {generator.device}"
+        )
     if _recording() is not None:
         leaves = packet is aten._to_copy and asked is not None and not asked_here
         if packet in WAITING or leaves or any(tensor.dim() > 0 for tensor in others):
@@ -279,13 +296,27 @@ def _check_devices(function: Any, args: Sequence[Any], others: Sequence[Tensor])
         others = [tensor for tensor in others if tensor.dim() > 0]
         if not others:
             return
-    raise RuntimeError(f"{packet} meets tensors of the CPU {[tuple(t.shape) for t in others]} and of {NAME}: expected all tensors to be on the same device")
+    raise RuntimeError(
+        f"{packet} meets tensors of the CPU {[tuple(t.shape) for t in others]} and of {NAME}: "
+        "expected all tensors to be on the same device"
+    )
 
 
-def _done(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[Elsewhere], here: bool) -> Any:
-    """Do the operation on the CPU, and say of its results where they are. `here`: the device was asked for by name."""
+def _done(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ours: Sequence[Elsewhere],
+    here: bool,
+) -> Any:
+    """Do the operation on the CPU, and say of its results where they are. `here`: the device was
+    asked for by name."""
     packet = function.overloadpacket
-    plain = {name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items() if name != "pin_memory"}
+    plain = {
+        name: torch.device("cpu") if name == "device" and value is not None else value
+        for name, value in kwargs.items()
+        if name != "pin_memory"
+    }
     call, held = _int4(packet) or function, tree_map(_held, (tuple(args), plain))
     result = call(*held[0], **held[1])
     if any(tensor.held.shape != tensor.shape for tensor in ours):
@@ -314,12 +345,16 @@ def _held(value: Any) -> Any:
 
 def _int4(packet: Any) -> Callable[..., Tensor] | None:
     """Return CUDA's layout and product of 4-bit codes, computed by those of the CPU."""
-    of: dict[Any, Callable[..., Tensor]] = {aten._convert_weight_to_int4pack: _lay_out, aten._weight_int4pack_mm: _multiply}
+    of: dict[Any, Callable[..., Tensor]] = {
+        aten._convert_weight_to_int4pack: _lay_out,
+        aten._weight_int4pack_mm: _multiply,
+    }
     return of.get(packet)
 
 
 def _lay_out(nibbles: Tensor, tiles: int) -> Tensor:
-    """Lay out uint8 [n, k / 2], the first of two codes in the upper half of a byte (aten/src/ATen/native/cuda/int4mm.cu)."""
+    """Lay out uint8 [n, k / 2], the first of two codes in the upper half of a byte
+    (aten/src/ATen/native/cuda/int4mm.cu)."""
     rows, half = nibbles.shape
     assert nibbles.dtype == torch.uint8
     assert nibbles.is_contiguous()
@@ -340,5 +375,7 @@ def _multiply(x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) -
     rows, inputs = codes.shape
     assert tuple(scales_and_zeros.shape) == (inputs // group, rows, 2)
     scales, zeros = scales_and_zeros.float().transpose(0, 1).unsqueeze(2).unbind(3)
-    weight = (codes.view(rows, -1, group) - 8.0) * scales.view(rows, -1, 1) + zeros.view(rows, -1, 1)
+    weight = (codes.view(rows, -1, group) - 8.0) * scales.view(rows, -1, 1) + zeros.view(
+        rows, -1, 1
+    )
     return (x.float() @ weight.view(rows, inputs).t()).to(torch.bfloat16)

@@ -1,7 +1,10 @@
-"""The Python face of the C++ kernels: whether they are there, which instruction set and how many threads they use, and packed matrices.
+"""The Python face of the C++ kernels: whether they are there, which instruction set and how many
+threads they use, and packed matrices.
 
-A row of x gives the same bytes of y whatever its neighbours, the thread count and the instruction set are. Knows shapes and addresses, not models, and
-needs no torch; arrays are torch tensors on the CPU or numpy arrays. Nothing happens at import: the library is loaded by the first question about it.
+A row of x gives the same bytes of y whatever its neighbours, the thread count and the instruction
+set are. Knows shapes and addresses, not models, and needs no torch; arrays are torch tensors on the
+CPU or numpy arrays. Nothing happens at import: the library is loaded by the first question about
+it.
 """
 
 import mmap
@@ -9,7 +12,19 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from copy import copy
-from ctypes import CDLL, POINTER, Structure, addressof, byref, c_char, c_int, c_int32, c_int64, c_void_p, memmove
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_int,
+    c_int32,
+    c_int64,
+    c_void_p,
+    memmove,
+)
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -47,7 +62,12 @@ class Isa(IntEnum):
     NEON = 4
 
 
-ELEMENTS = {Kind.FP32: ("float32",), Kind.INT8: ("float32",), Kind.FP16: ("float16", "uint16"), Kind.BF16: ("bfloat16", "uint16")}
+ELEMENTS = {
+    Kind.FP32: ("float32",),
+    Kind.INT8: ("float32",),
+    Kind.FP16: ("float16", "uint16"),
+    Kind.BF16: ("bfloat16", "uint16"),
+}
 """What `PackedMatrix.pack` takes for a kind; uint16 are raw bits."""
 
 
@@ -73,14 +93,18 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_threads": (c_int, ()),
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
-    "dt_pack_codes": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "dt_pack_codes": (
+        None,
+        (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    ),
     "dt_linear": (None, (POINTER(MatrixStruct), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "dt_likeliest": (None, (c_void_p,)),
 }
 
 
 def declare(library: CDLL, functions: dict[str, tuple[Any, Sequence[Any]]]) -> None:
-    """Give the functions of a library their result and argument types; AttributeError names one that it lacks."""
+    """Give the functions of a library their result and argument types; AttributeError names one
+    that it lacks."""
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -132,7 +156,10 @@ def isa() -> Isa:
 def use_isa(wanted: Isa) -> None:
     """Use this instruction set from now on; UserError where the machine lacks it."""
     if library().dt_use_isa(wanted) < 0:
-        raise UserError(f"this machine or this build has no {wanted.name} kernels; it has {', '.join(i.name for i in isas())}")
+        raise UserError(
+            f"this machine or this build has no {wanted.name} kernels; it has "
+            f"{', '.join(i.name for i in isas())}"
+        )
 
 
 def set_threads(count: int) -> None:
@@ -157,22 +184,28 @@ class PackedMatrix:
         self.nbytes = packed_bytes + scales_bytes + (0 if bias is None else n * 4)
         self.memory, packed = fresh_memory(self.nbytes)
         scales = packed + packed_bytes
-        self.struct = MatrixStruct(kind, n, k, 0, packed, scales if kind is Kind.INT8 else None, None)
+        self.struct = MatrixStruct(
+            kind, n, k, 0, packed, scales if kind is Kind.INT8 else None, None
+        )
         if bias is not None:
             self.struct.bias = scales + scales_bytes
             memmove(self.struct.bias, address_of(bias, (n,), ("float32",)), n * 4)
         self._reference = byref(self.struct)
 
     def pack(self, rows: Array, first: int = 0) -> None:
-        """Pack rows [count, k] as the outputs first .. first + count; fp32 for FP32 and INT8 (which scales each row), 16 bits as they are for the others."""
+        """Pack rows [count, k] as the outputs first .. first + count; fp32 for FP32 and INT8 (which
+        scales each row), 16 bits as they are for the others."""
         count = rows.shape[0]
         if not 0 <= first <= first + count <= self.n:
             raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")
         address = address_of(rows, (count, self.k), ELEMENTS[Kind(self.kind)])
-        library().dt_pack(self.kind, address, first, count, self.n, self.k, self.struct.packed, self.struct.scales)
+        library().dt_pack(
+            self.kind, address, first, count, self.n, self.k, self.struct.packed, self.struct.scales
+        )
 
     def at(self, memory: Any, address: int) -> "PackedMatrix":
-        """The same matrix with its `nbytes` at another address, which `memory` keeps; whoever calls this has copied them there, or will before it is used."""
+        """The same matrix with its `nbytes` at another address, which `memory` keeps; whoever calls
+        this has copied them there, or will before it is used."""
         moved = copy(self)
         moved.memory, moved.struct = memory, MatrixStruct.from_buffer_copy(self.struct)
         for name in ("packed", "scales", "bias"):
@@ -201,16 +234,23 @@ def _start(array: Array) -> int:
 
 
 def address_of(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> int:
-    """Where a contiguous array of this shape and one of these element types starts; ValueError for any other."""
-    contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    """Where a contiguous array of this shape and one of these element types starts; ValueError for
+    any other."""
+    contiguous = (
+        array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    )
     element = str(array.dtype).removeprefix("torch.")
     if tuple(array.shape) != shape or element not in elements or not contiguous:
-        raise ValueError(f"expected a contiguous {' or '.join(elements)} array {shape}, got {element} {tuple(array.shape)}")
+        raise ValueError(
+            f"expected a contiguous {' or '.join(elements)} array {shape}, got {element} "
+            f"{tuple(array.shape)}"
+        )
     return _start(array)
 
 
 def fresh_memory(count: int) -> tuple[Any, int]:
-    """Fresh memory of zeros and its address, in huge pages where the system gives them: a pass reads all weights, and every 4 KB page costs a look-up."""
+    """Fresh memory of zeros and its address, in huge pages where the system gives them: a pass
+    reads all weights, and every 4 KB page costs a look-up."""
     try:
         memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -1,7 +1,8 @@
 """Builds the C++ kernels by hand: `python -m dovetail.workers.kernels.build`.
 
-For a checkout that was not installed, and for an installation that had no compiler at the time; pip builds the same sources with the same flags as an
-optional extension (pyproject.toml). Knows the compiler, not what the kernels do.
+For a checkout that was not installed, and for an installation that had no compiler at the time; pip
+builds the same sources with the same flags as an optional extension (pyproject.toml). Knows the
+compiler, not what the kernels do.
 """
 
 import os
@@ -14,8 +15,16 @@ from pathlib import Path
 from dovetail.workers.kernels import LIBRARY
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
-"""No fast-math, and products are fused only where the source says so: the bytes of a result must not depend on the compiler."""
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+)
+"""No fast-math, and products are fused only where the source says so: the bytes of a result must
+not depend on the compiler."""
 
 
 def sources() -> list[Path]:
@@ -25,17 +34,22 @@ def sources() -> list[Path]:
 
 def compiler() -> str | None:
     """The C++ compiler: $CXX, else g++, c++ or clang++, whichever is there."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
+    return next(
+        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None
+    )
 
 
 def build() -> Path:
-    """Compile the kernels and put the library in its place in one step, so that nobody ever loads a half-written one; the compiler's error otherwise."""
+    """Compile the kernels and put the library in its place in one step, so that nobody ever loads a
+    half-written one; the compiler's error otherwise."""
     program = compiler()
     if program is None:
         raise FileNotFoundError("no C++ compiler: install g++ or set CXX")
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         made = Path(folder) / LIBRARY.name
-        subprocess.run([program, *FLAGS, "-fPIC", "-shared", *map(str, sources()), "-o", str(made)], check=True)
+        subprocess.run(
+            [program, *FLAGS, "-fPIC", "-shared", *map(str, sources()), "-o", str(made)], check=True
+        )
         return made.replace(LIBRARY)
 
 

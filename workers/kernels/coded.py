@@ -1,7 +1,10 @@
-"""Matrices of 8, 4, 3 or 2 bits a weight in the layout of the C++ kernels: codes in groups of 64 inputs, each group with a scale and an offset.
+"""Matrices of 8, 4, 3 or 2 bits a weight in the layout of the C++ kernels: codes in groups of 64
+inputs, each group with a scale and an offset.
 
-A weight is (code - 2^(bits - 1)) scale + offset. Codes are widened in registers as they are used, and rows of x are rounded to 8 bits, each group of inputs
-for itself; a row gives the same bytes of y whatever its neighbours are. Knows shapes and addresses; how codes are chosen is the quantiser's business.
+A weight is (code - 2^(bits - 1)) scale + offset. Codes are widened in registers as they are used,
+and rows of x are rounded to 8 bits, each group of inputs for itself; a row gives the same bytes of
+y whatever its neighbours are. Knows shapes and addresses; how codes are chosen is the quantiser's
+business.
 """
 
 from enum import IntEnum
@@ -31,14 +34,16 @@ def groups_of(inputs: int) -> int:
 
 
 class CodedMatrix(PackedMatrix):
-    """A matrix [n out, k in] of codes of `bits` bits; the last group may be longer than the inputs."""
+    """A matrix [n out, k in] of codes of `bits` bits; the last group may be longer than the
+    inputs."""
 
     def __init__(self, bits: int, n: int, k: int, *, bias: Array | None = None) -> None:
         super().__init__(KINDS[bits], n, k, bias=bias)
         self.groups = groups_of(k)
 
     def pack_codes(self, codes: Array, scales: Array, offsets: Array, first: int = 0) -> None:
-        """Pack the outputs first .. first + count: codes [count, groups GROUP] uint8, scales and offsets [count, groups] float16."""
+        """Pack the outputs first .. first + count: codes [count, groups GROUP] uint8, scales and
+        offsets [count, groups] float16."""
         count = codes.shape[0]
         if not 0 <= first <= first + count <= self.n:
             raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")

@@ -1,6 +1,8 @@
-"""What the machine can do at best, measured by loops of the kernels' own instructions on the threads in use.
+"""What the machine can do at best, measured by loops of the kernels' own instructions on the
+threads in use.
 
-Bandwidth is that of reading memory in order; arithmetic that of independent sums in registers. Knows nothing of models: a limit is made of these elsewhere.
+Bandwidth is that of reading memory in order; arithmetic that of independent sums in registers.
+Knows nothing of models: a limit is made of these elsewhere.
 """
 
 import time
@@ -26,12 +28,19 @@ class Arithmetic(IntEnum):
 
 @cache
 def _declared(loaded: CDLL) -> CDLL:
-    declare(loaded, {"dt_probe_arithmetic": (c_double, (c_int, c_int64)), "dt_probe_read": (None, (c_void_p, c_int64))})
+    declare(
+        loaded,
+        {
+            "dt_probe_arithmetic": (c_double, (c_int, c_int64)),
+            "dt_probe_read": (None, (c_void_p, c_int64)),
+        },
+    )
     return loaded
 
 
 def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
-    """10^9 operations a second of all threads together, the best of several tries; None where the instruction set in use has no such arithmetic."""
+    """10^9 operations a second of all threads together, the best of several tries; None where the
+    instruction set in use has no such arithmetic."""
     probe = _declared(library()).dt_probe_arithmetic
     if not probe(arithmetic, 1):
         return None
@@ -39,7 +48,9 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
     while (once := _least(partial(probe, arithmetic, rounds), 1)) < budget_s / 20:
         rounds *= 2
     operations: float = probe(arithmetic, rounds)
-    return operations / _least(partial(probe, arithmetic, rounds), max(3, int(budget_s / once))) / 1e9
+    return (
+        operations / _least(partial(probe, arithmetic, rounds), max(3, int(budget_s / once))) / 1e9
+    )
 
 
 def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:

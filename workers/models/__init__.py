@@ -1,1 +1,2 @@
-"""Models and their parts: checkpoints, linears, the KV cache with tree slots, tree attention, inflation."""
+"""Models and their parts: checkpoints, linears, the KV cache with tree slots, tree attention,
+inflation."""

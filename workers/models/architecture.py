@@ -1,7 +1,9 @@
-"""Which models can be decoded with token trees and several sessions in a pass, told by what their configurations say, and a sentence for each that cannot.
+"""Which models can be decoded with token trees and several sessions in a pass, told by what their
+configurations say, and a sentence for each that cannot.
 
-A sentence names the kind of model, what about it cannot be decoded, and what to do instead. Knows the fields of configurations and the flags of transformers'
-classes; needs neither torch nor transformers, and reads no files.
+A sentence names the kind of model, what about it cannot be decoded, and what to do instead. Knows
+the fields of configurations and the flags of transformers' classes; needs neither torch nor
+transformers, and reads no files.
 """
 
 from collections.abc import Mapping
@@ -12,22 +14,49 @@ from dovetail.protocol.errors import CheckpointError
 
 REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
 MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
-SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
-COUNTS = (*SIZES, "num_key_value_heads", "intermediate_size", "head_dim", "n_embd", "n_layer", "n_head", "n_positions", "d_model", "n_layers", "n_heads")
+SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+COUNTS = (
+    *SIZES,
+    "num_key_value_heads",
+    "intermediate_size",
+    "head_dim",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_positions",
+    "d_model",
+    "n_layers",
+    "n_heads",
+)
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
-RECURRENT = "mix tokens with a recurrent state, which cannot be split into the branches of a token tree"
+RECURRENT = (
+    "mix tokens with a recurrent state, which cannot be split into the branches of a token tree"
+)
 LAYER_TYPES = {
-    "chunked_attention": "attend within chunks of positions, which the masks of token trees do not know",
-    "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse attention)",
-    "conv": "mix neighbouring tokens by a convolution, whose state cannot be split into the branches of a token tree",
+    "chunked_attention": "attend within chunks of positions, which the masks of token trees do "
+    "not know",
+    "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
+    "attention)",
+    "conv": "mix neighbouring tokens by a convolution, whose state cannot be split into the "
+    "branches of a token tree",
     "heavily_compressed_attention": "attend to summaries of several tokens (compressed attention)",
-    "hybrid": "mix tokens with a recurrent or convolutional state beside attention, which cannot be split into the branches of a token tree",
-    "indexed_attention": "choose by a score of their own which tokens they attend to (sparse attention)",
+    "hybrid": "mix tokens with a recurrent or convolutional state beside attention, which "
+    "cannot be split into the branches of a token tree",
+    "indexed_attention": "choose by a score of their own which tokens they attend to (sparse "
+    "attention)",
     "linear_attention": RECURRENT,
-    "minimax_m3_sparse": "choose by a score of their own which tokens they attend to (sparse attention)",
+    "minimax_m3_sparse": "choose by a score of their own which tokens they attend to (sparse "
+    "attention)",
     "recurrent": RECURRENT,
 }
-"""What layers of a type do that cannot be decoded with token trees; a type is known by its beginning."""
+"""What layers of a type do that cannot be decoded with token trees; a type is known by its
+beginning."""
 LONGEST_SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -42,26 +71,44 @@ def why_no_folder(source: str) -> str:
 
 
 def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised, or in a file that config.json names."""
+    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised,
+    or in a file that config.json names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
-        raise CheckpointError(f"{file} names weights of its own ({key}), which are not read; remove the key")
+        raise CheckpointError(
+            f"{file} names weights of its own ({key}), which are not read; remove the key"
+        )
     if quantisation := content.get("quantization_config") or content.get("compression_config"):
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-        raise CheckpointError(f"{file.parent} is quantised ({method}); take the original weights of that model")
+        method = (
+            quantisation.get("quant_method", "unknown")
+            if isinstance(quantisation, dict)
+            else "unknown"
+        )
+        raise CheckpointError(
+            f"{file.parent} is quantised ({method}); take the original weights of that model"
+        )
 
 
 def refuse_content(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` for a config.json that is not one of a language model of plain weights, as far as it tells by itself."""
+    """`CheckpointError` for a config.json that is not one of a language model of plain weights, as
+    far as it tells by itself."""
     refuse_elsewhere(content, file)
     kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
         found = "no model_type" if kind is None else f"a model_type of {shown(kind)}"
-        raise CheckpointError(f"{file} has {found}, so nothing says what kind of model this is; take the config.json that belongs to the weights")
+        raise CheckpointError(
+            f"{file} has {found}, so nothing says what kind of model this is; take the "
+            "config.json that belongs to the weights"
+        )
     if content.get("vocab_size") is None:
         if (part := _text_part(content)) is not None:
-            raise CheckpointError(composite(kind, str(part.get("model_type") or "of no model_type"), file))
-        raise CheckpointError(f"{file} of model type {kind} has no vocab_size, the number of tokens that a language model knows; take that of a language model")
+            raise CheckpointError(
+                composite(kind, str(part.get("model_type") or "of no model_type"), file)
+            )
+        raise CheckpointError(
+            f"{file} of model type {kind} has no vocab_size, the number of tokens that a "
+            "language model knows; take that of a language model"
+        )
     _refuse_sizes(content, file)
 
 
@@ -71,86 +118,138 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
         return
     kind = shown(content["model_type"])
     if auto_map := content.get("auto_map"):
-        named = min(map(str, auto_map.values() if isinstance(auto_map, dict) else [auto_map]), default="")
-        raise CheckpointError(f"{file}: model type {kind} needs program code of its own (auto_map names {shown(named)}), which is never run; {REMEDY}")
+        named = min(
+            map(str, auto_map.values() if isinstance(auto_map, dict) else [auto_map]), default=""
+        )
+        raise CheckpointError(
+            f"{file}: model type {kind} needs program code of its own (auto_map names "
+            f"{shown(named)}), which is never run; {REMEDY}"
+        )
     newer = "if that is newer, upgrade transformers; else"
-    raise CheckpointError(f"{file}: model type {kind} is not known to transformers {version}; {newer} {REMEDY}")
+    raise CheckpointError(
+        f"{file}: model type {kind} is not known to transformers {version}; {newer} {REMEDY}"
+    )
 
 
 def composite(kind: str, part: str, file: Path) -> str:
     """The sentence for a model that has a language model for one of its parts."""
     return (
-        f"{file}: model type {kind} is a language model ({part}) together with other parts, such as encoders of images or sound, and only a language "
+        f"{file}: model type {kind} is a language model ({part}) together with other parts, "
+        "such as encoders of images or sound, and only a language "
         "model by itself can be decoded here; take a checkpoint of the language model alone"
     )
 
 
 def _text_part(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The configuration of a language model within that of another model."""
-    found = (content.get(name) for name in ("text_config", "llm_config", "language_config", "decoder"))
+    found = (
+        content.get(name) for name in ("text_config", "llm_config", "language_config", "decoder")
+    )
     return next((part for part in found if isinstance(part, dict)), None)
 
 
 def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` naming a size in config.json that is no positive whole number; transformers divides by some before it says what is wrong."""
+    """`CheckpointError` naming a size in config.json that is no positive whole number; transformers
+    divides by some before it says what is wrong."""
     for name in COUNTS:
         number = content.get(name)
         if isinstance(number, list) and name == "intermediate_size":  # one for each layer
             continue
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise CheckpointError(f"{file}: {name} is {shown(number)}; it must be a whole number of at least 1")
+        if number is not None and (
+            not isinstance(number, int) or isinstance(number, bool) or number < 1
+        ):
+            raise CheckpointError(
+                f"{file}: {name} is {shown(number)}; it must be a whole number of at least 1"
+            )
 
 
 def refuse_config(config: Any, model_class: Any, file: Path) -> None:
-    """`CheckpointError` for a model that cannot be decoded, by its configuration as transformers reads it and its class for causal language models, or None."""
+    """`CheckpointError` for a model that cannot be decoded, by its configuration as transformers
+    reads it and its class for causal language models, or None."""
     what = f"{file}: model type {config.model_type}"
     if config.is_encoder_decoder:
-        raise CheckpointError(f"{what} replies to what an encoder has read (is_encoder_decoder), and there is no encoder here; {REMEDY}")
+        raise CheckpointError(
+            f"{what} replies to what an encoder has read (is_encoder_decoder), and there is no "
+            f"encoder here; {REMEDY}"
+        )
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "model_type"):
-        raise CheckpointError(f"{file}: the configuration of a part of model type {config.model_type} is {shown(text)}, which is none; correct it")
+        raise CheckpointError(
+            f"{file}: the configuration of a part of model type {config.model_type} is "
+            f"{shown(text)}, which is none; correct it"
+        )
     _refuse_layers(text, model_class, file)
     if text is not config:
         raise CheckpointError(composite(config.model_type, text.model_type, file))
     if model_class is None:
-        raise CheckpointError(f"{what} has no class among those of transformers' AutoModelForCausalLM, so there is nothing to decode with; {REMEDY}")
+        raise CheckpointError(
+            f"{what} has no class among those of transformers' AutoModelForCausalLM, so there "
+            f"is nothing to decode with; {REMEDY}"
+        )
     for name in SIZES:
         if not isinstance(getattr(config, name, None), int):
-            why = why_not(config, model_class) if closed(model_class) else f"its configuration has no {name}"
+            why = (
+                why_not(config, model_class)
+                if closed(model_class)
+                else f"its configuration has no {name}"
+            )
             raise CheckpointError(f"{what} cannot be decoded here: {why}; {REMEDY}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise CheckpointError(bidirectional(config, "use_bidirectional_attention", file))
 
 
 def bidirectional(config: Any, field: str, file: Path) -> str:
-    """The sentence for a model whose tokens see those behind them, as a field of its configuration says."""
+    """The sentence for a model whose tokens see those behind them, as a field of its configuration
+    says."""
     why = f"attends in both directions ({field} is {str(getattr(config, field)).lower()})"
-    return f"{file}: model type {config.model_type} {why}, so it does not predict one token after the other; {REMEDY}"
+    return (
+        f"{file}: model type {config.model_type} {why}, so it does not predict one token "
+        f"after the other; {REMEDY}"
+    )
 
 
 def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
     """`CheckpointError` for layers that are no attention over all tokens or over the last ones."""
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES)
     if strange:
-        why = next((why for name, why in LAYER_TYPES.items() if str(strange[0]).startswith(name)), "are of a type that is not known here")
-        raise CheckpointError(f"{file}: model type {config.model_type} has layers of type {strange[0]}, which {why}; {REMEDY}")
+        why = next(
+            (why for name, why in LAYER_TYPES.items() if str(strange[0]).startswith(name)),
+            "are of a type that is not known here",
+        )
+        raise CheckpointError(
+            f"{file}: model type {config.model_type} has layers of type {strange[0]}, which "
+            f"{why}; {REMEDY}"
+        )
     if getattr(model_class, "_is_stateful", False):
-        raise CheckpointError(f"{file}: model type {config.model_type} has layers that {RECURRENT}; {REMEDY}")
+        raise CheckpointError(
+            f"{file}: model type {config.model_type} has layers that {RECURRENT}; {REMEDY}"
+        )
 
 
 def closed(model_class: Any) -> bool:
-    """Whether transformers' class computes attention itself rather than by a function that can be replaced."""
+    """Whether transformers' class computes attention itself rather than by a function that can be
+    replaced."""
     return not getattr(model_class, "_supports_attention_backend", False)
 
 
 def why_not(config: Any, model_class: Any) -> str:
-    """Why a model that was tried in vain cannot be decoded, as far as its configuration and class tell."""
+    """Why a model that was tried in vain cannot be decoded, as far as its configuration and class
+    tell."""
     if isinstance(getattr(config, "kv_lora_rank", None), int):
-        return "it compresses keys and values (multi-head latent attention), and the caches here hold them as they are, in heads of one size"
+        return (
+            "it compresses keys and values (multi-head latent attention), and the caches "
+            "here hold them as they are, in heads of one size"
+        )
     name = model_class.__name__
     if closed(model_class):
-        return f"transformers' {name} computes attention, masks or positions by itself, and token trees need other ones"
-    return f"a trial of its layers with the attention that token trees need fails within transformers' {name}"
+        return (
+            f"transformers' {name} computes attention, masks or positions by itself, and "
+            "token trees need other ones"
+        )
+    return (
+        "a trial of its layers with the attention that token trees need fails within "
+        f"transformers' {name}"
+    )
 
 
 def shown(value: object) -> str:
@@ -160,7 +259,8 @@ def shown(value: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first lines of an error as one: what some libraries say first is only where something went wrong. Of the system's errors what it says."""
+    """The first lines of an error as one: what some libraries say first is only where something
+    went wrong. Of the system's errors what it says."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error).removeprefix("Error while deserializing header: ")

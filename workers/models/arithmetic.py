@@ -1,7 +1,9 @@
-"""What computes a draft head: its matrices, norms and attention by the C++ kernels on a CPU that has them, by torch elsewhere.
+"""What computes a draft head: its matrices, norms and attention by the C++ kernels on a CPU that
+has them, by torch elsewhere.
 
-Both give the same functions of tensors, from which `heads` puts a head together. Rows are T, positions are those of the rotary embedding, slots those of a
-session's cache. Knows decoder layers and their parts, not what a head makes of them.
+Both give the same functions of tensors, from which `heads` puts a head together. Rows are T,
+positions are those of the rotary embedding, slots those of a session's cache. Knows decoder layers
+and their parts, not what a head makes of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +39,11 @@ from dovetail.workers.models.segment import Cache, Segment
 Product = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
 Mix = Callable[[Tensor, Any], Tensor]
-"""Queries, keys and values [T, (heads + 2 kv_heads) head_dim] and the rows of a pass -> attention [T, heads head_dim]."""
+"""Queries, keys and values [T, (heads + 2 kv_heads) head_dim] and the rows of a pass -> attention
+[T, heads head_dim]."""
 Layer = Callable[[Tensor, Any], Tensor]
-"""States [T, H], which may be overwritten, and the rows of a pass -> states behind a decoder layer."""
+"""States [T, H], which may be overwritten, and the rows of a pass -> states behind a decoder
+layer."""
 
 KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
 STORED = {torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
@@ -65,7 +69,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The numbers of a decoder layer; the MLP's are None where its place is taken by something else."""
+    """The numbers of a decoder layer; the MLP's are None where its place is taken by something
+    else."""
 
     index: int
     qkv: Tensor
@@ -85,11 +90,13 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Rows of a pass in shapes that do not depend on what is in the cache, for CUDA graphs: what is written and seen is told by tensors."""
+    """Rows of a pass in shapes that do not depend on what is in the cache, for CUDA graphs: what is
+    written and seen is told by tensors."""
 
     cache: KVCache
     slots: Tensor
-    """int64 [T]: where the rows' keys and values are written; rows of padding may share a slot that nobody sees."""
+    """int64 [T]: where the rows' keys and values are written; rows of padding may share a slot that
+    nobody sees."""
     mask: Tensor
     """[T, capacity], added to scores: 0 or -inf; no row may see nothing."""
 
@@ -113,7 +120,8 @@ class Arithmetic(Protocol):
         """silu(first half) * second half of rows [T, 2 width]."""
 
     def mix(self, weights: LayerWeights) -> Mix:
-        """The attention of a layer between its two matrices: head norms, rotation, cache, attention."""
+        """The attention of a layer between its two matrices: head norms, rotation, cache,
+        attention."""
 
     def layer(self, weights: LayerWeights) -> Layer:
         """A whole decoder layer with its MLP."""
@@ -149,7 +157,9 @@ def parted_layer(arithmetic: Arithmetic, weights: LayerWeights, epsilon: float) 
     if weights.gate_up is None or weights.down is None:
         raise ValueError(f"layer {weights.index} has no MLP")
     return PartedLayer(
-        attention_norm=None if weights.attention_norm is None else arithmetic.norm(weights.attention_norm, epsilon),
+        attention_norm=None
+        if weights.attention_norm is None
+        else arithmetic.norm(weights.attention_norm, epsilon),
         qkv=arithmetic.linear(weights.qkv, weights.qkv_bias),
         mix=arithmetic.mix(weights),
         output=arithmetic.linear(weights.output, weights.output_bias),
@@ -170,7 +180,8 @@ class TorchRows:
     rows: tuple[Block, ...] | FixedRows
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [heads, T, head_dim], key and value [kv_heads, T, head_dim] -> [T, heads, head_dim]; keys and values are cached."""
+        """query [heads, T, head_dim], key and value [kv_heads, T, head_dim] -> [T, heads,
+        head_dim]; keys and values are cached."""
         if not isinstance(self.rows, FixedRows):
             return attend_blocks(layer, query, key, value, self.rows, scale)
         keys, values = self.rows.cache.rows[layer]
@@ -179,14 +190,19 @@ class TorchRows:
         heads, count, size = query.shape
         packed = query.reshape(1, keys.shape[0], -1, size)
         mask = self.rows.mask.to(query.dtype).repeat(packed.shape[2] // count, 1)
-        mixed = scaled_dot_product_attention(packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale)
+        mixed = scaled_dot_product_attention(
+            packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+        )
         return mixed.reshape(heads, count, size).transpose(0, 1)
 
 
 class TorchArithmetic:
-    """torch's own operations, on a GPU or on a CPU. On a CPU states are fp32, and so are weights of 16 bits once they have been rounded to these."""
+    """torch's own operations, on a GPU or on a CPU. On a CPU states are fp32, and so are weights of
+    16 bits once they have been rounded to these."""
 
-    def __init__(self, geometry: Geometry, *, weights: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, geometry: Geometry, *, weights: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
         """`dtype`: of states, and of the weights where `weights` is auto."""
         self._geometry, self._weights = geometry, weights
         self.device, self.dtype, self.name = device, dtype, f"torch on {device}"
@@ -214,12 +230,21 @@ class TorchArithmetic:
 
     def mix(self, weights: LayerWeights) -> Mix:
         at, index = self._geometry, weights.index
-        norms = [None if w is None else self.norm(w, at.epsilon) for w in (weights.query_norm, weights.key_norm)]
+        norms = [
+            None if w is None else self.norm(w, at.epsilon)
+            for w in (weights.query_norm, weights.key_norm)
+        ]
         sizes = [count * at.head_dim for count in (at.heads, at.kv_heads, at.kv_heads)]
 
         def mix(qkv: Tensor, seen: TorchRows) -> Tensor:
-            query, key, value = (part.reshape(len(part), -1, at.head_dim).transpose(0, 1) for part in torch.split(qkv, sizes, dim=-1))
-            query, key = (part if norm is None else norm(part) for part, norm in zip((query, key), norms, strict=True))
+            query, key, value = (
+                part.reshape(len(part), -1, at.head_dim).transpose(0, 1)
+                for part in torch.split(qkv, sizes, dim=-1)
+            )
+            query, key = (
+                part if norm is None else norm(part)
+                for part, norm in zip((query, key), norms, strict=True)
+            )
             query, key = (rotate(part, seen.cosines, seen.sines) for part in (query, key))
             return seen.attend(index, query, key, value, at.head_dim**-0.5).flatten(1)
 
@@ -230,25 +255,44 @@ class TorchArithmetic:
 
     def new_cache(self, capacity: int) -> Cache:
         at = self._geometry
-        cache = KVCache(layers=at.layers, kv_heads=at.kv_heads, head_dim=at.head_dim, capacity=capacity, dtype=self.dtype, device=self.device)
-        cache.rows.zero_()  # a masked slot is multiplied by 0, and what memory held before may be no number
+        cache = KVCache(
+            layers=at.layers,
+            kv_heads=at.kv_heads,
+            head_dim=at.head_dim,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        # a masked slot is multiplied by 0, and what memory held before may be no number
+        cache.rows.zero_()
         return cache
 
     def arrange(self, positions: Tensor, segments: Sequence[Segment] | FixedRows) -> TorchRows:
         angles = positions.to(self.device).unsqueeze(1) * self._frequencies
-        cosines, sines = ((turn * self._geometry.rope_scaling).to(self.dtype) for turn in (angles.cos(), angles.sin()))
-        return TorchRows(cosines, sines, segments if isinstance(segments, FixedRows) else arrange(segments, self._masks))
+        cosines, sines = (
+            (turn * self._geometry.rope_scaling).to(self.dtype)
+            for turn in (angles.cos(), angles.sin())
+        )
+        return TorchRows(
+            cosines,
+            sines,
+            segments if isinstance(segments, FixedRows) else arrange(segments, self._masks),
+        )
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x [heads, T, head_dim]: the pairs (j, j + rotary_dim / 2) are turned by angle j; what lies behind rotary_dim is left alone."""
+    """x [heads, T, head_dim]: the pairs (j, j + rotary_dim / 2) are turned by angle j; what lies
+    behind rotary_dim is left alone."""
     half = cosines.shape[1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1)
+    return torch.cat(
+        [first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1
+    )
 
 
 class KernelArithmetic:
-    """The C++ kernels on the CPU: states are fp32, each matrix is of the kind that is asked for, or with `auto` of the one that it is stored in."""
+    """The C++ kernels on the CPU: states are fp32, each matrix is of the kind that is asked for, or
+    with `auto` of the one that it is stored in."""
 
     def __init__(self, geometry: Geometry, *, weights: str) -> None:
         kernels.set_threads(torch.get_num_threads())
@@ -271,8 +315,19 @@ class KernelArithmetic:
 
     def mix(self, weights: LayerWeights) -> Mix:
         at = self._geometry
-        norms = {"query_norm": _norm_or_none(weights.query_norm), "key_norm": _norm_or_none(weights.key_norm)}
-        plan = AttentionPlan(weights.index, at.heads, at.kv_heads, at.head_dim, self._rotary, **norms, epsilon=at.epsilon)
+        norms = {
+            "query_norm": _norm_or_none(weights.query_norm),
+            "key_norm": _norm_or_none(weights.key_norm),
+        }
+        plan = AttentionPlan(
+            weights.index,
+            at.heads,
+            at.kv_heads,
+            at.head_dim,
+            self._rotary,
+            **norms,
+            epsilon=at.epsilon,
+        )
         attention = Attention(plan)
         self._turned.append(attention)
         return lambda qkv, seen: attention.run(seen, qkv)
@@ -310,7 +365,9 @@ class KernelArithmetic:
 
     def new_cache(self, capacity: int) -> Cache:
         at = self._geometry
-        return BlockedCache(layers=at.layers, kv_heads=at.kv_heads, head_dim=at.head_dim, capacity=capacity)
+        return BlockedCache(
+            layers=at.layers, kv_heads=at.kv_heads, head_dim=at.head_dim, capacity=capacity
+        )
 
     def arrange(self, positions: Tensor, segments: Sequence[Segment] | FixedRows) -> LayerPass:
         if isinstance(segments, FixedRows):
@@ -326,9 +383,13 @@ class KernelArithmetic:
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
         """A matrix of the kernels; a big one is converted piece by piece."""
-        kind = KINDS[self._weights] if self._weights != "auto" else STORED.get(weight.dtype, Kind.FP32)
+        kind = (
+            KINDS[self._weights] if self._weights != "auto" else STORED.get(weight.dtype, Kind.FP32)
+        )
         rows, inputs = weight.shape
-        matrix = PackedMatrix(kind, rows, inputs, bias=None if bias is None else bias.float().contiguous())
+        matrix = PackedMatrix(
+            kind, rows, inputs, bias=None if bias is None else bias.float().contiguous()
+        )
         piece = max(1, PIECE_WEIGHTS // inputs)
         for start in range(0, rows, piece):
             matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), start)

@@ -1,8 +1,11 @@
-"""Attention over the cache's slots by torch's own operations, registered with transformers as the implementation "dovetail".
+"""Attention over the cache's slots by torch's own operations, registered with transformers as the
+implementation "dovetail".
 
-A pass computes the rows of several sessions side by side; each session's rows attend to its own cache. Scores may be soft-capped, and a layer may see only
-a window of the last positions. transformers builds no mask for an implementation that has none registered with its AttentionMaskInterface, which is what we
-want: masks are ours. What is prepared for a pass takes work for its rows and their paths only, whatever the length of the cache.
+A pass computes the rows of several sessions side by side; each session's rows attend to its own
+cache. Scores may be soft-capped, and a layer may see only a window of the last positions.
+transformers builds no mask for an implementation that has none registered with its
+AttentionMaskInterface, which is what we want: masks are ours. What is prepared for a pass takes
+work for its rows and their paths only, whatever the length of the cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +23,26 @@ from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat
 
 IMPLEMENTATION = "dovetail"
-HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
-"""Keywords that change nothing of what attention computes. Any other that is given refuses the model rather than have it computed wrongly."""
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+"""Keywords that change nothing of what attention computes. Any other that is given refuses the
+model rather than have it computed wrongly."""
 KNOWN = {"s_aux": "sinks (s_aux)", "position_bias": "biases of positions (position_bias)"}
 """What some of the others are called."""
 
 
 class Masks:
-    """Masks to add to scores, zero but for the few columns of a pass: kept from pass to pass, so that no pass writes the zeros of a long prefix anew."""
+    """Masks to add to scores, zero but for the few columns of a pass: kept from pass to pass, so
+    that no pass writes the zeros of a long prefix anew."""
 
     def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         self.groups = groups
@@ -35,8 +50,11 @@ class Masks:
         self._kept: dict[tuple[int, int | None], tuple[Tensor, list[slice]]] = {}
         """For each place in a pass and window: a mask and its columns that are not zero."""
 
-    def make(self, place: int, window: int | None, slots: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """[groups * count, slots], zero but for `parts`: a first column and the [count, K] that stands there, once for each query head of a key head."""
+    def make(
+        self, place: int, window: int | None, slots: int, parts: Sequence[tuple[int, Tensor]]
+    ) -> Tensor:
+        """[groups * count, slots], zero but for `parts`: a first column and the [count, K] that
+        stands there, once for each query head of a key head."""
         rows = self.groups * parts[0][1].shape[0]
         kept, written = self._kept.get((place, window), (None, []))
         if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:
@@ -54,7 +72,8 @@ class Masks:
 
 @dataclass(frozen=True)
 class Block:
-    """A segment ready for attention: its place and first row in the pass, and the masks of the windows that the layers ask for."""
+    """A segment ready for attention: its place and first row in the pass, and the masks of the
+    windows that the layers ask for."""
 
     segment: Segment
     place: int
@@ -63,7 +82,8 @@ class Block:
     _made: dict[int | None, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def view(self, window: int | None) -> tuple[int, Tensor | None]:
-        """The first slot that any row sees, and the mask [groups * count, slots from there] to add; None: every row sees all of them."""
+        """The first slot that any row sees, and the mask [groups * count, slots from there] to add;
+        None: every row sees all of them."""
         if window not in self._made:
             self._made[window] = self._make(window)
         return self._made[window]
@@ -75,7 +95,9 @@ class Block:
         stop = segment.start + segment.count
         prefix = segment.start if segment.paths is None else segment.paths.prefix
         tail = self._tail(prefix, stop)
-        oldest = [0] if window is None else [max(0, last - window + 1) for last in self._positions()]
+        oldest = (
+            [0] if window is None else [max(0, last - window + 1) for last in self._positions()]
+        )
         low, high = min(prefix, *oldest), min(prefix, max(oldest))
         self._cut(tail, prefix, oldest)
         parts = [(prefix - low, tail)]
@@ -101,15 +123,19 @@ class Block:
         return (paths.prefix + int(length) - 1 for length in paths.offsets[1:] - paths.offsets[:-1])
 
     def _cut(self, tail: Tensor, prefix: int, oldest: Sequence[int]) -> None:
-        """Take from `tail` what lies behind the prefix and before the window, whose first position of row i is oldest[i]."""
+        """Take from `tail` what lies behind the prefix and before the window, whose first position
+        of row i is oldest[i]."""
         for row, position in enumerate(oldest):
             if position > prefix:
                 path = self.segment.paths
-                gone = range(prefix, position) if path is None else path.row(row)[: position - prefix]
+                gone = (
+                    range(prefix, position) if path is None else path.row(row)[: position - prefix]
+                )
                 tail[row, [int(slot) - prefix for slot in gone]] = float("-inf")
 
     def _before(self, low: int, high: int, oldest: Sequence[int]) -> Tensor:
-        """[count, high - low] of 0 and -inf: the slots of the prefix that some rows see and others no longer."""
+        """[count, high - low] of 0 and -inf: the slots of the prefix that some rows see and others
+        no longer."""
         before = torch.zeros(len(oldest), high - low)
         for row, position in enumerate(oldest):
             before[row, : max(0, position - low)] = float("-inf")
@@ -135,7 +161,8 @@ class Noted:
 
 
 Notes = Callable[[Noted, Tensor, Tensor], None]
-"""Hears what is asked of attention, with the queries and keys [1, heads or kv_heads, T, head_dim]."""
+"""Hears what is asked of attention, with the queries and keys [1, heads or kv_heads, T,
+head_dim]."""
 
 
 def arrange(segments: Sequence[Segment], masks: Masks) -> tuple[Block, ...]:
@@ -163,37 +190,77 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim]; returns [1, T, heads, head_dim].
+    """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim];
+    returns [1, T, heads, head_dim].
 
-    What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is asked for.
+    What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is
+    asked for.
     """
     if blocks is None:
         raise ValueError("what the model is given does not reach its attention")
-    if strange := sorted(name for name, value in others.items() if value is not None and name not in HARMLESS):
+    if strange := sorted(
+        name for name, value in others.items() if value is not None and name not in HARMLESS
+    ):
         raise ValueError(f"attention with {KNOWN.get(strange[0], strange[0])} is not supported")
     if attention_mask is not None:
         raise ValueError("attention with a mask of its own is not supported")
     if dropout or is_causal is False:
-        raise ValueError(f"attention with {'dropout' if dropout else 'is_causal = false'} is not supported")
+        raise ValueError(
+            f"attention with {'dropout' if dropout else 'is_causal = false'} is not supported"
+        )
     beat()
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if notes is not None:
-        notes(Noted(query.shape[1], key.shape[1], query.shape[3], scale, sliding_window, softcap, value.shape[3]), query, key)
+        notes(
+            Noted(
+                query.shape[1],
+                key.shape[1],
+                query.shape[3],
+                scale,
+                sliding_window,
+                softcap,
+                value.shape[3],
+            ),
+            query,
+            key,
+        )
     with timing("attention"):
-        return attend_blocks(layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap).contiguous().unsqueeze(0), None
+        return attend_blocks(
+            layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap
+        ).contiguous().unsqueeze(0), None
 
 
 def attend_blocks(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, window: int | None = None, cap: float | None = None
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """The same for one layer without transformers: query [heads, T, head_dim], key and value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
-    outputs = [_attend_block(layer, query, key, value, block, scale, window, cap) for block in blocks]
+    """The same for one layer without transformers: query [heads, T, head_dim], key and value
+    [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
+    outputs = [
+        _attend_block(layer, query, key, value, block, scale, window, cap) for block in blocks
+    ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_block(layer: int, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float, window: int | None, cap: float | None) -> Tensor:
-    """The query heads that share a key head are laid below each other as rows of that head, so that no key is ever repeated."""
+def _attend_block(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: Block,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    """The query heads that share a key head are laid below each other as rows of that head, so that
+    no key is ever repeated."""
     segment, rows = block.segment, slice(block.first, block.first + block.segment.count)
     cache = segment.cache
     if not isinstance(cache, KVCache):
@@ -204,14 +271,19 @@ def _attend_block(layer: int, query: Tensor, key: Tensor, value: Tensor, block: 
     heads, _, size = query.shape
     packed = query[:, rows].reshape(1, keys.shape[0], -1, size)
     if cap is None:
-        output = scaled_dot_product_attention(packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale)
+        output = scaled_dot_product_attention(
+            packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+        )
     else:
         output = attend_capped(packed, keys, values, mask, scale, cap)
     return output.reshape(heads, segment.count, -1).transpose(0, 1)
 
 
-def attend_capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Attention whose scores are cap * tanh(score / cap), which torch's own operation does not know."""
+def attend_capped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float
+) -> Tensor:
+    """Attention whose scores are cap * tanh(score / cap), which torch's own operation does not
+    know."""
     scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / cap)) * cap
     if mask is not None:
         scores = scores + mask

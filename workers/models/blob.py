@@ -1,5 +1,6 @@
-"""The matrices of a decoder layer in one contiguous memory, in the layout of the kernels: what is copied to a device in one go, and computed from wherever
-it lies. On a CPU the kernels read it as it is; elsewhere `unpack` lays a matrix out as torch has it. Knows bytes and shapes.
+"""The matrices of a decoder layer in one contiguous memory, in the layout of the kernels: what is
+copied to a device in one go, and computed from wherever it lies. On a CPU the kernels read it as it
+is; elsewhere `unpack` lays a matrix out as torch has it. Knows bytes and shapes.
 """
 
 from collections.abc import Mapping
@@ -14,8 +15,14 @@ from dovetail.workers.kernels.layer import LayerPlan
 
 MATRICES = ("qkv", "output", "gate_up", "down")
 PANEL, VECTOR, STEP = 48, 16, 4
-"""Of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side by side."""
-ELEMENTS = {Kind.FP32: torch.float32, Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.int8}
+"""Of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side by
+side."""
+ELEMENTS = {
+    Kind.FP32: torch.float32,
+    Kind.FP16: torch.float16,
+    Kind.BF16: torch.bfloat16,
+    Kind.INT8: torch.int8,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,9 @@ def gather(plan: LayerPlan) -> Blob:
     end = 0
     for name in MATRICES:
         matrix: PackedMatrix = getattr(plan, name)
-        matrices[name] = Lying(Kind(matrix.kind), matrix.n, matrix.k, end, matrix.nbytes, bool(matrix.struct.bias))
+        matrices[name] = Lying(
+            Kind(matrix.kind), matrix.n, matrix.k, end, matrix.nbytes, bool(matrix.struct.bias)
+        )
         end += -(-matrix.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.frombuffer(fresh_memory(end)[0], dtype=torch.uint8)
     for name, lying in matrices.items():
@@ -54,13 +63,24 @@ def gather(plan: LayerPlan) -> Blob:
 
 
 def hollow(plan: LayerPlan) -> LayerPlan:
-    """The same layer without the memory of its matrices, whose addresses mean nothing any more: for `plan_at`, and for whoever reads its shape."""
-    return replace(plan, **{name: (matrix := getattr(plan, name)).at(None, matrix.struct.packed) for name in MATRICES})
+    """The same layer without the memory of its matrices, whose addresses mean nothing any more: for
+    `plan_at`, and for whoever reads its shape."""
+    return replace(
+        plan,
+        **{
+            name: (matrix := getattr(plan, name)).at(None, matrix.struct.packed)
+            for name in MATRICES
+        },
+    )
 
 
 def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
-    """The same layer with its matrices where `memory`, a copy of the blob's on the CPU, has them."""
-    moved = {name: getattr(plan, name).at(memory, memory.data_ptr() + lying.offset) for name, lying in blob.matrices.items()}
+    """The same layer with its matrices where `memory`, a copy of the blob's on the CPU, has
+    them."""
+    moved = {
+        name: getattr(plan, name).at(memory, memory.data_ptr() + lying.offset)
+        for name, lying in blob.matrices.items()
+    }
     return replace(plan, **moved)
 
 
@@ -77,7 +97,8 @@ class Matrix:
 
 
 def unpack(lying: Lying, memory: Tensor) -> Matrix:
-    """A matrix of a blob that lies in `memory` on any device; the numbers are copied, and the memory is free for others as soon as that is done."""
+    """A matrix of a blob that lies in `memory` on any device; the numbers are copied, and the
+    memory is free for others as soon as that is done."""
     bytes_of, element = memory[lying.offset : lying.offset + lying.size], ELEMENTS[lying.kind]
     beside = STEP if lying.kind is Kind.INT8 else 1
     columns, steps = -(-lying.n // VECTOR) * VECTOR, -(-lying.k // beside)
@@ -85,11 +106,15 @@ def unpack(lying: Lying, memory: Tensor) -> Matrix:
     packed, whole = bytes_of[:size].view(element), columns // PANEL
     weight = torch.empty(columns, steps, beside, dtype=element, device=memory.device)
     first, last = weight[: whole * PANEL], weight[whole * PANEL :]
-    first.view(whole, PANEL, steps, beside).copy_(packed[: first.numel()].view(whole, steps, PANEL, beside).transpose(1, 2))
+    first.view(whole, PANEL, steps, beside).copy_(
+        packed[: first.numel()].view(whole, steps, PANEL, beside).transpose(1, 2)
+    )
     last.copy_(packed[first.numel() :].view(steps, len(last), beside).transpose(0, 1))
     scales = bias = None
     if lying.kind is Kind.INT8:
-        size = -(-(size + 4 * columns) // ALIGNMENT) * ALIGNMENT  # behind the columns' sums, which only some instructions need
+        size = (
+            -(-(size + 4 * columns) // ALIGNMENT) * ALIGNMENT
+        )  # behind the columns' sums, which only some instructions need
         scales = bytes_of[size : size + 4 * lying.n].view(torch.float32).clone()
         size += 4 * lying.n
     else:

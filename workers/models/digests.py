@@ -1,8 +1,11 @@
-"""Digests of weight files: read once, checked for what is not a number on the way, and remembered for as long as the files stay what they are.
+"""Digests of weight files: read once, checked for what is not a number on the way, and remembered
+for as long as the files stay what they are.
 
-A digest is SHA-256 over names, sizes and contents, one file after the other, so it is the same on every machine. One thread reads a block and compares
-exponent bits as integers while another hashes the block before. What was found is kept under the identity of the files (device, inode, size and both times);
-a file that was changed so lately that a second change could bear the same times is not remembered. Knows bytes, nothing of models.
+A digest is SHA-256 over names, sizes and contents, one file after the other, so it is the same on
+every machine. One thread reads a block and compares exponent bits as integers while another hashes
+the block before. What was found is kept under the identity of the files (device, inode, size and
+both times); a file that was changed so lately that a second change could bear the same times is not
+remembered. Knows bytes, nothing of models.
 """
 
 import errno
@@ -26,20 +29,29 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.progress import loading
 
 BLOCK_BYTES = 4 << 20
-"""A multiple of the size of every number type, so that no number lies across two blocks; small enough to stay in the cache between reading and hashing."""
+"""A multiple of the size of every number type, so that no number lies across two blocks; small
+enough to stay in the cache between reading and hashing."""
 BLOCKS = 3
 """One is read while another is hashed, and one waits."""
-EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0xFF << 23), "F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
-"""Type of numbers -> bytes of one, and its exponent bits: a number that has all of them set is NaN or infinite."""
+EXPONENTS = {
+    "F64": (8, 0x7FF << 52),
+    "F32": (4, 0xFF << 23),
+    "F16": (2, 0x1F << 10),
+    "BF16": (2, 0xFF << 7),
+}
+"""Type of numbers -> bytes of one, and its exponent bits: a number that has all of them set is NaN
+or infinite."""
 FOLDER = "digests"
 MOST_KEPT = 256
 """Digests that are kept; the oldest go."""
 CHECKED_BYTES_S = 50e6
-"""Another process that reads the same files is waited for as long as reading them at this rate would take, and `LEAST_WAIT_S`."""
+"""Another process that reads the same files is waited for as long as reading them at this rate
+would take, and `LEAST_WAIT_S`."""
 LEAST_WAIT_S = 10.0
 LOOK_S = 0.05
 GRAIN_NS, COARSE_GRAIN_NS = 50_000_000, 2_000_000_000
-"""Two changes of a file within this time may bear the same times: where times are kept in fractions of a second, and where in whole ones (FAT, old NFS)."""
+"""Two changes of a file within this time may bear the same times: where times are kept in fractions
+of a second, and where in whole ones (FAT, old NFS)."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +65,8 @@ class Identity:
     size: int
     modified_ns: int
     changed_ns: int
-    """When anything about the file was changed last, its name and its rights included: nobody can set this time."""
+    """When anything about the file was changed last, its name and its rights included: nobody can
+    set this time."""
 
     @classmethod
     def of(cls, file: IO[bytes]) -> "Identity":
@@ -62,8 +75,12 @@ class Identity:
         return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
     def same_content(self, other: "Identity") -> bool:
-        """Return whether nobody has written to the file between the two; a new link or other rights are no change."""
-        own, others = (self.device, self.inode, self.size, self.modified_ns), (other.device, other.inode, other.size, other.modified_ns)
+        """Return whether nobody has written to the file between the two; a new link or other rights
+        are no change."""
+        own, others = (
+            (self.device, self.inode, self.size, self.modified_ns),
+            (other.device, other.inode, other.size, other.modified_ns),
+        )
         return own == others
 
     def settled(self, now_ns: int) -> bool:
@@ -84,7 +101,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """A weight file: its header, and the tensors behind it in their order, which fill the rest of the file without a gap."""
+    """A weight file: its header, and the tensors behind it in their order, which fill the rest of
+    the file without a gap."""
 
     path: Path
     identity: Identity
@@ -93,9 +111,11 @@ class Source:
 
 
 def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
-    """Return the SHA-256 of config.json and the weight files, in hexadecimal; `CheckpointError` for NaN, infinite values and a file that changes.
+    """Return the SHA-256 of config.json and the weight files, in hexadecimal; `CheckpointError` for
+    NaN, infinite values and a file that changes.
 
-    Files that were found whole before, and have not changed since, are not read again; of several processes that ask for the same files at once one reads.
+    Files that were found whole before, and have not changed since, are not read again; of several
+    processes that ask for the same files at once one reads.
     """
     began_ns = time.time_ns()
     if not all(source.identity.settled(began_ns) for source in sources):
@@ -113,7 +133,8 @@ def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
 
 
 class Kept:
-    """Digests in a folder, a file each: whoever reads one finds it whole or not at all, and one that is damaged counts as none."""
+    """Digests in a folder, a file each: whoever reads one finds it whole or not at all, and one
+    that is damaged counts as none."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,7 +142,9 @@ class Kept:
     def find(self, key: str) -> str:
         """Return the digest that is kept under a key, or an empty text."""
         try:
-            digest, _, seal = (self._folder / key).read_text(encoding="ascii").strip().partition(" ")
+            digest, _, seal = (
+                (self._folder / key).read_text(encoding="ascii").strip().partition(" ")
+            )
         except (OSError, UnicodeDecodeError):
             return ""
         return digest if seal == _seal(key, digest) else ""
@@ -130,17 +153,24 @@ class Kept:
         """Keep a digest; where that cannot be, say so in the log."""
         try:
             self._check_place()
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="ascii") as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._folder, suffix=".new", delete=False, encoding="ascii"
+            ) as file:
                 file.write(f"{digest} {_seal(key, digest)}\n")
             Path(file.name).replace(self._folder / key)
             self._tidy()
         except OSError as error:
             why = error.strerror or error
-            log.warning("digests cannot be kept in %s (%s): every start reads the weights once more", self._folder, why)
+            log.warning(
+                "digests cannot be kept in %s (%s): every start reads the weights once more",
+                self._folder,
+                why,
+            )
 
     @contextmanager
     def turn(self, key: str, patience_s: float) -> Iterator[None]:
-        """Have the block to this process, of all that ask for this key; whoever holds it for longer than `patience_s` is not waited for."""
+        """Have the block to this process, of all that ask for this key; whoever holds it for longer
+        than `patience_s` is not waited for."""
         path = self._folder / f"{key}.lock"
         with ExitStack() as stack:
             with suppress(OSError):  # nothing can be kept then, which `keep` says
@@ -152,17 +182,22 @@ class Kept:
 
     def _check_place(self) -> None:
         if not self._folder.is_absolute():
-            raise FileNotFoundError(errno.ENOENT, "this user has no home, and XDG_CACHE_HOME names no folder")
+            raise FileNotFoundError(
+                errno.ENOENT, "this user has no home, and XDG_CACHE_HOME names no folder"
+            )
 
     def _tidy(self) -> None:
         """Let the oldest files go."""
-        files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        files = sorted(
+            self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True
+        )
         for path in files[MOST_KEPT:]:
             path.unlink(missing_ok=True)
 
 
 def _lock(file: IO[str], patience_s: float) -> None:
-    """Take a lock on an open file, unless somebody holds it for too long; `OSError` where there are no locks."""
+    """Take a lock on an open file, unless somebody holds it for too long; `OSError` where there are
+    no locks."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -181,9 +216,11 @@ def _seal(key: str, digest: str) -> str:
 
 
 def all_finite(block: bytearray | memoryview | np.ndarray, kind: str) -> bool:
-    """Return whether none of the numbers of type `kind` in a block is NaN or infinite; types that know neither are finite.
+    """Return whether none of the numbers of type `kind` in a block is NaN or infinite; types that
+    know neither are finite.
 
-    As integers positive numbers ascend to infinity and NaN, and so do negative ones, above them, where the sign counts as a digit: two maxima tell.
+    As integers positive numbers ascend to infinity and NaN, and so do negative ones, above them,
+    where the sign counts as a digit: two maxima tell.
     """
     if kind not in EXPONENTS:
         return True
@@ -191,17 +228,24 @@ def all_finite(block: bytearray | memoryview | np.ndarray, kind: str) -> bool:
     signed = np.frombuffer(block, dtype=f"<i{width}")
     if not signed.size:
         return True
-    return int(signed.max()) < exponent and int(signed.view(f"<u{width}").max()) < exponent | 1 << 8 * width - 1
+    return (
+        int(signed.max()) < exponent
+        and int(signed.view(f"<u{width}").max()) < exponent | 1 << 8 * width - 1
+    )
 
 
 def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
-    """Raise `CheckpointError` if an open file is not the one, or has not the content, that it was."""
+    """Raise `CheckpointError` if an open file is not the one, or has not the content, that it
+    was."""
     if not before.same_content(Identity.of(file)):
-        raise CheckpointError(f"{path} was changed while it was loaded: wait until it is written, and start again")
+        raise CheckpointError(
+            f"{path} was changed while it was loaded: wait until it is written, and start again"
+        )
 
 
 def _key(configuration: bytes, sources: Sequence[Source]) -> str:
-    """Return what the digest of these files is kept under; whatever the digest depends on is in it, contents by the files' identities."""
+    """Return what the digest of these files is kept under; whatever the digest depends on is in it,
+    contents by the files' identities."""
     whole = hashlib.sha256(b"1\0" + configuration)
     for source in sources:
         whole.update(f"\0{source.path.name}\0{source.identity}\0".encode())
@@ -246,14 +290,20 @@ def _read_file(
                 for left in range(part.size_bytes, 0, -BLOCK_BYTES):
                     block = memoryview(free_block())[: min(left, BLOCK_BYTES)]
                     if _fill(file, block) != len(block):
-                        raise CheckpointError(f"{source.path} was cut short while it was read: fetch the model again")
+                        raise CheckpointError(
+                            f"{source.path} was cut short while it was read: fetch the model again"
+                        )
                     if not all_finite(block, part.kind):
-                        raise CheckpointError(f"{source.path}: tensor {part.name} holds NaN or infinite values")
+                        raise CheckpointError(
+                            f"{source.path}: tensor {part.name} holds NaN or infinite values"
+                        )
                     hash_later(block)
                     read(len(block))
             refuse_changed(source.path, source.identity, file)
     except OSError as error:
-        raise CheckpointError(f"{source.path} cannot be read ({error.strerror or error}); fetch the model again") from None
+        raise CheckpointError(
+            f"{source.path} cannot be read ({error.strerror or error}); fetch the model again"
+        ) from None
 
 
 def _fill(file: Any, block: memoryview) -> int:

@@ -1,8 +1,11 @@
-"""Jakiro's mixture of experts in the place of a layer's MLP: two experts for each row, weighted by a router.
+"""Jakiro's mixture of experts in the place of a layer's MLP: two experts for each row, weighted by
+a router.
 
-Jakiro (no star) also subtracts them (the contrast), which predicts one token further; Jakiro* lets each of the two predict for itself, and what is drafted
-follows the exact mixture of their distributions. With more than two experts the router's two first choices count, as in Mixtral, and everything else is
-what it is with two. All experts lie side by side as one wide MLP whose middle is weighted expert by expert, so that any number of them costs two matrices.
+Jakiro (no star) also subtracts them (the contrast), which predicts one token further; Jakiro* lets
+each of the two predict for itself, and what is drafted follows the exact mixture of their
+distributions. With more than two experts the router's two first choices count, as in Mixtral, and
+everything else is what it is with two. All experts lie side by side as one wide MLP whose middle is
+weighted expert by expert, so that any number of them costs two matrices.
 """
 
 from dataclasses import dataclass
@@ -30,7 +33,8 @@ class Choice:
 def choose(gate: Tensor, experts: int, *, contrast: bool) -> Choice:
     """gate [R, E], or with contrast [R, E + 2], as it comes from its matrix.
 
-    The two contrast rows belong to experts 0 and 1 where there are no more, else to the router's first and second choice.
+    The two contrast rows belong to experts 0 and 1 where there are no more, else to the router's
+    first and second choice.
     """
     router = gate[:, :experts].float()
     order = router.argsort(dim=-1, descending=True, stable=True)[:, :2]
@@ -63,7 +67,9 @@ class Gated:
         choice = choose(self.gate(x), self.count, contrast=self.contrast)
         middle = self.gated(self.gate_up(x))
         mixed = self.down(_weighted(middle, choice.shares))
-        return mixed, self.down(_weighted(middle, choice.contrast)) if contrast and choice.contrast is not None else None
+        return mixed, self.down(
+            _weighted(middle, choice.contrast)
+        ) if contrast and choice.contrast is not None else None
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,15 @@ class Branched:
     down: Product
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [R, H] -> what the first and the second choice add, each [R, H], and the first one's share [R, 1]."""
+        """x [R, H] -> what the first and the second choice add, each [R, H], and the first one's
+        share [R, 1]."""
         choice = choose(self.gate(x), self.count, contrast=False)
         middle = gelu(self.up(x))
         single = torch.zeros_like(choice.shares)
-        first, second = (self.down(_weighted(middle, single.scatter(1, expert, 1.0))) for expert in (choice.first, choice.second))
+        first, second = (
+            self.down(_weighted(middle, single.scatter(1, expert, 1.0)))
+            for expert in (choice.first, choice.second)
+        )
         return first, second, choice.shares.gather(1, choice.first)
 
 

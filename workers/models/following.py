@@ -1,7 +1,8 @@
-"""transformers' own forward, followed: how it calls each decoder layer of a model, whose layers need no numbers for that.
+"""transformers' own forward, followed: how it calls each decoder layer of a model, whose layers
+need no numbers for that.
 
-Stand-ins take the layers' places while the model's own code runs around them, with a cache that only claims to hold rows. Knows transformers' ways of calling;
-not why somebody wants to know them.
+Stand-ins take the layers' places while the model's own code runs around them, with a cache that
+only claims to hold rows. Knows transformers' ways of calling; not why somebody wants to know them.
 """
 
 import copy
@@ -21,11 +22,13 @@ Path = tuple[str | int, ...]
 
 
 class UnsupportedError(Exception):
-    """The kernels cannot compute a model, or differ from transformers: says in which part of it, and where."""
+    """The kernels cannot compute a model, or differ from transformers: says in which part of it,
+    and where."""
 
 
 class UnprovableError(Exception):
-    """No back end can compute a model, or be proved to: says why, with the layer and the position where there are any."""
+    """No back end can compute a model, or be proved to: says why, with the layer and the position
+    where there are any."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Call:
     def leaves(self) -> Iterator[tuple[Path, Tensor]]:
         """All tensors beside the hidden states, and where they stand."""
         yield from _leaves(self.args[1:], ("args",))
-        yield from _leaves({name: part for name, part in self.kwargs.items() if name != "hidden_states"}, ())
+        yield from _leaves(
+            {name: part for name, part in self.kwargs.items() if name != "hidden_states"}, ()
+        )
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
@@ -66,7 +71,8 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
 
 
 class ClaimedCache(DynamicCache):  # type: ignore[misc]
-    """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a cache says."""
+    """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a
+    cache says."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -84,14 +90,18 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._length + query_length, 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
 
 @contextmanager
 def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[None]:
     """A model, and other modules of it, with another implementation of attention for a while."""
-    found: Iterator[Any] = (getattr(module, "config", None) for part in (model, *others) for module in part.modules())
+    found: Iterator[Any] = (
+        getattr(module, "config", None) for part in (model, *others) for module in part.modules()
+    )
     configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
@@ -104,16 +114,26 @@ def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[
 
 
 class Recorder:
-    """Stands in for a model's layers while its own forward runs: keeps how each was called, and gives each a result of its own."""
+    """Stands in for a model's layers while its own forward runs: keeps how each was called, and
+    gives each a result of its own."""
 
-    def __init__(self, layers: Sequence[nn.Module], results: Sequence[Tensor] | None = None, *, tuples: bool = False) -> None:
-        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple, whose first part are the states."""
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        results: Sequence[Tensor] | None = None,
+        *,
+        tuples: bool = False,
+    ) -> None:
+        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple,
+        whose first part are the states."""
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
         self.final: Tensor | None = None
-        """What the model makes of what the last layer gave; None where that has other numbers than fp32."""
+        """What the model makes of what the last layer gave; None where that has other numbers than
+        fp32."""
         self.isolated = True
-        """Whether each layer is given what the one before it gave, as it was, and all are called in order."""
+        """Whether each layer is given what the one before it gave, as it was, and all are called in
+        order."""
         self._layers, self._given, self._tuples = layers, results, tuples
 
     @property
@@ -137,10 +157,16 @@ class Recorder:
             if index and call.states.shape != self.results[0].shape:
                 raise TypeError("a layer is given states of another shape than the first")
             in_order = index == len(self.results)
-            self.isolated &= in_order and (before is None or call.states is before or torch.equal(call.states, before))
+            self.isolated &= in_order and (
+                before is None or call.states is before or torch.equal(call.states, before)
+            )
             self.calls[index] = call
             generator = torch.Generator().manual_seed(index)
-            result = torch.randn(call.states.shape, generator=generator) if self._given is None else self._given[index]
+            result = (
+                torch.randn(call.states.shape, generator=generator)
+                if self._given is None
+                else self._given[index]
+            )
             self.results.append(result)
             return (result,) if self._tuples else result
 
@@ -157,7 +183,8 @@ def follow(
     head: bool = False,
     **given: Any,
 ) -> None:
-    """Run a model's own forward for tokens at positions [T] around its layers, in fp32; `head`: to the logits, in place of the final norm.
+    """Run a model's own forward for tokens at positions [T] around its layers, in fp32; `head`: to
+    the logits, in place of the final norm.
 
     Without positions the model numbers the tokens itself.
 
@@ -165,7 +192,9 @@ def follow(
     """
     with ExitStack() as stack:
         embedding = model.get_input_embeddings()
-        stack.callback(embedding.register_forward_hook(lambda _module, _given, rows: rows.float()).remove)
+        stack.callback(
+            embedding.register_forward_hook(lambda _module, _given, rows: rows.float()).remove
+        )
         stack.enter_context(recorder)
         try:
             output = (model if head else model.base_model)(
@@ -178,14 +207,20 @@ def follow(
             recorder.final = output[0][0]
         except Exception as error:  # it is transformers' code for a model that nobody here has seen
             if not recorder.complete:
-                why = f"transformers' own forward cannot be followed ({type(error).__name__}: {line_of(error)})"
+                why = (
+                    f"transformers' own forward cannot be followed ({type(error).__name__}: "
+                    f"{line_of(error)})"
+                )
                 raise UnprovableError(why) from error
     if not recorder.complete:
-        raise UnprovableError(f"transformers' own forward calls {len(recorder.calls)} of the model's decoder layers")
+        raise UnprovableError(
+            f"transformers' own forward calls {len(recorder.calls)} of the model's decoder layers"
+        )
 
 
 class _Widened(nn.Module):
-    """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer than that takes."""
+    """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer
+    than that takes."""
 
     def __init__(self, part: nn.Linear) -> None:
         super().__init__()
@@ -197,7 +232,8 @@ class _Widened(nn.Module):
 
 
 def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A layer that computes in fp32 with the numbers of this one, which it shares, and `others` in the place of some of its linears."""
+    """A layer that computes in fp32 with the numbers of this one, which it shares, and `others` in
+    the place of some of its linears."""
     parts = dict(layer.named_modules())
     shared: dict[int, Any] = {id(parameter): parameter for parameter in layer.parameters()}
     shared |= {id(part.config): part.config for part in parts.values() if hasattr(part, "config")}
@@ -207,7 +243,10 @@ def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Modu
             own.set_submodule(name, others.get(part) or _Widened(part))
     for part in own.modules():
         for name, parameter in part.named_parameters(recurse=False):
-            if not isinstance(part, _Widened) and parameter.dtype in (torch.float16, torch.bfloat16):
+            if not isinstance(part, _Widened) and parameter.dtype in (
+                torch.float16,
+                torch.bfloat16,
+            ):
                 part.register_parameter(name, nn.Parameter(parameter.float(), requires_grad=False))
     return own
 

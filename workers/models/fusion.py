@@ -1,4 +1,5 @@
-"""How a head joins the embedding of a token with the feature of the position before it. Knows single rows; no attention and no cache."""
+"""How a head joins the embedding of a token with the feature of the position before it. Knows
+single rows; no attention and no cache."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,10 +18,14 @@ def concatenated(fc: Product) -> Fusion:
     return lambda embedded, features: fc(torch.cat([embedded, features], dim=-1))
 
 
-def gated(*, norm: Product | None, feature: Product, embedding: Product, gate: Product, activated: bool) -> Fusion:
-    """Dovetail's dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's h2, z = sigmoid of a matrix over both.
+def gated(
+    *, norm: Product | None, feature: Product, embedding: Product, gate: Product, activated: bool
+) -> Fusion:
+    """Dovetail's dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's
+    h2, z = sigmoid of a matrix over both.
 
-    `norm` and `activated` (SiLU on h2) are not in the paper (section 3.2), but its weights are made for them.
+    `norm` and `activated` (SiLU on h2) are not in the paper (section 3.2), but its weights are made
+    for them.
     """
 
     def fuse(embedded: Tensor, features: Tensor) -> Tensor:
@@ -33,12 +38,15 @@ def gated(*, norm: Product | None, feature: Product, embedding: Product, gate: P
 
 
 def tapped(fc: Product | None, norms: Sequence[Product]) -> Product:
-    """EAGLE-3's, of the target's streams alone: one matrix over all taps side by side, each normed first where it has a norm."""
+    """EAGLE-3's, of the target's streams alone: one matrix over all taps side by side, each normed
+    first where it has a norm."""
 
     def fuse(features: Tensor) -> Tensor:
         if norms:
             taps = features.chunk(len(norms), dim=-1)
-            features = torch.cat([norm(tap.contiguous()) for norm, tap in zip(norms, taps, strict=True)], dim=-1)
+            features = torch.cat(
+                [norm(tap.contiguous()) for norm, tap in zip(norms, taps, strict=True)], dim=-1
+            )
         return features if fc is None else fc(features)
 
     return fuse

@@ -1,7 +1,8 @@
 """What a draft head's config.json says: every key that is read, with its type and its range.
 
-A value that is null or empty counts as one that is not there, which is how transformers writes it; keys that nothing reads may hold what they like. Knows one
-file, neither the tensors beside it nor the target.
+A value that is null or empty counts as one that is not there, which is how transformers writes it;
+keys that nothing reads may hold what they like. Knows one file, neither the tensors beside it nor
+the target.
 """
 
 import reprlib
@@ -21,12 +22,18 @@ Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
 """Of frequencies and angles, which stay numbers by it."""
 Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)]
-Outputs = Annotated[tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...], Field(max_length=MAX_TAPS, strict=False)]
+Layers = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
+]
+Outputs = Annotated[
+    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...],
+    Field(max_length=MAX_TAPS, strict=False),
+]
 
 
 class MisfitError(Exception):
-    """What is wrong with a head: a sentence whose subject, the checkpoint, its reader puts in front."""
+    """What is wrong with a head: a sentence whose subject, the checkpoint, its reader puts in
+    front."""
 
 
 class Read(BaseModel):
@@ -37,7 +44,11 @@ class Read(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any) -> Any:
-        return {key: value for key, value in values.items() if value not in (None, {}, [])} if isinstance(values, dict) else values
+        return (
+            {key: value for key, value in values.items() if value not in (None, {}, [])}
+            if isinstance(values, dict)
+            else values
+        )
 
 
 class RotaryConfig(Read):
@@ -61,7 +72,8 @@ class RotaryConfig(Read):
 
 
 class EagleConfig(Read):
-    """What SGLang, SpecForge and ModelOpt say of an EAGLE-3 head, in an object of its own; layers are counted by their outputs: one less."""
+    """What SGLang, SpecForge and ModelOpt say of an EAGLE-3 head, in an object of its own; layers
+    are counted by their outputs: one less."""
 
     use_aux_hidden_state: bool = True
     eagle_aux_hidden_state_layer_ids: Outputs = ()
@@ -76,7 +88,8 @@ class OwnConfig(Read):
 
 
 class HeadConfig(Read):
-    """A config.json; what has no default has to be there, and what is None by default follows from something else."""
+    """A config.json; what has no default has to be there, and what is None by default follows from
+    something else."""
 
     hidden_size: Width
     num_attention_heads: Width
@@ -106,17 +119,25 @@ class HeadConfig(Read):
 
 
 def read_config(values: Mapping[str, Any]) -> HeadConfig:
-    """The content of a config.json, checked; `MisfitError` names the first key that is wrong, its value, and what it should be.
+    """The content of a config.json, checked; `MisfitError` names the first key that is wrong, its
+    value, and what it should be.
 
-    The description of the decoder layer may stand in `transformer_layer_config` (the speculators library).
+    The description of the decoder layer may stand in `transformer_layer_config` (the speculators
+    library).
     """
     inner = values.get("transformer_layer_config")
     if isinstance(inner, Mapping):
         if "norm_before_residual" not in values:
-            raise MisfitError("says nothing of norm_before_residual in config.json, which its format leaves to be guessed; add it")
+            raise MisfitError(
+                "says nothing of norm_before_residual in config.json, which its format leaves "
+                "to be guessed; add it"
+            )
         values = {**inner, **values}
     elif inner is not None:
-        raise MisfitError(f"has transformer_layer_config {reprlib.repr(inner)} in config.json: it should be an object; {REMEDY}")
+        raise MisfitError(
+            f"has transformer_layer_config {reprlib.repr(inner)} in config.json: it should be "
+            f"an object; {REMEDY}"
+        )
     try:
         return HeadConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -128,5 +149,9 @@ def _complaint(error: ValidationError) -> str:
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":
         return f"has no {key} in config.json; {REMEDY}"
-    should = "it should be an object" if first["type"] == "model_type" else first["msg"].replace("Input", "it")
+    should = (
+        "it should be an object"
+        if first["type"] == "model_type"
+        else first["msg"].replace("Input", "it")
+    )
     return f"has {key} {reprlib.repr(first['input'])} in config.json: {should}; {REMEDY}"

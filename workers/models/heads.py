@@ -1,8 +1,10 @@
-"""A draft head, ready to compute: EAGLE-1/2, EAGLE-3, Dovetail, Jakiro and Jakiro*, each from its public checkpoint.
+"""A draft head, ready to compute: EAGLE-1/2, EAGLE-3, Dovetail, Jakiro and Jakiro*, each from its
+public checkpoint.
 
-Row j of a head takes the feature of position j and the token of position j + 1, stands at rotary position j, and predicts the token of position j + 2. A
-feature is the target's, or what the head itself made of its previous row. Logits are over the target's vocabulary. Knows rows, positions and slots; nothing
-of trees, sampling, or which rows deserve to stay in a cache.
+Row j of a head takes the feature of position j and the token of position j + 1, stands at rotary
+position j, and predicts the token of position j + 2. A feature is the target's, or what the head
+itself made of its previous row. Logits are over the target's vocabulary. Knows rows, positions and
+slots; nothing of trees, sampling, or which rows deserve to stay in a cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,18 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models import experts, fused, fusion
-from dovetail.workers.models.arithmetic import KINDS, TYPES, Arithmetic, FixedRows, Geometry, KernelArithmetic, Layer, LayerWeights, Product, TorchArithmetic
+from dovetail.workers.models.arithmetic import (
+    KINDS,
+    TYPES,
+    Arithmetic,
+    FixedRows,
+    Geometry,
+    KernelArithmetic,
+    Layer,
+    LayerWeights,
+    Product,
+    TorchArithmetic,
+)
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.head_checkpoint import HeadCheckpoint, classify, open_head_checkpoint
 from dovetail.workers.models.head_spec import HeadSpec
@@ -37,11 +50,13 @@ class Predicted:
     """What a pass says of its R rows."""
 
     logits: Tensor
-    """float32 [R, V], over the target's vocabulary; -inf where the draft vocabulary has no such token."""
+    """float32 [R, V], over the target's vocabulary; -inf where the draft vocabulary has no such
+    token."""
     states: Tensor
     """[R, H]: the recurrent states, features of the next step."""
     contrast: Tensor | None
-    """float32 [R, V], where asked for and where there is one: logits of the token after the one that a row predicts."""
+    """float32 [R, V], where asked for and where there is one: logits of the token after the one
+    that a row predicts."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,8 @@ _Body = Callable[[_Inputs], _Outcome]
 
 
 class Head:
-    """A head on one device; T rows of a pass, R rows asked for, V the target's vocabulary, H the head's width, W the width of a feature."""
+    """A head on one device; T rows of a pass, R rows asked for, V the target's vocabulary, H the
+    head's width, W the width of a feature."""
 
     def __init__(self, checkpoint: HeadCheckpoint, arithmetic: Arithmetic, *, weights: str) -> None:
         self.spec, self.source = checkpoint.spec, checkpoint.source
@@ -111,55 +127,118 @@ class Head:
         rows: Tensor | None = None,
         contrast: bool = False,
     ) -> Predicted:
-        """tokens, positions int64 [T] (the rows of all segments, one after the other), features [T, W] of the target if `true`, else recurrent [T, H].
+        """tokens, positions int64 [T] (the rows of all segments, one after the other), features [T,
+        W] of the target if `true`, else recurrent [T, H].
 
-        `rows`: which of the T are predicted, None: all. Keys and values of all rows go into the caches.
+        `rows`: which of the T are predicted, None: all. Keys and values of all rows go into the
+        caches.
         """
         if not true and features.shape[1] != self.spec.hidden:
-            raise ValueError(f"recurrent features of width {features.shape[1]}, where the head has {self.spec.hidden}")
+            raise ValueError(
+                f"recurrent features of width {features.shape[1]}, where the head has "
+                f"{self.spec.hidden}"
+            )
         if true and features.shape[1] != self.spec.feature_width:
-            raise ValueError(f"features of width {features.shape[1]}, where the head reads {self.spec.feature_width}")
-        return self._predict(tokens, features, self._arithmetic.arrange(positions, segments), true=true, rows=rows, contrast=contrast)
+            raise ValueError(
+                f"features of width {features.shape[1]}, where the head reads "
+                f"{self.spec.feature_width}"
+            )
+        return self._predict(
+            tokens,
+            features,
+            self._arithmetic.arrange(positions, segments),
+            true=true,
+            rows=rows,
+            contrast=contrast,
+        )
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: KVCache, *, contrast: bool = False) -> Predicted:
-        """A pass of recurrent rows in shapes that depend on nothing but T, for CUDA graphs: no value is read back from the device. Torch's cache only.
+    def step(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        cache: KVCache,
+        *,
+        contrast: bool = False,
+    ) -> Predicted:
+        """A pass of recurrent rows in shapes that depend on nothing but T, for CUDA graphs: no
+        value is read back from the device. Torch's cache only.
 
-        tokens, positions, slots int64 [T], features [T, H], mask [T, capacity] of 0 and -inf; a row sees itself by its slot.
+        tokens, positions, slots int64 [T], features [T, H], mask [T, capacity] of 0 and -inf; a row
+        sees itself by its slot.
         """
         seen = self._arithmetic.arrange(positions, FixedRows(cache, slots, mask))
         return self._predict(tokens, features, seen, true=False, rows=None, contrast=contrast)
 
-    def _predict(self, tokens: Tensor, features: Tensor, seen: Any, *, true: bool, rows: Tensor | None, contrast: bool) -> Predicted:
+    def _predict(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        seen: Any,
+        *,
+        true: bool,
+        rows: Tensor | None,
+        contrast: bool,
+    ) -> Predicted:
         beat()
         device, dtype = self.device, self._arithmetic.dtype
         embedded = embedding(tokens.to(device), self._table).to(dtype)
         rows = None if rows is None else rows.to(device)
-        out = self._body(_Inputs(embedded, features.to(device, dtype).contiguous(), seen, rows, contrast and self.spec.contrast, true))
+        out = self._body(
+            _Inputs(
+                embedded,
+                features.to(device, dtype).contiguous(),
+                seen,
+                rows,
+                contrast and self.spec.contrast,
+                true,
+            )
+        )
         if out.states.shape[0] == 0:
             empty = torch.empty(0, self.vocabulary_size, device=device)
             return Predicted(empty, out.states, None if out.contrast is None else empty)
         read = [*out.branches, *([] if out.contrast is None else [out.contrast])]
-        logits = self._output(read[0] if len(read) == 1 else torch.cat(read)).float().view(len(read), len(out.states), -1)
+        logits = (
+            self._output(read[0] if len(read) == 1 else torch.cat(read))
+            .float()
+            .view(len(read), len(out.states), -1)
+        )
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
-        return Predicted(self._spread(first), out.states, None if out.contrast is None else self._spread(logits[-1]))
+        return Predicted(
+            self._spread(first),
+            out.states,
+            None if out.contrast is None else self._spread(logits[-1]),
+        )
 
     def _spread(self, logits: Tensor) -> Tensor:
         """[R, Vd] -> [R, V]."""
         if self._tokens is None:
             return logits
-        spread = torch.full((logits.shape[0], self.vocabulary_size), float("-inf"), device=logits.device)
+        spread = torch.full(
+            (logits.shape[0], self.vocabulary_size), float("-inf"), device=logits.device
+        )
         return spread.index_copy_(1, self._tokens, logits)
 
 
 def _mixed(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-    """The logarithm of the mixture of two distributions; any constant would do, so that these are logits like all others."""
-    return torch.logaddexp(first.log_softmax(dim=-1) + share.log(), second.log_softmax(dim=-1) + torch.log1p(-share))
+    """The logarithm of the mixture of two distributions; any constant would do, so that these are
+    logits like all others."""
+    return torch.logaddexp(
+        first.log_softmax(dim=-1) + share.log(), second.log_softmax(dim=-1) + torch.log1p(-share)
+    )
 
 
 def _table(weight: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The embedding as it is looked up: on a CPU in the type that it is stored in, on a GPU in that of the states."""
-    return weight if arithmetic.device.type == "cpu" else weight.to(arithmetic.device, arithmetic.dtype)
+    """The embedding as it is looked up: on a CPU in the type that it is stored in, on a GPU in that
+    of the states."""
+    return (
+        weight
+        if arithmetic.device.type == "cpu"
+        else weight.to(arithmetic.device, arithmetic.dtype)
+    )
 
 
 # ---- the bodies: fusion, layers, and what the output head reads of them ----
@@ -183,7 +262,11 @@ class _Parts:
 
     def bias(self, *names: str) -> Tensor | None:
         """The biases of linears, which have all or none."""
-        found = [self.checkpoint.tensors[f"{name}.bias"] for name in names if f"{name}.bias" in self.checkpoint.tensors]
+        found = [
+            self.checkpoint.tensors[f"{name}.bias"]
+            for name in names
+            if f"{name}.bias" in self.checkpoint.tensors
+        ]
         return torch.cat(found) if found else None
 
     def transposed(self, name: str) -> Product:
@@ -192,15 +275,20 @@ class _Parts:
 
     def norm(self, name: str) -> Product:
         """A norm."""
-        return self.arithmetic.norm(self.checkpoint.tensors[f"{name}.weight"], self.checkpoint.spec.epsilon)
+        return self.arithmetic.norm(
+            self.checkpoint.tensors[f"{name}.weight"], self.checkpoint.spec.epsilon
+        )
 
     def tensor(self, name: str) -> Tensor | None:
         """A tensor that need not be there."""
         return self.checkpoint.tensors.get(name)
 
     def exact(self, name: str) -> Product:
-        """A small matrix that is never quantised: what it decides would change with the neighbours' rounding."""
-        weight = self.checkpoint.tensors[f"{name}.weight"].to(self.arithmetic.device, self.arithmetic.dtype)
+        """A small matrix that is never quantised: what it decides would change with the neighbours'
+        rounding."""
+        weight = self.checkpoint.tensors[f"{name}.weight"].to(
+            self.arithmetic.device, self.arithmetic.dtype
+        )
         return lambda x: linear(x, weight)
 
     def layer_weights(self, layer: str, index: int, *, mlp: bool) -> LayerWeights:
@@ -252,19 +340,36 @@ def _layered(fuse: fusion.Fusion, layers: Sequence[Layer]) -> _Body:
 
 def _eagle(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
     parts = _Parts(checkpoint, arithmetic)
-    return _layered(parts.concatenation(), [arithmetic.layer(parts.layer_weights("layers.0", 0, mlp=True))])
+    return _layered(
+        parts.concatenation(), [arithmetic.layer(parts.layer_weights("layers.0", 0, mlp=True))]
+    )
 
 
 def _dovetail(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
     parts = _Parts(checkpoint, arithmetic)
-    return _layered(parts.gating(), [arithmetic.layer(parts.layer_weights(f"layers.{i}", i, mlp=True)) for i in range(checkpoint.spec.blocks)])
+    return _layered(
+        parts.gating(),
+        [
+            arithmetic.layer(parts.layer_weights(f"layers.{i}", i, mlp=True))
+            for i in range(checkpoint.spec.blocks)
+        ],
+    )
 
 
-def _attention_half(parts: _Parts, layer: str) -> tuple[Callable[[Tensor, Tensor, Any], Tensor], Product]:
-    """(inputs of the attention, states, rows) -> states behind the attention, and the norm in front of what stands in the MLP's place."""
+def _attention_half(
+    parts: _Parts, layer: str
+) -> tuple[Callable[[Tensor, Tensor, Any], Tensor], Product]:
+    """(inputs of the attention, states, rows) -> states behind the attention, and the norm in front
+    of what stands in the MLP's place."""
     weights, arithmetic = parts.layer_weights(layer, 0, mlp=False), parts.arithmetic
-    qkv, output, mix = arithmetic.linear(weights.qkv, weights.qkv_bias), arithmetic.linear(weights.output, weights.output_bias), arithmetic.mix(weights)
-    return lambda inputs, states, seen: states + output(mix(qkv(inputs), seen)), parts.norm(f"{layer}.post_attention_layernorm")
+    qkv, output, mix = (
+        arithmetic.linear(weights.qkv, weights.qkv_bias),
+        arithmetic.linear(weights.output, weights.output_bias),
+        arithmetic.mix(weights),
+    )
+    return lambda inputs, states, seen: states + output(mix(qkv(inputs), seen)), parts.norm(
+        f"{layer}.post_attention_layernorm"
+    )
 
 
 def _jakiro(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
@@ -273,13 +378,28 @@ def _jakiro(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
     attend, norm = _attention_half(parts, "layers.0")
     wide = [f"{at}.experts.{i}.{name}_proj" for name in ("gate", "up") for i in range(count)]
     down = torch.cat([parts.stacked(f"{at}.experts.{i}.down_proj") for i in range(count)], dim=1)
-    mixture = experts.Gated(count, checkpoint.spec.contrast, parts.exact(f"{at}.gate"), parts.linear(*wide), arithmetic.gated, arithmetic.linear(down))
+    mixture = experts.Gated(
+        count,
+        checkpoint.spec.contrast,
+        parts.exact(f"{at}.gate"),
+        parts.linear(*wide),
+        arithmetic.gated,
+        arithmetic.linear(down),
+    )
 
     def body(inputs: _Inputs) -> _Outcome:
         states = fuse(inputs.embedded, inputs.features)
         states = inputs.asked(attend(states, states, inputs.seen))
-        mixed, contrast = mixture(norm(states), contrast=inputs.contrast) if len(states) else (states, states if inputs.contrast else None)
-        return _Outcome(states + mixed, (states + mixed,), contrast=None if contrast is None else states + contrast)
+        mixed, contrast = (
+            mixture(norm(states), contrast=inputs.contrast)
+            if len(states)
+            else (states, states if inputs.contrast else None)
+        )
+        return _Outcome(
+            states + mixed,
+            (states + mixed,),
+            contrast=None if contrast is None else states + contrast,
+        )
 
     return body
 
@@ -289,7 +409,9 @@ def _jakiro_star(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
     fuse = parts.concatenation()
     attend, norm = _attention_half(parts, "layers.0")
     up = parts.linear(*(f"{at}.experts.{i}.fc" for i in range(count)))
-    down = arithmetic.linear(torch.cat([parts.stacked(f"{at}.experts.{i}.proj") for i in range(count)], dim=1))
+    down = arithmetic.linear(
+        torch.cat([parts.stacked(f"{at}.experts.{i}.proj") for i in range(count)], dim=1)
+    )
     branches = experts.Branched(count, parts.exact(f"{at}.gate"), up, down)
 
     def body(inputs: _Inputs) -> _Outcome:
@@ -306,17 +428,28 @@ def _jakiro_star(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
 
 def _eagle3(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
     parts, spec = _Parts(checkpoint, arithmetic), checkpoint.spec
-    norms = [parts.norm(f"fc_norm.{i}") for i in range(max(1, len(spec.taps)))] if spec.fc_norm else []
-    fuse = fusion.tapped(parts.linear("fc") if parts.tensor("fc.weight") is not None else None, norms)
+    norms = (
+        [parts.norm(f"fc_norm.{i}") for i in range(max(1, len(spec.taps)))] if spec.fc_norm else []
+    )
+    fuse = fusion.tapped(
+        parts.linear("fc") if parts.tensor("fc.weight") is not None else None, norms
+    )
     attend, norm = _attention_half(parts, "midlayer")
-    hidden_norm, embedding_norm, final_norm = (parts.norm(name) for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"))
-    gate_up, down = parts.linear("midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"), parts.linear("midlayer.mlp.down_proj")
+    hidden_norm, embedding_norm, final_norm = (
+        parts.norm(name) for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
+    )
+    gate_up, down = (
+        parts.linear("midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"),
+        parts.linear("midlayer.mlp.down_proj"),
+    )
 
     def body(inputs: _Inputs) -> _Outcome:
         states = fuse(inputs.features) if inputs.true else inputs.features
         normed = hidden_norm(states)
         both = torch.cat([embedding_norm(inputs.embedded), normed], dim=-1)
-        states = inputs.asked(attend(both, normed if spec.norm_before_residual else states, inputs.seen))
+        states = inputs.asked(
+            attend(both, normed if spec.norm_before_residual else states, inputs.seen)
+        )
         if not len(states):
             return _Outcome(states, (states,))
         states = states + down(arithmetic.gated(gate_up(norm(states))))
@@ -335,38 +468,79 @@ _BODIES: dict[str, Callable[[HeadCheckpoint, Arithmetic], _Body]] = {
 }
 
 
-def open_head(source: str, *, target: str, weights: str = "auto", device: str = "cpu", allow_bin: bool = False, backend: str = "auto") -> Head:
-    """The head in `source` for the model in `target` (folders, hub ids, id@revision), with weights of a type in `WEIGHTS` on cpu or cuda:N.
+def open_head(
+    source: str,
+    *,
+    target: str,
+    weights: str = "auto",
+    device: str = "cpu",
+    allow_bin: bool = False,
+    backend: str = "auto",
+) -> Head:
+    """The head in `source` for the model in `target` (folders, hub ids, id@revision), with weights
+    of a type in `WEIGHTS` on cpu or cuda:N.
 
-    `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the kernels on a CPU that has them. `CheckpointError` in one
-    line for whatever is wrong with it or does not fit.
+    `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
+    kernels on a CPU that has them. `CheckpointError` in one line for whatever is wrong with it or
+    does not fit.
     """
     if weights not in WEIGHTS:
-        raise CheckpointError(f"there are no weights of type {weights!r} for a draft head; choose {', '.join(WEIGHTS)}")
+        raise CheckpointError(
+            f"there are no weights of type {weights!r} for a draft head; choose "
+            f"{', '.join(WEIGHTS)}"
+        )
     if backend not in BACKENDS:
         raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
     checkpoint = open_head_checkpoint(source, target=target, weights=weights, allow_bin=allow_bin)
-    return Head(checkpoint, _arithmetic(checkpoint, weights, torch.device(device), backend), weights=weights)
+    return Head(
+        checkpoint, _arithmetic(checkpoint, weights, torch.device(device), backend), weights=weights
+    )
 
 
-def _arithmetic(checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str) -> Arithmetic:
+def _arithmetic(
+    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str
+) -> Arithmetic:
     """Kernels where that is wanted and can be, else torch."""
     spec = checkpoint.spec
-    geometry = Geometry(spec.blocks, spec.heads, spec.kv_heads, spec.head_dim, spec.epsilon, checkpoint.frequencies, checkpoint.rope_scaling)
+    geometry = Geometry(
+        spec.blocks,
+        spec.heads,
+        spec.kv_heads,
+        spec.head_dim,
+        spec.epsilon,
+        checkpoint.frequencies,
+        checkpoint.rope_scaling,
+    )
     if weights == "int4" and (against := _against_int4(checkpoint)):
         raise CheckpointError(f"{checkpoint.source}: {against}")
-    why_not = f"they compute on a CPU, not on {device}" if device.type != "cpu" else "the settings say so" if backend == "library" else ""
+    why_not = (
+        f"they compute on a CPU, not on {device}"
+        if device.type != "cpu"
+        else "the settings say so"
+        if backend == "library"
+        else ""
+    )
     why_not = why_not or fused.reason_against(KINDS.get(weights, Kind.FP32))
     if not why_not:
         return KernelArithmetic(geometry, weights=weights)
     if backend == "kernels":
-        raise CheckpointError(f"{checkpoint.source}: no C++ kernels for this head: {why_not}; or use backend library")
-    dtype = torch.float32 if device.type == "cpu" or weights == "fp32" else TYPES.get(weights, HALF[spec.dtype])
+        raise CheckpointError(
+            f"{checkpoint.source}: no C++ kernels for this head: {why_not}; or use backend library"
+        )
+    dtype = (
+        torch.float32
+        if device.type == "cpu" or weights == "fp32"
+        else TYPES.get(weights, HALF[spec.dtype])
+    )
     return TorchArithmetic(geometry, weights=weights, device=device, dtype=dtype)
 
 
 def _against_int4(checkpoint: HeadCheckpoint) -> str:
     """The first reason why a matrix of the head cannot have 4 bits."""
     gates = ("mlp_moe.gate.weight",)
-    shapes = [tuple(t.shape) for name, t in checkpoint.tensors.items() if t.ndim == 2 and not name.endswith(gates)]
+    shapes = [
+        tuple(t.shape)
+        for name, t in checkpoint.tensors.items()
+        if t.ndim == 2 and not name.endswith(gates)
+    ]
     return next(filter(None, map(against_int4, [*shapes, tuple(checkpoint.output.shape)])), "")

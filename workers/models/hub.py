@@ -1,7 +1,8 @@
-"""Where a model lies: the folder that is named, a snapshot in the Hugging Face cache, or one that is fetched from the hub.
+"""Where a model lies: the folder that is named, a snapshot in the Hugging Face cache, or one that
+is fetched from the hub.
 
-A complete snapshot in the cache is taken without asking the hub. The hub is asked with a short timeout and without
-retries before anything is downloaded. Needs no torch.
+A complete snapshot in the cache is taken without asking the hub. The hub is asked with a short
+timeout and without retries before anything is downloaded. Needs no torch.
 """
 
 import json
@@ -32,18 +33,21 @@ ASK_S = 5.0
 
 
 def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the local folder of a model (folder, hub id or id@revision), downloading `files` if it has to be."""
+    """Return the local folder of a model (folder, hub id or id@revision), downloading `files` if it
+    has to be."""
     return local_folder(source, files=files) or _download(source, files)
 
 
 def check_source(source: str, *, files: Sequence[str] = HUB_FILES) -> None:
-    """Raise `CheckpointError` unless a model is here or the hub says that it has it; downloads nothing."""
+    """Raise `CheckpointError` unless a model is here or the hub says that it has it; downloads
+    nothing."""
     if local_folder(source, files=files) is None:
         _ask_hub(source)
 
 
 def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | None:
-    """Return the folder of a model that needs no network, None for a hub id that is not complete in the cache.
+    """Return the folder of a model that needs no network, None for a hub id that is not complete in
+    the cache.
 
     Raises `CheckpointError` for a name that is neither a folder nor a hub id.
     """
@@ -58,16 +62,23 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
         raise CheckpointError(f"{source}: there is no such folder; check the path")
     name, _, revision = source.partition("@")
     try:
-        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files), local_files_only=True))
+        folder = Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=list(files), local_files_only=True
+            )
+        )
     except LocalEntryNotFoundError:
         return None
     except (HFValidationError, OSError) as error:
-        raise CheckpointError(f"{source} is neither a folder nor the id of a model ({reason(error)}); check the name") from None
+        raise CheckpointError(
+            f"{source} is neither a folder nor the id of a model ({reason(error)}); check the name"
+        ) from None
     return folder if _is_complete(folder, files) else None
 
 
 def _is_complete(folder: Path, files: Sequence[str]) -> bool:
-    """Return whether a snapshot has what it is wanted for; older versions of the cache do not know."""
+    """Return whether a snapshot has what it is wanted for; older versions of the cache do not
+    know."""
     if not (folder / "config.json").is_file():
         return False
     if (index := folder / "model.safetensors.index.json").is_file():
@@ -76,7 +87,9 @@ def _is_complete(folder: Path, files: Sequence[str]) -> bool:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return True  # whoever reads it says what is wrong
         return files == CONFIG_ALONE or all((folder / str(name)).is_file() for name in named)
-    return files == CONFIG_ALONE or any(path.suffix in (".safetensors", ".bin", ".gguf") for path in folder.iterdir())
+    return files == CONFIG_ALONE or any(
+        path.suffix in (".safetensors", ".bin", ".gguf") for path in folder.iterdir()
+    )
 
 
 def _ask_hub(source: str) -> None:
@@ -103,7 +116,8 @@ def _download(source: str, files: Sequence[str]) -> Path:
         raise _refused(source, error) from None
     except Exception as error:  # the network, the disk, the cache
         raise CheckpointError(
-            f"{source} could not be fetched from the Hugging Face hub ({reason(error)}); run `{_command(source)}`, which goes on where it stopped"
+            f"{source} could not be fetched from the Hugging Face hub ({reason(error)}); run "
+            f"`{_command(source)}`, which goes on where it stopped"
         ) from None
 
 
@@ -116,7 +130,8 @@ def _unreachable(source: str, why: str) -> CheckpointError:
 
 def _refused(source: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{source} is no folder here and not in the Hugging Face cache, and the hub does not give it "
+        f"{source} is no folder here and not in the Hugging Face cache, and the hub does not "
+        "give it "
         f"({reason(error)}): name a folder, or check the id, the revision and HF_TOKEN"
     )
 

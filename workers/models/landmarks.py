@@ -1,4 +1,5 @@
-"""The positions at which a model is compared with transformers: the beginning, either side of whatever a configuration says of positions, and the end.
+"""The positions at which a model is compared with transformers: the beginning, either side of
+whatever a configuration says of positions, and the end.
 
 Knows configurations as they stand in a file; no models.
 """
@@ -33,10 +34,13 @@ class Run:
 
 
 def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
-    """The positions of a proof: the beginning, either side of every landmark of a configuration, and the end of the context."""
+    """The positions of a proof: the beginning, either side of every landmark of a configuration,
+    and the end of the context."""
     marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
     wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
-    wanted |= {place for mark in marks for place in (mark - 1, mark)} | {place for place in SPREAD if place < context}
+    wanted |= {place for mark in marks for place in (mark - 1, mark)} | {
+        place for place in SPREAD if place < context
+    }
     runs: list[Run] = []
     for position in sorted(wanted):
         if runs and runs[-1].stop == position:
@@ -48,7 +52,9 @@ def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
 
 def short_text(config: Mapping[str, Any], context: int) -> int:
     """So many tokens from the beginning cross every landmark of a configuration that is near."""
-    return min(context, max([DENSE, *(mark for mark in landmarks(config) if mark <= SHORT)]) + BEYOND)
+    return min(
+        context, max([DENSE, *(mark for mark in landmarks(config) if mark <= SHORT)]) + BEYOND
+    )
 
 
 def landmarks(value: Any, named: bool = False) -> Iterator[int]:
@@ -59,5 +65,11 @@ def landmarks(value: Any, named: bool = False) -> Iterator[int]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from landmarks(part, named)
-    elif named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 40 and value == int(value):
+    elif (
+        named
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value < 1 << 40
+        and value == int(value)
+    ):
         yield int(value)

@@ -1,8 +1,10 @@
-"""A causal language model whose linears, cache and attention are ours, around what transformers has of it.
+"""A causal language model whose linears, cache and attention are ours, around what transformers has
+of it.
 
-One pass over the weights computes rows of several sessions, wherever in their trees they lie. Target and small draft use the same class. A back end takes
-the layers over as they are read: the C++ kernels where they can compute the model, else what torch brings. Knows tokens, positions and slots; nothing of
-prompts, trees or sampling.
+One pass over the weights computes rows of several sessions, wherever in their trees they lie.
+Target and small draft use the same class. A back end takes the layers over as they are read: the
+C++ kernels where they can compute the model, else what torch brings. Knows tokens, positions and
+slots; nothing of prompts, trees or sampling.
 """
 
 import contextlib
@@ -29,10 +31,26 @@ from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, open_che
 from dovetail.workers.models.following import UnprovableError, UnsupportedError
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.hub import find_folder
-from dovetail.workers.models.inflate import Plan, grow_layer, grow_skeleton, inflated_digest, plan_inflation, planned_shapes
+from dovetail.workers.models.inflate import (
+    Plan,
+    grow_layer,
+    grow_skeleton,
+    inflated_digest,
+    plan_inflation,
+    planned_shapes,
+)
 from dovetail.workers.models.library import Library, prove_whole
 from dovetail.workers.models.linear import CANDIDATES, reason_against
-from dovetail.workers.models.loader import Skeleton, Types, decoder_layers, load_transformers, open_skeleton, random_skeleton, read_config, said_by
+from dovetail.workers.models.loader import (
+    Skeleton,
+    Types,
+    decoder_layers,
+    load_transformers,
+    open_skeleton,
+    random_skeleton,
+    read_config,
+    said_by,
+)
 from dovetail.workers.models.memory import is_out_of_memory, release_memory
 from dovetail.workers.models.oracle import Oracle
 from dovetail.workers.models.segment import Cache, Paths, Segment
@@ -42,31 +60,42 @@ from dovetail.workers.models.states import LAST, Kept
 from dovetail.workers.progress import loading
 
 WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
-"""`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute with them, else fp32."""
+"""`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute
+with them, else fp32."""
 GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
 """The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
-LINEAR_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32, "int8-per-tensor": torch.float32}
+LINEAR_TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float32,
+    "int8-per-tensor": torch.float32,
+}
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
-"""How far logits with attention of our own may lie from transformers' own on a CPU, relative to their norm, in weights of a type: all else is the same."""
+"""How far logits with attention of our own may lie from transformers' own on a CPU, relative to
+their norm, in weights of a type: all else is the same."""
 ROUNDED_TOLERANCE = 0.1
 """The same where states are rounded to 16 bits between the layers."""
 PER_TENSOR_SLACK = 0.5
-"""How far a token's logits may move with its neighbours under torch's own int8; a mask that is ignored moves them by as much as they are."""
+"""How far a token's logits may move with its neighbours under torch's own int8; a mask that is
+ignored moves them by as much as they are."""
 
 log = logging.getLogger(__name__)
 
 
 class BackEnd(Protocol):
-    """What computes a model's layers: takes them over one by one, each as soon as it has its numbers, and then the rest of the model."""
+    """What computes a model's layers: takes them over one by one, each as soon as it has its
+    numbers, and then the rest of the model."""
 
     backend: str
     """kernels or library."""
     prompt_rows: int
     """Of a prompt, so many rows are best computed in a pass."""
     reads_apart: int
-    """So many of the first rows of a prompt another device can read, by `read`; 0: there is none."""
+    """So many of the first rows of a prompt another device can read, by `read`; 0: there is
+    none."""
 
     @property
     def kernels(self) -> str:
@@ -81,14 +110,33 @@ class BackEnd(Protocol):
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
 
-    def compute(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None, kept: Kept) -> Tensor:
-        """Logits [R, V] of a pass, see `LanguageModel.forward`; the states that are wanted are kept, and change no byte of the logits."""
+    def compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        rows: Tensor | None,
+        kept: Kept,
+    ) -> Tensor:
+        """Logits [R, V] of a pass, see `LanguageModel.forward`; the states that are wanted are
+        kept, and change no byte of the logits."""
 
 
 class LanguageModel:
-    """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V vocabulary."""
+    """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V
+    vocabulary."""
 
-    def __init__(self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, digest: str, weights: str, choice: str, real: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        back_end: BackEnd,
+        checkpoint: Checkpoint,
+        *,
+        digest: str,
+        weights: str,
+        choice: str,
+        real: Sequence[int],
+    ) -> None:
         """`real`: where the checkpoint's own layers stand among those that are computed."""
         self._back_end, self._real = back_end, real
         self.checkpoint, self.checkpoint_digest = checkpoint, digest
@@ -117,40 +165,64 @@ class LanguageModel:
         return self._back_end.new_cache(capacity)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], *, rows: Tensor | None = None) -> Tensor:
-        """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits [R, V]; their keys and values go into the caches."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits
+        [R, V]; their keys and values go into the caches."""
         return self._back_end.compute(tokens, positions, segments, rows, Kept()).float()
 
     @torch.inference_mode()
     def forward_with_states(
-        self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], *, wanted: Collection[int], rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        *,
+        wanted: Collection[int],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """The same logits, and hidden states [T, hidden_size] of all rows in the type that the model computes in.
+        """The same logits, and hidden states [T, hidden_size] of all rows in the type that the
+        model computes in.
 
-        `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters them, and LAST, the states behind the final norm.
+        `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters
+        them, and LAST, the states behind the final norm.
         """
         kept = self._keeping(wanted)
         logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
         return logits, self._states(kept, wanted)
 
     @torch.inference_mode()
-    def read_apart(self, tokens: Tensor, segment: Segment, *, wanted: Collection[int], rows: Tensor) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """`forward_with_states` of the first rows of a session, read by the device that there is for it beside those that compute the model."""
+    def read_apart(
+        self, tokens: Tensor, segment: Segment, *, wanted: Collection[int], rows: Tensor
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """`forward_with_states` of the first rows of a session, read by the device that there is
+        for it beside those that compute the model."""
         if not isinstance(self._back_end, Staged):
             raise TypeError(f"a back end {self.backend} reads nothing apart")
         kept = self._keeping(wanted)
-        logits = self._back_end.read(tokens, torch.arange(segment.count), segment, rows, kept).float()
+        logits = self._back_end.read(
+            tokens, torch.arange(segment.count), segment, rows, kept
+        ).float()
         return logits, self._states(kept, wanted)
 
     def _keeping(self, wanted: Collection[int]) -> Kept:
         return Kept({place if place == LAST else self._real[place] for place in wanted})
 
     def _states(self, kept: Kept, wanted: Collection[int]) -> Mapping[int, Tensor]:
-        return {place: kept.states[place if place == LAST else self._real[place]] for place in wanted}
+        return {
+            place: kept.states[place if place == LAST else self._real[place]] for place in wanted
+        }
 
 
 Stager = Callable[[Mapping[str, Any], str], Staging]
-"""How a model of a configuration (config.json's) with weights of a type (fp32, fp16, bf16 or int8) is to be spread over devices."""
+"""How a model of a configuration (config.json's) with weights of a type (fp32, fp16, bf16 or int8)
+is to be spread over devices."""
 
 
 @dataclass(frozen=True)
@@ -177,45 +249,70 @@ def load_language_model(
     profile: Path | None = None,
     stage: Stager | None = None,
 ) -> LanguageModel:
-    """The model in `source` (folder, hub id, id@revision), with the linears' weights as told, inflated to a size in bytes if that is not 0.
+    """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
+    inflated to a size in bytes if that is not 0.
 
-    `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file that remembers what was measured of the library.
-    `stage`: how it is spread over devices, in place of `device`; only a model that the kernels can compute is.
+    `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
+    that remembers what was measured of the library. `stage`: how it is spread over devices, in
+    place of `device`; only a model that the kernels can compute is.
     """
     _check_names(weights, backend)
-    read_config(find_folder(source) / "config.json")  # what cannot be decoded is refused before all weights are read
+    read_config(
+        find_folder(source) / "config.json"
+    )  # what cannot be decoded is refused before all weights are read
     checkpoint = open_checkpoint(source)
     wanted = _Wanted(weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage)
-    digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    digest = (
+        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    )
     if stage is not None or torch.device(device).type == "cpu":
         return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
     return _on_gpu(checkpoint, digest, wanted, torch.device(device))
 
 
 def random_language_model(
-    config_folder: str | Path, *, weights: str, backend: str = "auto", layers: int | None = None, profile: Path | None = None, stage: Stager | None = None
+    config_folder: str | Path,
+    *,
+    weights: str,
+    backend: str = "auto",
+    layers: int | None = None,
+    profile: Path | None = None,
+    stage: Stager | None = None,
 ) -> LanguageModel:
-    """A model of random weights from a config.json alone, for measurements before a download; `layers`: so many in place of the configured number."""
+    """A model of random weights from a config.json alone, for measurements before a download;
+    `layers`: so many in place of the configured number."""
     _check_names(weights, backend)
     folder = Path(config_folder)
     wanted = _Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
-    return _on_cpu(lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]), checkpoint, "random", wanted)
+    return _on_cpu(
+        lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]),
+        checkpoint,
+        "random",
+        wanted,
+    )
 
 
 def _check_names(weights: str, backend: str) -> None:
     if weights not in WEIGHTS:
-        raise CheckpointError(f"there are no weights of type {weights!r} here; choose {' or '.join(WEIGHTS)}")
+        raise CheckpointError(
+            f"there are no weights of type {weights!r} here; choose {' or '.join(WEIGHTS)}"
+        )
     if backend not in BACKENDS:
         raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
 
 
 def type_of(weights: str, checkpoint: Checkpoint) -> str:
-    """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are; half weights of others would be another function."""
+    """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are;
+    half weights of others would be another function."""
     if weights not in ("half", "stored"):
         return weights
-    kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2 and stored.kind in FLOAT_TYPES}
+    kinds = {
+        stored.kind
+        for stored in checkpoint.tensors.values()
+        if len(stored.shape) == 2 and stored.kind in FLOAT_TYPES
+    }
     name = {"F16": "fp16", "BF16": "bf16"}.get("".join(kinds))
     if weights == "stored":
         return "fp32" if name is None or fused.reason_against(KINDS[name]) else name
@@ -223,57 +320,89 @@ def type_of(weights: str, checkpoint: Checkpoint) -> str:
         return name
     found = " and ".join(sorted(kinds)) or "none"
     raise CheckpointError(
-        f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has {found}: use weights fp32, or convert it to F16"
+        f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has "
+        f"{found}: use weights fp32, or convert it to F16"
     )
 
 
 def _configured_type(weights: str, folder: Path) -> str:
-    """The same for a config.json alone, by the type that it names for the checkpoint's matrices; 16 bits where it names none."""
+    """The same for a config.json alone, by the type that it names for the checkpoint's matrices; 16
+    bits where it names none."""
     if weights not in ("half", "stored"):
         return weights
     file = folder if folder.is_file() else folder / "config.json"
     content = read_json(file)
-    name = {"bfloat16": "bf16", "float16": "fp16", "None": "fp16"}.get(str(content.get("dtype") or content.get("torch_dtype")))
+    name = {"bfloat16": "bf16", "float16": "fp16", "None": "fp16"}.get(
+        str(content.get("dtype") or content.get("torch_dtype"))
+    )
     if name is not None:
         return name
     if weights == "stored":
         return "fp32"
-    raise CheckpointError(f"{file}: half weights need a checkpoint of 16-bit weights, and this one's are not (dtype); use weights fp32")
+    raise CheckpointError(
+        f"{file}: half weights need a checkpoint of 16-bit weights, and this one's are not "
+        "(dtype); use weights fp32"
+    )
 
 
 LAYERS_TRIED = 8
-"""Layers of a model on which the remedy of a refusal is tried: kinds of layers alternate in cycles of two to six."""
+"""Layers of a model on which the remedy of a refusal is tried: kinds of layers alternate in cycles
+of two to six."""
 
 
-def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: _Wanted) -> LanguageModel:
+def _on_cpu(
+    skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: _Wanted
+) -> LanguageModel:
     """Kernels where that is wanted and can be; else the library."""
     why_not = _against_kernels(wanted)
     if not why_not:
         skeleton = skeleton_of()
         kind = skeleton.model.config.model_type
         try:
-            return _assemble(skeleton, checkpoint, digest, wanted, kernels=True, choice="the C++ kernels compute it")
+            return _assemble(
+                skeleton,
+                checkpoint,
+                digest,
+                wanted,
+                kernels=True,
+                choice="the C++ kernels compute it",
+            )
         except UnsupportedError as error:
             why_not = f"the C++ kernels cannot compute model type {kind}: {error}"
         except StumbledError:
-            why_not = f"the C++ kernels cannot compute model type {kind}, which is built in a way that they do not know"
+            why_not = (
+                f"the C++ kernels cannot compute model type {kind}, which is built in a "
+                "way that they do not know"
+            )
     if wanted.stage is not None:
         raise CheckpointError(
-            f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, and {why_not}; "
+            f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, "
+            f"and {why_not}; "
             "leave target.split, target.resident, target.prefill and memory.vram out"
         )
     rounded = wanted.weights == "int8" or (wanted.weights == "bf16" and wanted.asked == "half")
-    if rounded or wanted.backend == "kernels":  # the remedies below are not to lead into another refusal
+    if (
+        rounded or wanted.backend == "kernels"
+    ):  # the remedies below are not to lead into another refusal
         _try_library(skeleton_of(), checkpoint, digest, wanted)
     if wanted.backend == "kernels":
         other = "backend library and weights fp32" if rounded else "backend library"
         raise CheckpointError(f"{checkpoint.source}: {why_not}; or use {other}")
     if wanted.backend == "library" and wanted.weights == "int8":
-        raise CheckpointError(f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it out, or use weights fp32")
+        raise CheckpointError(
+            f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it "
+            "out, or use weights fp32"
+        )
     if wanted.weights == "int8":
-        raise CheckpointError(f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32")
+        raise CheckpointError(
+            f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use "
+            "weights fp32"
+        )
     if wanted.weights == "bf16" and wanted.asked == "half":
-        raise CheckpointError(f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; or use weights fp32 or bf16")
+        raise CheckpointError(
+            f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and "
+            f"{why_not}; or use weights fp32 or bf16"
+        )
     model = _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, since %s", checkpoint.source, why_not)
@@ -281,14 +410,23 @@ def _on_cpu(skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest:
 
 
 def _try_library(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _Wanted) -> None:
-    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32 either."""
+    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
+    either."""
 
     def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
         selection = select(planned_shapes(model, plan), weights="fp32", profile=wanted.profile)
         return _Trial(selection, device=torch.device("cpu"), oracle=_oracle_of(model))
 
     with contextlib.suppress(_TriedError):
-        assemble(skeleton, checkpoint, digest, weights="fp32", choice="", inflate_bytes=0, open_back_end=open_back_end)
+        assemble(
+            skeleton,
+            checkpoint,
+            digest,
+            weights="fp32",
+            choice="",
+            inflate_bytes=0,
+            open_back_end=open_back_end,
+        )
 
 
 class _TriedError(UnsupportedError):
@@ -296,7 +434,8 @@ class _TriedError(UnsupportedError):
 
 
 class _Trial(Library):
-    """The library's back end for some layers alone, so that a trial of a large model takes little memory."""
+    """The library's back end for some layers alone, so that a trial of a large model takes little
+    memory."""
 
     def take_layer(self, layer: Any, index: int) -> Any:
         if index >= LAYERS_TRIED:
@@ -310,16 +449,36 @@ def _against_kernels(wanted: _Wanted) -> str:
         return "the settings say so"
     if wanted.weights not in KINDS:
         return f"{wanted.weights} is the library's"
-    if wanted.asked == "bf16" and wanted.backend == "auto" and not reason_against(CANDIDATES["bf16"][0]):
+    if (
+        wanted.asked == "bf16"
+        and wanted.backend == "auto"
+        and not reason_against(CANDIDATES["bf16"][0])
+    ):
         return "oneDNN multiplies bf16 with instructions that the kernels do not use"
     return fused.reason_against(KINDS[wanted.weights])
 
 
-def _assemble(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: _Wanted, *, kernels: bool, choice: str) -> LanguageModel:
+def _assemble(
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    digest: str,
+    wanted: _Wanted,
+    *,
+    kernels: bool,
+    choice: str,
+) -> LanguageModel:
     def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
         return _open_back_end(model, plan, wanted, kernels=kernels)
 
-    return assemble(skeleton, checkpoint, digest, weights=wanted.weights, choice=choice, inflate_bytes=wanted.inflate_bytes, open_back_end=open_back_end)
+    return assemble(
+        skeleton,
+        checkpoint,
+        digest,
+        weights=wanted.weights,
+        choice=choice,
+        inflate_bytes=wanted.inflate_bytes,
+        open_back_end=open_back_end,
+    )
 
 
 def assemble(
@@ -332,16 +491,23 @@ def assemble(
     inflate_bytes: int,
     open_back_end: Callable[[Any, Plan | None], BackEnd],
 ) -> LanguageModel:
-    """Read the layers one by one, each taken over by its back end before the next is read, then the rest."""
+    """Read the layers one by one, each taken over by its back end before the next is read, then the
+    rest."""
     model = skeleton.model
     plan = plan_inflation(model, inflate_bytes) if inflate_bytes else None
     if plan is not None:
         grow_skeleton(model, plan)
-    types = Types(None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None)  # dead units get numbers of the type that is wanted
+    types = Types(
+        None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None
+    )  # dead units get numbers of the type that is wanted
     name, layers = decoder_layers(model)
-    prefixes = [f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))]
+    prefixes = [
+        f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))
+    ]
     with loading("loading", _stored_bytes(checkpoint, prefixes)), _provable(checkpoint, model):
-        skeleton.fill(model, "", types, but=layers)  # transformers' own forward runs around the layers, and proves them
+        skeleton.fill(
+            model, "", types, but=layers
+        )  # transformers' own forward runs around the layers, and proves them
         back_end = open_back_end(model, plan)
         for index, layer in enumerate(layers):
             skeleton.fill(layer, prefixes[index], types)
@@ -354,18 +520,29 @@ def assemble(
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
     real = range(len(layers)) if plan is None else plan.real
-    language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real)
+    language_model = LanguageModel(
+        model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real
+    )
     with _provable(checkpoint, model):
         check_attention(language_model)
         if isinstance(back_end, Library):
-            prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE))
+            prove_whole(
+                model,
+                back_end,
+                language_model.context,
+                WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE),
+            )
     return language_model
 
 
 def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
-    """Return how much is read of a checkpoint for layers of these prefixes, as often as they occur, and for the rest of the model."""
+    """Return how much is read of a checkpoint for layers of these prefixes, as often as they occur,
+    and for the rest of the model."""
     sizes = {name: stored.size_bytes for name, stored in checkpoint.tensors.items()}
-    of_layer = {prefix: sum(size for name, size in sizes.items() if name.startswith(f"{prefix}.")) for prefix in {*layers}}
+    of_layer = {
+        prefix: sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
+        for prefix in {*layers}
+    }
     return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
@@ -378,7 +555,8 @@ class StumbledError(CheckpointError):
 
 @contextlib.contextmanager
 def _provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
-    """What no back end can be proved to compute is refused, and what stumbles too, by what its configuration and class tell."""
+    """What no back end can be proved to compute is refused, and what stumbles too, by what its
+    configuration and class tell."""
     what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:
         yield
@@ -391,13 +569,17 @@ def _provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
     except Exception as error:  # a model that is not ours may stumble in any way
         if is_out_of_memory(error):
             raise
-        raise StumbledError(f"{what}: {said_by(error) or why_not(model.config, type(model))}; {REMEDY}") from error
+        raise StumbledError(
+            f"{what}: {said_by(error) or why_not(model.config, type(model))}; {REMEDY}"
+        ) from error
 
 
 def _open_back_end(model: Any, plan: Plan | None, wanted: _Wanted, *, kernels: bool) -> BackEnd:
     if kernels and wanted.stage is not None:
         staging = wanted.stage(model.config.to_dict(), wanted.weights)
-        return Staged(model, KINDS[wanted.weights], context=context_of(model.config), staging=staging)
+        return Staged(
+            model, KINDS[wanted.weights], context=context_of(model.config), staging=staging
+        )
     if kernels:
         return Kernels(model, KINDS[wanted.weights], context=context_of(model.config))
     selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
@@ -408,11 +590,20 @@ def _oracle_of(model: Any) -> Oracle:
     return Oracle(model, decoder_layers(model)[1], context_of(model.config))
 
 
-def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.device) -> LanguageModel:
+def _on_gpu(
+    checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.device
+) -> LanguageModel:
     """As transformers has it, in one type."""
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
-        raise CheckpointError(f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back end {wanted.backend}; use weights fp32")
-    if device.type == "cuda" and (why := against_device(checkpoint, wanted.weights, device, torch.cuda.mem_get_info(device)[0])):
+        raise CheckpointError(
+            f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
+            f"end {wanted.backend}; use weights fp32"
+        )
+    if device.type == "cuda" and (
+        why := against_device(
+            checkpoint, wanted.weights, device, torch.cuda.mem_get_info(device)[0]
+        )
+    ):
         raise CheckpointError(f"{checkpoint.source}: {why}")
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
     real: Sequence[int] = range(len(decoder_layers(model)[1]))
@@ -423,18 +614,34 @@ def _on_gpu(checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.
         for index, layer in enumerate(decoder_layers(model)[1]):
             grow_layer(layer, index, plan)
     with _provable(checkpoint, model):
-        back_end = Library(None, device=device, dtype=GPU_TYPES[wanted.weights], oracle=_oracle_of(model))
+        back_end = Library(
+            None, device=device, dtype=GPU_TYPES[wanted.weights], oracle=_oracle_of(model)
+        )
         for index, layer in enumerate(decoder_layers(model)[1]):
             back_end.prove(layer, index)
         back_end.finish(model)
-        language_model = LanguageModel(model, back_end, checkpoint, digest=digest, weights=wanted.weights, choice=f"on {device}", real=real)
+        language_model = LanguageModel(
+            model,
+            back_end,
+            checkpoint,
+            digest=digest,
+            weights=wanted.weights,
+            choice=f"on {device}",
+            real=real,
+        )
         check_attention(language_model)
-        prove_whole(model, back_end, language_model.context, WHOLE_TOLERANCE["fp32"] if wanted.weights == "fp32" else ROUNDED_TOLERANCE)
+        prove_whole(
+            model,
+            back_end,
+            language_model.context,
+            WHOLE_TOLERANCE["fp32"] if wanted.weights == "fp32" else ROUNDED_TOLERANCE,
+        )
     return language_model
 
 
 def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:
-    """Return why all of a checkpoint in a type of GPU_TYPES does not fit into the `free` bytes of a device, and what would; empty if it does."""
+    """Return why all of a checkpoint in a type of GPU_TYPES does not fit into the `free` bytes of a
+    device, and what would; empty if it does."""
     numbers = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values())
     size = numbers * GPU_TYPES[weights].itemsize
     if size <= free:
@@ -442,7 +649,10 @@ def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, f
     kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
     halved = weights == "fp32" and len(kinds) == 1 and kinds <= {"F16", "BF16"} and size <= 2 * free
     remedy = "use weights half" if halved else "take a smaller model, or leave it on the CPU"
-    return f"its weights take {size / 1e9:.3g} GB of {device} as {weights}, of which {free / 1e9:.3g} GB are free: {remedy}"
+    return (
+        f"its weights take {size / 1e9:.3g} GB of {device} as {weights}, of which "
+        f"{free / 1e9:.3g} GB are free: {remedy}"
+    )
 
 
 def context_of(config: Any) -> int:
@@ -451,9 +661,11 @@ def context_of(config: Any) -> int:
 
 
 def check_attention(model: LanguageModel) -> None:
-    """Prove on three tokens that the model leaves attention, slots and positions to us; `UnprovableError` if it does not.
+    """Prove on three tokens that the model leaves attention, slots and positions to us;
+    `UnprovableError` if it does not.
 
-    Two tokens in a row must give the same logits as the same two with a sibling in the slot between them.
+    Two tokens in a row must give the same logits as the same two with a sibling in the slot between
+    them.
     """
     plain, tree = model.new_cache(2), model.new_cache(3)
     for cache in (plain, tree):
@@ -461,10 +673,19 @@ def check_attention(model: LanguageModel) -> None:
             cache.rows.fill_(float("nan"))
     paths = Paths.of(0, [[0], [0, 1], [0, 2]])
     expected = model.forward(torch.tensor([0, 1]), torch.tensor([0, 1]), [Segment(plain, 0, 2)])[1]
-    found = model.forward(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)])[2]
+    found = model.forward(
+        torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)]
+    )[2]
     if not bool(torch.isfinite(expected).all()):
-        remedy = "fetch the model again" if model.weights == "fp32" else "use weights fp32, or fetch the model again"
-        raise CheckpointError(f"{model.checkpoint.source}: the model computes no finite logits with {model.weights} weights; {remedy}")
+        remedy = (
+            "fetch the model again"
+            if model.weights == "fp32"
+            else "use weights fp32, or fetch the model again"
+        )
+        raise CheckpointError(
+            f"{model.checkpoint.source}: the model computes no finite logits with "
+            f"{model.weights} weights; {remedy}"
+        )
     unwritten = isinstance(plain, KVCache) and not bool(torch.isfinite(plain.rows).all())
     tolerance = PER_TENSOR_SLACK if model.weights == "int8-per-tensor" else 0.05
     if unwritten or float((expected - found).norm()) > tolerance * float(expected.norm()):

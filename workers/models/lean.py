@@ -1,8 +1,10 @@
-"""transformers without the packages that it imports wherever they are installed and no worker needs.
+"""transformers without the packages that it imports wherever they are installed and no worker
+needs.
 
-hqq brings torch's compiler along, scipy its optimisers (for a loss of object detection): together a quarter of what it takes a worker to start. transformers
-is told that they are not installed, and remembers it; whoever needs one of them imports it as ever. Where transformers has been imported already it has seen
-what there is, and is left as it is.
+hqq brings torch's compiler along, scipy its optimisers (for a loss of object detection): together a
+quarter of what it takes a worker to start. transformers is told that they are not installed, and
+remembers it; whoever needs one of them imports it as ever. Where transformers has been imported
+already it has seen what there is, and is left as it is.
 """
 
 import sys
@@ -14,7 +16,8 @@ UNUSED = ("accelerate", "hqq", "scipy")
 
 @contextmanager
 def hidden(*packages: str) -> Iterator[None]:
-    """Let no import within find these packages, nor `find_spec`; one that is imported already stays."""
+    """Let no import within find these packages, nor `find_spec`; one that is imported already
+    stays."""
     absent = [package for package in packages if package not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None is how Python marks a name that is not to be found
     try:

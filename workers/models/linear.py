@@ -1,7 +1,9 @@
 """The seam for linears of the library back end: how y = x W^T + b is computed by what torch brings.
 
-Each candidate lays a weight out once in its own way and multiplies fp32 rows with it. Which candidates work here is found by comparing them with torch's own
-linear, never by the name of the CPU; which of them is used for a shape, `selection.py` decides by a short measurement. Knows single matrices, not models.
+Each candidate lays a weight out once in its own way and multiplies fp32 rows with it. Which
+candidates work here is found by comparing them with torch's own linear, never by the name of the
+CPU; which of them is used for a shape, `selection.py` decides by a short measurement. Knows single
+matrices, not models.
 """
 
 import warnings
@@ -16,11 +18,14 @@ Product = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out], both fp32."""
 
 LEAST_ROWS = 4
-"""oneDNN takes longer for 1 to 3 rows than for 4 (fp32, 7B shapes on Zen 4: 54 ms against 40 ms), so fewer are padded."""
+"""oneDNN takes longer for 1 to 3 rows than for 4 (fp32, 7B shapes on Zen 4: 54 ms against 40 ms),
+so fewer are padded."""
 BATCH_HINT = 16
-"""The rows that a layout is made for: with oneDNN a hint of 4, 16 or 64 gives the same speed, 1 ruins all but single rows; MKL packs for one number."""
+"""The rows that a layout is made for: with oneDNN a hint of 4, 16 or 64 gives the same speed, 1
+ruins all but single rows; MKL packs for one number."""
 EXACT, HALF_ROUNDED, TENSOR_ROUNDED = 1e-5, 2e-2, 5e-2
-"""Largest accepted difference to torch's linear relative to the largest output: fp32 rounding gives 1e-6, activations of 8 bits of mantissa 5e-3, int8 1e-2."""
+"""Largest accepted difference to torch's linear relative to the largest output: fp32 rounding gives
+1e-6, activations of 8 bits of mantissa 5e-3, int8 1e-2."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Candidate:
     """The type of the weight that `pack` takes."""
     tolerance: float
     copies: int
-    """How many times the packed layout takes the memory of the weight: MKL needs the original beside it."""
+    """How many times the packed layout takes the memory of the weight: MKL needs the original
+    beside it."""
     pack: Callable[[Tensor, Tensor | None], Product]
 
 
@@ -48,7 +54,9 @@ def _onednn(weight: Tensor, bias: Tensor | None) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BATCH_HINT)
 
     def product(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x, LEAST_ROWS), packed, bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(
+            _padded(x, LEAST_ROWS), packed, bias, "none", [], ""
+        )
         return y[: x.shape[0]]
 
     return product
@@ -62,7 +70,9 @@ def _mkl(weight: Tensor, bias: Tensor | None) -> Product:
     def product(x: Tensor) -> Tensor:
         if x.shape[0] > BATCH_HINT:
             return linear(x, weight, bias)
-        y: Tensor = torch.ops.mkl._mkl_linear(_padded(x, BATCH_HINT), packed, weight, bias, BATCH_HINT)
+        y: Tensor = torch.ops.mkl._mkl_linear(
+            _padded(x, BATCH_HINT), packed, weight, bias, BATCH_HINT
+        )
         return y[: x.shape[0]]
 
     return product
@@ -79,7 +89,8 @@ def _plain_bf16(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _fbgemm_fp16(weight: Tensor, bias: Tensor | None) -> Product:
-    """FBGEMM keeps 16 bits and computes in fp32; torch calls it deprecated and has nothing in its place."""
+    """FBGEMM keeps 16 bits and computes in fp32; torch calls it deprecated and has nothing in its
+    place."""
     offset = torch.zeros(weight.shape[0]) if bias is None else bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,7 +104,8 @@ def _fbgemm_fp16(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _int8_per_tensor(weight: Tensor, bias: Tensor | None) -> Product:
-    """torch's own dynamic quantisation: one scale for all rows of a call, so that a row's result depends on its neighbours."""
+    """torch's own dynamic quantisation: one scale for all rows of a call, so that a row's result
+    depends on its neighbours."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     module.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -117,47 +129,68 @@ CANDIDATES = {
         Candidate("onednn-bf16", torch.bfloat16, HALF_ROUNDED, 1, _onednn_bf16),
         Candidate("plain-bf16", torch.bfloat16, HALF_ROUNDED, 1, _plain_bf16),
     ),
-    "int8-per-tensor": (Candidate("torch-int8", torch.float32, TENSOR_ROUNDED, 1, _int8_per_tensor),),
+    "int8-per-tensor": (
+        Candidate("torch-int8", torch.float32, TENSOR_ROUNDED, 1, _int8_per_tensor),
+    ),
 }
 """The candidates for weights of each type, the one to prefer where nothing is measured first."""
 
 
 def reason_against(candidate: Candidate) -> str:
-    """Why a candidate may not be used here, empty if it agrees with torch's own linear: padded and not, with a bias and without, at odd shapes."""
+    """Why a candidate may not be used here, empty if it agrees with torch's own linear: padded and
+    not, with a bias and without, at odd shapes."""
     generator = torch.Generator().manual_seed(1)
     for outputs, inputs in ((96, 80), (33, 17)):
         weight = torch.randn(outputs, inputs, generator=generator).to(candidate.stored)
         for bias in (None, torch.randn(outputs, generator=generator)):
             for rows in (1, LEAST_ROWS, BATCH_HINT, BATCH_HINT + 1):
-                if against := _disagreement(candidate, weight, bias, torch.randn(rows, inputs, generator=generator)):
+                if against := _disagreement(
+                    candidate, weight, bias, torch.randn(rows, inputs, generator=generator)
+                ):
                     return against
     return ""
 
 
 @torch.inference_mode()
 def _disagreement(candidate: Candidate, weight: Tensor, bias: Tensor | None, x: Tensor) -> str:
-    with warnings.catch_warnings():  # what is deprecated is told at the call as well, once a process
+    with (
+        warnings.catch_warnings()
+    ):  # what is deprecated is told at the call as well, once a process
         warnings.simplefilter("ignore")
         try:
             y = candidate.pack(weight, bias)(x)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
-            return f"not in this build of torch or not on this CPU ({str(error).splitlines()[0][:100]})"
+            return (
+                "not in this build of torch or not on this CPU "
+                f"({str(error).splitlines()[0][:100]})"
+            )
     expected = linear(x, weight.float(), bias)
     difference = float((y - expected).abs().max() / expected.abs().max())
-    return "" if difference <= candidate.tolerance else f"differs from torch's linear by {difference:.1e}"
+    return (
+        ""
+        if difference <= candidate.tolerance
+        else f"differs from torch's linear by {difference:.1e}"
+    )
 
 
 class PackedLinear(nn.Module):
-    """A linear whose weight exists in the layouts of its candidates only; each class of rows has its own."""
+    """A linear whose weight exists in the layouts of its candidates only; each class of rows has
+    its own."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ways: Sequence[tuple[int, Candidate]]) -> None:
-        """`ways`: the most rows of each class, ascending, and its candidate; the last class takes all that are more."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, ways: Sequence[tuple[int, Candidate]]
+    ) -> None:
+        """`ways`: the most rows of each class, ascending, and its candidate; the last class takes
+        all that are more."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         made: dict[str, Product] = {}
         for _, candidate in ways:
             if candidate.name not in made:
-                made[candidate.name] = candidate.pack(weight.detach().to(candidate.stored), None if bias is None else bias.detach().float())
+                made[candidate.name] = candidate.pack(
+                    weight.detach().to(candidate.stored),
+                    None if bias is None else bias.detach().float(),
+                )
         self._ways = [(rows, made[candidate.name]) for rows, candidate in ways]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,20 +9,30 @@ from dovetail.protocol.memory import read_room
 
 
 def release_memory() -> None:
-    """Give back what has been freed. glibc keeps freed blocks of up to 32 MiB, and the layers of a model leave many behind as they are packed."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own; other C libraries keep less
+    """Give back what has been freed. glibc keeps freed blocks of up to 32 MiB, and the layers of a
+    model leave many behind as they are packed."""
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # glibc's own; other C libraries keep less
     if trim is not None:
         trim(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that the memory of a device is exhausted; torch says so of the CPU's in words only."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    """Whether an exception means that the memory of a device is exhausted; torch says so of the
+    CPU's in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def refuse_beyond(source: str, size: int, what: str) -> None:
-    """`CheckpointError` where `size` more bytes, for `what` a model is there as, do not fit into the memory that is there now."""
+    """`CheckpointError` where `size` more bytes, for `what` a model is there as, do not fit into
+    the memory that is there now."""
     room = read_room()
     if room is not None and size > room.size + room.swap:
         found = f"there are {room.size / 1e9:.3g} GB {room.bound}"
-        raise CheckpointError(f"{source}: {what} takes {size / 1e9:.3g} GB of memory while it is loaded, and {found}: take a smaller model, or free memory")
+        raise CheckpointError(
+            f"{source}: {what} takes {size / 1e9:.3g} GB of memory while it is loaded, and "
+            f"{found}: take a smaller model, or free memory"
+        )

@@ -1,7 +1,10 @@
-"""Weights of a few bits by HQQ: the only module that opens the hqq package, and only where something has to be quantised.
+"""Weights of a few bits by HQQ: the only module that opens the hqq package, and only where
+something has to be quantised.
 
-Groups of 64 inputs (axis 1) share a scale and an offset, weight = (code - 2^(bits - 1)) scale + offset; hqq's proximal solver chooses the offset without any
-data (HQQ, Badri and Shaji 2023; the settings are those of the SubSpec paper, section 5). Knows single matrices; what is kept, and where, `substitute.py` knows.
+Groups of 64 inputs (axis 1) share a scale and an offset, weight = (code - 2^(bits - 1)) scale +
+offset; hqq's proximal solver chooses the offset without any data (HQQ, Badri and Shaji 2023; the
+settings are those of the SubSpec paper, section 5). Knows single matrices; what is kept, and where,
+`substitute.py` knows.
 """
 
 import warnings
@@ -28,7 +31,8 @@ REMEDY = "install it with `pip install 'dovetail[subspec]'`"
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [rows, inputs] in codes of `bits` bits; the last group may be longer than the inputs."""
+    """A matrix [rows, inputs] in codes of `bits` bits; the last group may be longer than the
+    inputs."""
 
     bits: int
     inputs: int
@@ -44,38 +48,61 @@ class Codes:
         return self.codes.shape[0], self.inputs
 
     def weight(self) -> Tensor:
-        """The matrix that the codes stand for [rows, inputs] float32: what products are compared with, not what they are computed by."""
+        """The matrix that the codes stand for [rows, inputs] float32: what products are compared
+        with, not what they are computed by."""
         rows, groups = self.scales.shape
         codes = (self.codes.float() - (1 << self.bits - 1)).view(rows, groups, GROUP)
-        return (codes * self.scales.float()[..., None] + self.offsets.float()[..., None]).view(rows, -1)[:, : self.inputs]
+        return (codes * self.scales.float()[..., None] + self.offsets.float()[..., None]).view(
+            rows, -1
+        )[:, : self.inputs]
 
 
 def check_installed() -> None:
     """`SettingsError` where there is no hqq package; it is not imported yet."""
     if find_spec("hqq") is None:
-        raise SettingsError(f"draft.kind = 'substitute' quantises the target with the hqq package, which is not installed: {REMEDY}")
+        raise SettingsError(
+            "draft.kind = 'substitute' quantises the target with the hqq package, which is "
+            f"not installed: {REMEDY}"
+        )
 
 
 @torch.inference_mode()
 def quantise(weight: Tensor, bits: int, device: torch.device = CPU) -> Codes:
-    """The codes of weight [rows, inputs], which lie on the CPU. There hqq takes about a second a million weights and core; on a GPU it solves in 16 bits.
+    """The codes of weight [rows, inputs], which lie on the CPU. There hqq takes about a second a
+    million weights and core; on a GPU it solves in 16 bits.
 
-    A last group that is longer than the inputs is filled up with the last of them, so that it spans no more than they do.
+    A last group that is longer than the inputs is filled up with the last of them, so that it spans
+    no more than they do.
     """
     rows, inputs = weight.shape
     groups = groups_of(inputs)
     whole = pad(weight.detach().to(device).float(), (0, groups * GROUP - inputs), mode="replicate")
     codes, meta = _quantizer().quantize(
-        whole, nbits=bits, channel_wise=True, group_size=GROUP, optimize=True, round_zero=bits == 4, axis=1, bitpack=False, device=str(device)
+        whole,
+        nbits=bits,
+        channel_wise=True,
+        group_size=GROUP,
+        optimize=True,
+        round_zero=bits == 4,
+        axis=1,
+        bitpack=False,
+        device=str(device),
     )
     scales, zeros = (meta[name].float().view(rows, groups) for name in ("scale", "zero"))
     offsets = ((1 << bits - 1) - zeros) * scales
-    return Codes(bits, inputs, codes.view(rows, -1).to(torch.uint8).cpu(), scales.half().cpu(), offsets.half().cpu())
+    return Codes(
+        bits,
+        inputs,
+        codes.view(rows, -1).to(torch.uint8).cpu(),
+        scales.half().cpu(),
+        offsets.half().cpu(),
+    )
 
 
 @cache
 def _quantizer() -> Any:
-    """hqq's own. It brings torch's compiler along, which takes seconds and warns of what torch itself deprecates."""
+    """hqq's own. It brings torch's compiler along, which takes seconds and warns of what torch
+    itself deprecates."""
     check_installed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -84,7 +111,8 @@ def _quantizer() -> Any:
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:
-    """codes [rows, inputs] -> [rows, inputs * bits / 8] uint8, for a file: of 3 bits the lower two first, then the upper one."""
+    """codes [rows, inputs] -> [rows, inputs * bits / 8] uint8, for a file: of 3 bits the lower two
+    first, then the upper one."""
     if bits == 3:
         return torch.cat([_plane(codes & 3, 2), _plane(codes >> 2, 1)], dim=1)
     return _plane(codes, bits)

@@ -1,8 +1,11 @@
-"""The logits of a long text by transformers' own eager forward in fp32, without the whole model in memory.
+"""The logits of a long text by transformers' own eager forward in fp32, without the whole model in
+memory.
 
-A text is read in parts, as transformers itself reads one with a cache; all parts go through a layer before the next layer's numbers are read. So one layer in
-fp32 is there at a time, the states of the text, one layer's keys and values, and the matrix of the head in pieces. Only a model that transformers renames or
-rearranges as it loads, or that computes something between its layers, is there as a whole. Knows checkpoints; nothing of what is compared with it.
+A text is read in parts, as transformers itself reads one with a cache; all parts go through a layer
+before the next layer's numbers are read. So one layer in fp32 is there at a time, the states of the
+text, one layer's keys and values, and the matrix of the head in pieces. Only a model that
+transformers renames or rearranges as it loads, or that computes something between its layers, is
+there as a whole. Knows checkpoints; nothing of what is compared with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,16 @@ from torch.nn.functional import linear
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoint import Checkpoint
-from dovetail.workers.models.following import EAGER, Call, ClaimedCache, Recorder, UnprovableError, follow, implementation, stand_in
+from dovetail.workers.models.following import (
+    EAGER,
+    Call,
+    ClaimedCache,
+    Recorder,
+    UnprovableError,
+    follow,
+    implementation,
+    stand_in,
+)
 from dovetail.workers.models.loader import Types, decoder_layers, open_skeleton
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.oracle import Oracle
@@ -35,9 +47,15 @@ class _TextCache(ClaimedCache):
         super().__init__(0)
         self._rows: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
+    ) -> tuple[Tensor, Tensor]:
         new = (key_states, value_states)
-        self._rows = new if self._rows is None else tuple(torch.cat(pair, dim=-2) for pair in zip(self._rows, new, strict=True))  # type: ignore[assignment]
+        self._rows = (
+            new  # type: ignore[assignment]
+            if self._rows is None
+            else tuple(torch.cat(pair, dim=-2) for pair in zip(self._rows, new, strict=True))
+        )
         assert self._rows is not None
         self._length = self._rows[0].shape[-2]
         return self._rows
@@ -52,13 +70,21 @@ class _Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., vocabulary]."""
-        y = torch.cat([linear(x, rows.float()) for rows in torch.split(self._weight, HEAD_ROWS)], dim=-1)
+        y = torch.cat(
+            [linear(x, rows.float()) for rows in torch.split(self._weight, HEAD_ROWS)], dim=-1
+        )
         return y if self._bias is None else y + self._bias.float()
 
 
 @torch.inference_mode()
-def reference_logits(checkpoint: Checkpoint, tokens: Sequence[int], context: int, tell: Tell = lambda _done, _all: None) -> Iterator[Tensor]:
-    """The logits [part, V] of a text, a part after the other; `UnprovableError` where transformers' forward cannot be followed."""
+def reference_logits(
+    checkpoint: Checkpoint,
+    tokens: Sequence[int],
+    context: int,
+    tell: Tell = lambda _done, _all: None,
+) -> Iterator[Tensor]:
+    """The logits [part, V] of a text, a part after the other; `UnprovableError` where transformers'
+    forward cannot be followed."""
     attention.register()
     skeleton = open_skeleton(checkpoint)
     model, types = skeleton.model, Types(None, None)
@@ -67,7 +93,10 @@ def reference_logits(checkpoint: Checkpoint, tokens: Sequence[int], context: int
     skeleton.fill(model, "", types, but=found)
     oracle = Oracle(model, layers, context)
     if not oracle.isolated:
-        raise UnprovableError("transformers computes something between the layers of this model, or not each of them in turn")
+        raise UnprovableError(
+            "transformers computes something between the layers of this model, or not each of "
+            "them in turn"
+        )
     text = torch.tensor(tokens)
     parts = [slice(start, min(start + PART, len(text))) for start in range(0, len(text), PART)]
     with implementation(model, EAGER, *layers):
@@ -78,7 +107,10 @@ def reference_logits(checkpoint: Checkpoint, tokens: Sequence[int], context: int
             skeleton.fill(layer, f"{name}.{index}", types)
             own, cache = stand_in(layer, {}), _TextCache()
             with implementation(own, EAGER):
-                states = [_run(own, of_part[index], rows, cache) for of_part, rows in zip(calls, states, strict=True)]
+                states = [
+                    _run(own, of_part[index], rows, cache)
+                    for of_part, rows in zip(calls, states, strict=True)
+                ]
             del own
             layer.to_empty(device="meta")
             release_memory()
@@ -87,13 +119,24 @@ def reference_logits(checkpoint: Checkpoint, tokens: Sequence[int], context: int
         for part, rows in zip(parts, states, strict=True):
             results = [rows.new_zeros(1).expand(rows.shape)] * (len(layers) - 1) + [rows]
             recorder = Recorder(layers, results, tuples=oracle.tuples)
-            follow(model, recorder, text[part], torch.arange(len(text))[part], ClaimedCache(part.start), head=True)
+            follow(
+                model,
+                recorder,
+                text[part],
+                torch.arange(len(text))[part],
+                ClaimedCache(part.start),
+                head=True,
+            )
             if recorder.final is None:
-                raise UnprovableError("transformers' own forward cannot be followed behind the last layer")
+                raise UnprovableError(
+                    "transformers' own forward cannot be followed behind the last layer"
+                )
             yield recorder.final
 
 
-def _calls(model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: bool) -> dict[int, Call]:
+def _calls(
+    model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: bool
+) -> dict[int, Call]:
     """How the layers are called for a part of a text."""
     width = model.config.get_text_config().hidden_size
     nothing = torch.zeros(1).expand(1, part.stop - part.start, width)

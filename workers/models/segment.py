@@ -1,7 +1,9 @@
-"""The rows of one session in a pass: which slots of its cache they are written to, and which they see.
+"""The rows of one session in a pass: which slots of its cache they are written to, and which they
+see.
 
-A row sees the first `prefix` slots and then its own path, in this order: attention is summed over these logical positions, wherever the rows of a tree lie.
-Knows slots, not tokens; why a row sees another is the engines' business.
+A row sees the first `prefix` slots and then its own path, in this order: attention is summed over
+these logical positions, wherever the rows of a tree lie. Knows slots, not tokens; why a row sees
+another is the engines' business.
 """
 
 from collections.abc import Sequence
@@ -12,27 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROMPT_ROWS = 256
-"""Rows of a prompt that are computed at a time: enough to be bound by arithmetic, few enough that activations stay small, and the logits of all of them
-where they are scored."""
+"""Rows of a prompt that are computed at a time: enough to be bound by arithmetic, few enough that
+activations stay small, and the logits of all of them where they are scored."""
 SLACK = 2
 """A cache keeps memory for so many times the rows that are asked for, rather than move."""
 
 
 class Cache(Protocol):
-    """What the engines know of a session's keys and values; each back end has a class of its own, whose rows it lays out as it likes."""
+    """What the engines know of a session's keys and values; each back end has a class of its own,
+    whose rows it lays out as it likes."""
 
     length: int
     """Committed rows: slots 0..length-1, the tokens in order."""
     capacity: int
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit the first `committed`; only these rows move."""
+        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
+        the first `committed`; only these rows move."""
 
     def truncate(self, length: int) -> None:
         """Let the committed rows from slot `length` on go."""
 
     def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is too small, or much too large."""
+        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
+        too small, or much too large."""
 
     @property
     def row_bytes(self) -> int:
@@ -40,14 +45,21 @@ class Cache(Protocol):
 
 
 def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
-    """How many of the first of `slots` lie where `Cache.keep` would move them; ValueError where they cannot be kept."""
-    if any(not cache.length <= slot < cache.capacity for slot in slots) or not 0 <= committed <= len(slots):
-        raise ValueError(f"cannot commit {committed} of slots {list(slots)}: {cache.length} of {cache.capacity} are committed already")
+    """How many of the first of `slots` lie where `Cache.keep` would move them; ValueError where
+    they cannot be kept."""
+    if any(
+        not cache.length <= slot < cache.capacity for slot in slots
+    ) or not 0 <= committed <= len(slots):
+        raise ValueError(
+            f"cannot commit {committed} of slots {list(slots)}: {cache.length} of "
+            f"{cache.capacity} are committed already"
+        )
     return next((i for i, slot in enumerate(slots) if slot != cache.length + i), len(slots))
 
 
 def has_to_move(cache: Cache, slots: int, capacity: int) -> bool:
-    """Whether a cache with memory for `slots` rows needs other memory for `capacity`; ValueError where that is less than it has committed."""
+    """Whether a cache with memory for `slots` rows needs other memory for `capacity`; ValueError
+    where that is less than it has committed."""
     if capacity < cache.length:
         raise ValueError(f"a capacity of {capacity} rows, where {cache.length} are committed")
     return not capacity <= slots <= SLACK * capacity
@@ -61,7 +73,8 @@ def check_truncation(cache: Cache, length: int) -> None:
 
 @dataclass(frozen=True)
 class Paths:
-    """What the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i] : offsets[i + 1]], its ancestors by depth and itself last."""
+    """What the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i] :
+    offsets[i + 1]], its ancestors by depth and itself last."""
 
     prefix: int
     offsets: NDArray[np.int32]
@@ -72,7 +85,9 @@ class Paths:
         """The paths of the rows, one list of slots each."""
         offsets = np.zeros(len(paths) + 1, dtype=np.int32)
         np.cumsum([len(path) for path in paths], out=offsets[1:])
-        return cls(prefix, offsets, np.array([slot for path in paths for slot in path], dtype=np.int32))
+        return cls(
+            prefix, offsets, np.array([slot for path in paths for slot in path], dtype=np.int32)
+        )
 
     @classmethod
     def behind(cls, prefix: int, offsets: NDArray[np.int32], rows: NDArray[np.int32]) -> "Paths":

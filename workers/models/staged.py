@@ -1,9 +1,12 @@
-"""The kernels back end in stages: the first layers on the CPU, the others and the head on a device, which keeps some of their weights and has the rest stream
-through; and prompts that a device reads for layers that lie on the CPU.
+"""The kernels back end in stages: the first layers on the CPU, the others and the head on a device,
+which keeps some of their weights and has the rest stream through; and prompts that a device reads
+for layers that lie on the CPU.
 
-A device that is the CPU itself stands for a GPU: its layers are computed by the same kernels from the same bytes, so that every token is the same bytes too.
-On a GPU torch computes them, the same function up to rounding. A long part of a prompt goes through one layer after the other as a whole, so that weights
-are read, and copied, once. Knows placements and transfers; what a layer is, the other modules know.
+A device that is the CPU itself stands for a GPU: its layers are computed by the same kernels from
+the same bytes, so that every token is the same bytes too. On a GPU torch computes them, the same
+function up to rounding. A long part of a prompt goes through one layer after the other as a whole,
+so that weights are read, and copied, once. Knows placements and transfers; what a layer is, the
+other modules know.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +21,33 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass, LayerPlan, Norm, NormKind
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks
-from dovetail.workers.models.blob import MATRICES, Blob, Lying, Matrix, gather, hollow, plan_at, unpack
+from dovetail.workers.models.blob import (
+    MATRICES,
+    Blob,
+    Lying,
+    Matrix,
+    gather,
+    hollow,
+    plan_at,
+    unpack,
+)
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.device_layer import Angles, DeviceLayer, DeviceNorm, Rows, Turn, product, rounded_product
-from dovetail.workers.models.fused import BlockedCache, KernelLinear, KernelNorm, Kernels, cache_rows
+from dovetail.workers.models.device_layer import (
+    Angles,
+    DeviceLayer,
+    DeviceNorm,
+    Rows,
+    Turn,
+    product,
+    rounded_product,
+)
+from dovetail.workers.models.fused import (
+    BlockedCache,
+    KernelLinear,
+    KernelNorm,
+    Kernels,
+    cache_rows,
+)
 from dovetail.workers.models.placement import BUFFERS, Place
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import Kept
@@ -30,13 +56,16 @@ from dovetail.workers.models.timing import asked
 from dovetail.workers.progress import beat
 
 LONG_PROMPT_ROWS = 1 << 15
-"""Rows of a prompt that go through a layer before the next one's weights are read: 512 MiB of states of width 4096."""
+"""Rows of a prompt that go through a layer before the next one's weights are read: 512 MiB of
+states of width 4096."""
 
 GPU_ROWS = 1024
-"""Of these, so many at a time on a GPU, where each time the streamed matrices are laid out anew: 90 MB between the matrices of a 7B model's MLP."""
+"""Of these, so many at a time on a GPU, where each time the streamed matrices are laid out anew: 90
+MB between the matrices of a 7B model's MLP."""
 
 Run = Callable[[Any, Tensor], None]
-"""A layer whose weights are there: (the rows of a pass, as its engine sees them; states [T, hidden]), in place."""
+"""A layer whose weights are there: (the rows of a pass, as its engine sees them; states [T,
+hidden]), in place."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +84,8 @@ class Ready(Protocol):
     """A layer that lacks its matrices."""
 
     def at(self, memory: Tensor) -> Run:
-        """The layer with a copy of its blob that lies in `memory`, on the device, for as long as it lies there."""
+        """The layer with a copy of its blob that lies in `memory`, on the device, for as long as it
+        lies there."""
 
     def settled(self, memory: Tensor) -> Run:
         """The layer that stays: of a copy of its blob, which only it holds on to."""
@@ -104,7 +134,9 @@ class KernelEngine:
         return _KernelReady(plan, blob)
 
     def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> BlockedCache:
-        return BlockedCache(layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity)
+        return BlockedCache(
+            layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity
+        )
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> LayerPass:
         rows = LayerPass(positions, [cache_rows(segment) for segment in segments])
@@ -136,10 +168,14 @@ class _TorchReady:
 
     def at(self, memory: Tensor) -> Run:
         """Each matrix is laid out when it is due, so that no more than one is there twice."""
-        return lambda rows, states: self._layer.run(rows, states, lambda name, x: product(unpack(self._blob.matrices[name], memory), x))
+        return lambda rows, states: self._layer.run(
+            rows, states, lambda name, x: product(unpack(self._blob.matrices[name], memory), x)
+        )
 
     def settled(self, memory: Tensor) -> Run:
-        return SettledLayer(self._layer, {name: unpack(self._blob.matrices[name], memory) for name in MATRICES})
+        return SettledLayer(
+            self._layer, {name: unpack(self._blob.matrices[name], memory) for name in MATRICES}
+        )
 
 
 class TorchEngine:
@@ -156,12 +192,21 @@ class TorchEngine:
         if self._angles is None and plan.rotary is not None:
             self._angles = Angles(plan.rotary, self.device)  # a model has one table
         if self._masks is None:
-            self._masks = Masks(groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32)
+            self._masks = Masks(
+                groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32
+            )
         return _TorchReady(plan, blob, self.device)
 
     def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> KVCache:
         """Of zeros: who reads it in fixed shapes multiplies slots that nobody has written by 0."""
-        cache = KVCache(layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity, dtype=torch.float32, device=self.device)
+        cache = KVCache(
+            layers=layers,
+            kv_heads=plan.kv_heads,
+            head_dim=plan.head_dim,
+            capacity=capacity,
+            dtype=torch.float32,
+            device=self.device,
+        )
         cache.rows.zero_()
         return cache
 
@@ -179,7 +224,9 @@ class TorchEngine:
         to.values[layer, :, :rows] = values
         whole = rows // LANES
         kv_heads, _, head_dim = keys.shape
-        to.keys[layer, :, :whole] = keys[:, : whole * LANES].view(kv_heads, whole, LANES, head_dim).transpose(2, 3)
+        to.keys[layer, :, :whole] = (
+            keys[:, : whole * LANES].view(kv_heads, whole, LANES, head_dim).transpose(2, 3)
+        )
         if rows % LANES:
             to.keys[layer, :, whole, :, : rows % LANES] = keys[:, whole * LANES :].transpose(1, 2)
 
@@ -199,8 +246,11 @@ class StagedPass:
     """Whether the reader computes the layers on the CPU."""
 
     def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Tensor, Sequence[Segment]]]:
-        """For a stage, a part of the rows at a time: which they are, their positions, and their segments with the stage's own caches."""
-        segments = [replace(segment, cache=_part(segment.cache, stage)) for segment in self.segments]
+        """For a stage, a part of the rows at a time: which they are, their positions, and their
+        segments with the stage's own caches."""
+        segments = [
+            replace(segment, cache=_part(segment.cache, stage)) for segment in self.segments
+        ]
         for rows, part in _chunks(segments, chunk):
             yield rows, self.positions[rows], part
 
@@ -219,7 +269,10 @@ def _chunks(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, Se
     segment = segments[0]
     for first in range(0, segment.count, chunk):
         count = min(chunk, segment.count - first)
-        yield slice(first, first + count), [replace(segment, start=segment.start + first, count=count)]
+        yield (
+            slice(first, first + count),
+            [replace(segment, start=segment.start + first, count=count)],
+        )
 
 
 class StagedCache:
@@ -230,7 +283,8 @@ class StagedCache:
         self.length, self.capacity = 0, parts[0].capacity
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` to length, length + 1, ... in this order and commit the first `committed`."""
+        """Move `slots` to length, length + 1, ... in this order and commit the first
+        `committed`."""
         for part in self.parts:
             part.keep(slots, committed)
         self.length += committed
@@ -282,8 +336,13 @@ class Stage:
 
     @property
     def settled(self) -> Mapping[int, SettledLayer]:
-        """By their numbers in this stage, the layers whose weights stay, where torch computes them."""
-        return {index: layer for index, layer in enumerate(self._layers) if isinstance(layer, SettledLayer)}
+        """By their numbers in this stage, the layers whose weights stay, where torch computes
+        them."""
+        return {
+            index: layer
+            for index, layer in enumerate(self._layers)
+            if isinstance(layer, SettledLayer)
+        }
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
@@ -305,7 +364,10 @@ class Stage:
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """states [T, hidden] through all layers, on the stage's device."""
         states = states.to(self.engine.device)
-        parts = [(rows, self.engine.see(positions, segments)) for rows, positions, segments in seen.parts(self._number, self.engine.chunk)]
+        parts = [
+            (rows, self.engine.see(positions, segments))
+            for rows, positions, segments in seen.parts(self._number, self.engine.chunk)
+        ]
         streamed = 0
         for index, layer in enumerate(self._layers):
             beat()
@@ -327,7 +389,9 @@ class Stage:
             yield _made(self._made, layer, streamed, slot, memory)
 
 
-def _made(made: dict[tuple[int, int], Run], layer: Ready, index: int, slot: int, memory: Tensor) -> Run:
+def _made(
+    made: dict[tuple[int, int], Run], layer: Ready, index: int, slot: int, memory: Tensor
+) -> Run:
     """A layer in a buffer, made once for each of the buffers."""
     if (index, slot) not in made:
         made[index, slot] = layer.at(memory)
@@ -342,14 +406,18 @@ def _run(layer: Run, parts: Sequence[tuple[slice, Any]], states: Tensor) -> None
 
 
 class Reader:
-    """Computes the rows of a prompt for layers that lie on the CPU: their weights stream through a device, and each layer's keys and values come back."""
+    """Computes the rows of a prompt for layers that lie on the CPU: their weights stream through a
+    device, and each layer's keys and values come back."""
 
     def __init__(self, transfer: Transfer, layers: Sequence[tuple[LayerPlan, Blob]]) -> None:
         self._engine = engine_of(transfer)
         for _, blob in layers:
             transfer.pin(blob.memory)
         self._plans = [replace(plan, index=0) for plan, _ in layers]
-        self._layers = [self._engine.prepare(plan, blob) for plan, (_, blob) in zip(self._plans, layers, strict=True)]
+        self._layers = [
+            self._engine.prepare(plan, blob)
+            for plan, (_, blob) in zip(self._plans, layers, strict=True)
+        ]
         self._ring = Ring(transfer, [blob.memory for _, blob in layers], min(BUFFERS, len(layers)))
         self._made: dict[tuple[int, int], Run] = {}
 
@@ -359,7 +427,10 @@ class Reader:
         cache = _part(segment.cache, 0)
         assert isinstance(cache, BlockedCache)
         own = self._engine.new_cache(1, self._plans[0], segment.count)
-        parts = [(rows, self._engine.see(seen.positions[rows], part)) for rows, part in _chunks([replace(segment, cache=own)], self._engine.chunk)]
+        parts = [
+            (rows, self._engine.see(seen.positions[rows], part))
+            for rows, part in _chunks([replace(segment, cache=own)], self._engine.chunk)
+        ]
         there = states.to(self._engine.device)
         for index, layer in enumerate(self._layers):
             beat()
@@ -377,7 +448,9 @@ class StagedLayers(nn.Module):
         super().__init__()
         self._stages, self._reader = stages, reader
 
-    def forward(self, hidden: Tensor, *unused: Any, seen: StagedPass, kept: Kept, **also_unused: Any) -> Tensor:
+    def forward(
+        self, hidden: Tensor, *unused: Any, seen: StagedPass, kept: Kept, **also_unused: Any
+    ) -> Tensor:
         """hidden [1, T, hidden] through all layers."""
         return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
 
@@ -385,7 +458,11 @@ class StagedLayers(nn.Module):
         """The same of states [T, hidden]; they end on the device of the last stage."""
         for stage in self._stages:
             apart = seen.apart and stage is self._stages[0] and self._reader is not None
-            states = self._reader.run(states, seen, kept) if apart and self._reader is not None else stage.run(states, seen, kept)
+            states = (
+                self._reader.run(states, seen, kept)
+                if apart and self._reader is not None
+                else stage.run(states, seen, kept)
+            )
         return states
 
 
@@ -407,7 +484,12 @@ class DeviceHead(nn.Module):
     def __init__(self, matrix: PackedMatrix, device: torch.device) -> None:
         super().__init__()
         memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes].to(device)
-        self._matrix = unpack(Lying(Kind(matrix.kind), matrix.n, matrix.k, 0, matrix.nbytes, bool(matrix.struct.bias)), memory)
+        self._matrix = unpack(
+            Lying(
+                Kind(matrix.kind), matrix.n, matrix.k, 0, matrix.nbytes, bool(matrix.struct.bias)
+            ),
+            memory,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., vocabulary]."""
@@ -432,31 +514,46 @@ class Staged(Kernels):
             self._stages.append(Stage(0, 0, KernelEngine(), None))
         if self._first < count:
             assert staging.transfer is not None
-            self._stages.append(Stage(len(self._stages), self._first, engine_of(staging.transfer), staging.transfer))
+            self._stages.append(
+                Stage(len(self._stages), self._first, engine_of(staging.transfer), staging.transfer)
+            )
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
 
-    def read(self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept) -> Tensor:
-        """`compute` for the first rows of a session, of which the reader does what the CPU would do."""
+    def read(
+        self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept
+    ) -> Tensor:
+        """`compute` for the first rows of a session, of which the reader does what the CPU would
+        do."""
         if segment.start or segment.paths is not None:
             raise ValueError("a reader reads the beginning of a prompt")
-        return self._pass(tokens, positions, StagedPass(positions, [segment], apart=True), rows, kept)
+        return self._pass(
+            tokens, positions, StagedPass(positions, [segment], apart=True), rows, kept
+        )
 
     def _take(self, plan: LayerPlan) -> None:
         blob, place = gather(plan), self._staging.places[plan.index]
         plan = hollow(plan)
-        self._stages[0 if place is Place.CPU else -1].take(plan, blob, streamed=place is Place.STREAMED)
+        self._stages[0 if place is Place.CPU else -1].take(
+            plan, blob, streamed=place is Place.STREAMED
+        )
         if place is Place.CPU and self._staging.reader is not None:
             self._on_cpu.append((plan, blob))
 
     def _together(self) -> StagedLayers:
         for stage in self._stages:
             stage.finish()
-        reader = None if self._staging.reader is None else Reader(self._staging.reader, self._on_cpu)
+        reader = (
+            None if self._staging.reader is None else Reader(self._staging.reader, self._on_cpu)
+        )
         return StagedLayers(self._stages, reader)
 
     def _final_norm(self, kind: NormKind, norm: Norm, epsilon: float) -> nn.Module:
         device = self._stages[-1].engine.device
-        return KernelNorm(kind, norm, epsilon) if device.type == "cpu" else _DeviceNorm(DeviceNorm(kind, norm, epsilon, device))
+        return (
+            KernelNorm(kind, norm, epsilon)
+            if device.type == "cpu"
+            else _DeviceNorm(DeviceNorm(kind, norm, epsilon, device))
+        )
 
     def _final_linear(self, matrix: PackedMatrix) -> nn.Module:
         device = self._stages[-1].engine.device
@@ -489,7 +586,9 @@ class Staged(Kernels):
         """An empty cache for `capacity` rows."""
         return StagedCache([stage.new_cache(capacity) for stage in self._stages])
 
-    def _pass(self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept) -> Tensor:
+    def _pass(
+        self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept
+    ) -> Tensor:
         logits = super()._pass(tokens, positions, seen, rows, kept)
         kept.states = {place: states.cpu() for place, states in kept.states.items()}
         return logits

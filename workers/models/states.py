@@ -1,6 +1,8 @@
-"""Hidden states of a pass, kept for whoever reads them: the residual streams that enter given layers, and what comes out of the final norm.
+"""Hidden states of a pass, kept for whoever reads them: the residual streams that enter given
+layers, and what comes out of the final norm.
 
-The pass itself is the same whether anything is kept or not. Knows layers by their place in the model as it is computed, not why their states are wanted.
+The pass itself is the same whether anything is kept or not. Knows layers by their place in the
+model as it is computed, not why their states are wanted.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +16,8 @@ LAST = -1
 
 
 class Kept:
-    """The states [T, hidden] of one pass at the places that are `wanted`: layers, whose incoming stream it is, and LAST."""
+    """The states [T, hidden] of one pass at the places that are `wanted`: layers, whose incoming
+    stream it is, and LAST."""
 
     def __init__(self, wanted: Collection[int] = ()) -> None:
         self.wanted = wanted
@@ -28,7 +31,8 @@ class Kept:
 
 @contextmanager
 def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[None]:
-    """Keep what is wanted of a forward pass of a transformers model; of `layers` where they stand as modules in its own loop."""
+    """Keep what is wanted of a forward pass of a transformers model; of `layers` where they stand
+    as modules in its own loop."""
 
     def listen(place: int) -> Any:
         def hook(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -38,7 +42,11 @@ def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[Non
 
     handles = [listen(place) for place in kept.wanted if place in range(len(layers))]
     if LAST in kept.wanted:
-        handles.append(model.base_model.register_forward_hook(lambda _model, _args, output: kept.keep(LAST, output.last_hidden_state[0])))
+        handles.append(
+            model.base_model.register_forward_hook(
+                lambda _model, _args, output: kept.keep(LAST, output.last_hidden_state[0])
+            )
+        )
     try:
         yield
     finally:

@@ -1,8 +1,10 @@
-"""Weights that pass through a few reused buffers of a device: each is copied while those before it are computed with, across layers and from one pass into
-the next.
+"""Weights that pass through a few reused buffers of a device: each is copied while those before it
+are computed with, across layers and from one pass into the next.
 
-A buffer is filled anew only when what was computed from it is done, which the copies wait for; methods 4.4 of the papers' code leaves that out, and a slow
-layer is then computed from the next one's weights. Knows blobs of bytes and their order; what is computed from them is its owner's business.
+A buffer is filled anew only when what was computed from it is done, which the copies wait for;
+methods 4.4 of the papers' code leaves that out, and a slow layer is then computed from the next
+one's weights. Knows blobs of bytes and their order; what is computed from them is its owner's
+business.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +19,21 @@ Mark = Any
 
 
 class Transfer(Protocol):
-    """The way between the memory of the host and that of a device, and the order of what is done on it."""
+    """The way between the memory of the host and that of a device, and the order of what is done on
+    it."""
 
     device: torch.device
 
     def pin(self, memory: Tensor) -> None:
-        """Have bytes of the host stay where they are, so that they are copied at the full rate of the link."""
+        """Have bytes of the host stay where they are, so that they are copied at the full rate of
+        the link."""
 
     def buffer(self, size: int) -> Tensor:
         """uint8 [size] of the device."""
 
     def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Begin to copy bytes of the host into a buffer, beside what is computed, as soon as `after` is passed; the mark is passed with the last of them."""
+        """Begin to copy bytes of the host into a buffer, beside what is computed, as soon as
+        `after` is passed; the mark is passed with the last of them."""
 
     def computed(self) -> Mark:
         """Passed when what has been computed, or asked for, up to now is done."""
@@ -41,22 +46,27 @@ class Ring:
     """Blobs, used one after the other and around, in fewer buffers than there are blobs."""
 
     def __init__(self, transfer: Transfer, blobs: Sequence[Tensor], buffers: int) -> None:
-        """blobs: uint8, pinned by their owner; `buffers`: at most as many. The first ones are fetched at once."""
+        """blobs: uint8, pinned by their owner; `buffers`: at most as many. The first ones are
+        fetched at once."""
         if not 1 <= buffers <= len(blobs):
             raise ValueError(f"{buffers} buffers for {len(blobs)} blobs")
         self._transfer, self._blobs = transfer, blobs
         largest = max(blob.numel() for blob in blobs)
         self._buffers = [transfer.buffer(largest) for _ in range(buffers)]
         self._turn = 0
-        """Counts blobs from the beginning: the one that is due is blobs[turn % blobs], in buffers[turn % buffers]."""
+        """Counts blobs from the beginning: the one that is due is blobs[turn % blobs], in
+        buffers[turn % buffers]."""
         self.copied_bytes = 0
         start = transfer.computed()
         self._filled = [self._fetch(turn, start) for turn in range(buffers)]
 
     @contextmanager
     def next(self, blob: int) -> Iterator[tuple[int, Tensor]]:
-        """The number of the buffer that holds this blob, and the blob in it, to be computed with inside the block; then it may be overwritten."""
-        while self._turn % len(self._blobs) != blob:  # a pass that failed half-way left the ring where it was
+        """The number of the buffer that holds this blob, and the blob in it, to be computed with
+        inside the block; then it may be overwritten."""
+        while (
+            self._turn % len(self._blobs) != blob
+        ):  # a pass that failed half-way left the ring where it was
             self._move_on()
         slot = self._turn % len(self._buffers)
         self._transfer.wait(self._filled[slot])
@@ -69,10 +79,14 @@ class Ring:
         """What is due is done: fetch into its buffer what comes there next."""
         slot = self._turn % len(self._buffers)
         if len(self._buffers) < len(self._blobs):
-            self._filled[slot] = self._fetch(self._turn + len(self._buffers), self._transfer.computed())
+            self._filled[slot] = self._fetch(
+                self._turn + len(self._buffers), self._transfer.computed()
+            )
         self._turn += 1
 
     def _fetch(self, turn: int, after: Mark) -> Mark:
         source = self._blobs[turn % len(self._blobs)]
         self.copied_bytes += source.numel()
-        return self._transfer.copy(source, self._buffers[turn % len(self._buffers)][: source.numel()], after)
+        return self._transfer.copy(
+            source, self._buffers[turn % len(self._buffers)][: source.numel()], after
+        )

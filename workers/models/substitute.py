@@ -1,8 +1,10 @@
-"""The substitute of a target: the linears of its own layers in a few bits, for a draft that needs no training (SubSpec, section 4.1).
+"""The substitute of a target: the linears of its own layers in a few bits, for a draft that needs
+no training (SubSpec, section 4.1).
 
-Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint, an inflation and a number of bits, and kept on disk, a file a
-layer that is put in its place whole; what is there already is not made again. Products go over the codes themselves: those of the C++ kernels on a CPU, torch's
-int4 products on a GPU. Knows layers; nothing of drafts or sessions.
+Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint, an
+inflation and a number of bits, and kept on disk, a file a layer that is put in its place whole;
+what is there already is not made again. Products go over the codes themselves: those of the C++
+kernels on a CPU, torch's int4 products on a GPU. Knows layers; nothing of drafts or sessions.
 """
 
 import hashlib
@@ -19,16 +21,38 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
 from dovetail.workers.models import fused
-from dovetail.workers.models.checkpoint import Checkpoint, load_tensors, open_checkpoint, save_tensors
+from dovetail.workers.models.checkpoint import (
+    Checkpoint,
+    load_tensors,
+    open_checkpoint,
+    save_tensors,
+)
 from dovetail.workers.models.following import UnsupportedError
 from dovetail.workers.models.fused import Kernels
 from dovetail.workers.models.inflate import inflated_digest
-from dovetail.workers.models.language_model import GPU_TYPES, KINDS, BackEnd, LanguageModel, assemble, context_of, type_of
+from dovetail.workers.models.language_model import (
+    GPU_TYPES,
+    KINDS,
+    BackEnd,
+    LanguageModel,
+    assemble,
+    context_of,
+    type_of,
+)
 from dovetail.workers.models.library import Library
 from dovetail.workers.models.loader import decoder_layers, open_skeleton
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.quantised import CodedProduct
-from dovetail.workers.models.quantize import BITS, CPU, SCHEME, Codes, check_installed, from_bytes, quantise, to_bytes
+from dovetail.workers.models.quantize import (
+    BITS,
+    CPU,
+    SCHEME,
+    Codes,
+    check_installed,
+    from_bytes,
+    quantise,
+    to_bytes,
+)
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.models.staged import Staged, StagedCache
 
@@ -41,8 +65,16 @@ log = logging.getLogger(__name__)
 class Substitutes:
     """The codes of a model's layers: made where they are not there, and kept in a folder."""
 
-    def __init__(self, digest: str, bits: int, folder: Path | None, tell: Tell = lambda _done, _all: None, device: torch.device = CPU) -> None:
-        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None where nothing can be kept; `device`: where hqq computes."""
+    def __init__(
+        self,
+        digest: str,
+        bits: int,
+        folder: Path | None,
+        tell: Tell = lambda _done, _all: None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None
+        where nothing can be kept; `device`: where hqq computes."""
         self._bits, self._tell, self._device = bits, tell, device
         key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
         self.folder = None if folder is None else folder / key[:32]
@@ -59,7 +91,10 @@ class Substitutes:
         if found is None:
             check_installed()
             start = time.monotonic()
-            found = {name: quantise(part.weight, self._bits, self._device) for name, part in linears.items()}
+            found = {
+                name: quantise(part.weight, self._bits, self._device)
+                for name, part in linears.items()
+            }
             self.seconds += time.monotonic() - start
             self.made += 1
             self.weights += sum(codes.codes.numel() for codes in found.values())
@@ -71,7 +106,8 @@ class Substitutes:
         return None if self.folder is None else self.folder / f"layer-{index:03}.safetensors"
 
     def _kept(self, linears: Mapping[str, nn.Linear], index: int) -> dict[str, Codes] | None:
-        """What is on disk of a layer; None where there is nothing that fits, and a line in the log where what is there cannot be used."""
+        """What is on disk of a layer; None where there is nothing that fits, and a line in the log
+        where what is there cannot be used."""
         file = self._file(index)
         if file is None or not file.exists():
             return None
@@ -85,11 +121,17 @@ class Substitutes:
 
     def _codes(self, tensors: Mapping[str, Tensor], name: str, part: nn.Linear) -> Codes:
         rows, groups = part.out_features, groups_of(part.in_features)
-        content, scales, offsets = (tensors[f"{name}.{what}"] for what in ("codes", "scales", "offsets"))
+        content, scales, offsets = (
+            tensors[f"{name}.{what}"] for what in ("codes", "scales", "offsets")
+        )
         shapes = ((rows, groups * GROUP * self._bits // 8), (rows, groups), (rows, groups))
         if tuple(map(tuple, (content.shape, scales.shape, offsets.shape))) != shapes:
             raise ValueError(f"{name} has other shapes")
-        if (content.dtype, scales.dtype, offsets.dtype) != (torch.uint8, torch.float16, torch.float16):
+        if (content.dtype, scales.dtype, offsets.dtype) != (
+            torch.uint8,
+            torch.float16,
+            torch.float16,
+        ):
             raise ValueError(f"{name} has other types")
         if not (scales.isfinite().all() and offsets.isfinite().all()):
             raise ValueError(f"{name} has scales that are no numbers")
@@ -101,10 +143,16 @@ class Substitutes:
             return
         tensors: dict[str, Tensor] = {}
         for name, codes in found.items():
-            tensors |= {f"{name}.codes": to_bytes(codes.codes, self._bits), f"{name}.scales": codes.scales, f"{name}.offsets": codes.offsets}
+            tensors |= {
+                f"{name}.codes": to_bytes(codes.codes, self._bits),
+                f"{name}.scales": codes.scales,
+                f"{name}.offsets": codes.offsets,
+            }
         try:
             save_tensors(file, tensors)
-        except OSError as error:  # a full or read-only disk costs the next start time, and nothing else
+        except (
+            OSError
+        ) as error:  # a full or read-only disk costs the next start time, and nothing else
             log.warning("what was quantised cannot be kept in %s (%s)", file.parent, error.strerror)
             self.folder = None
 
@@ -113,7 +161,10 @@ class Substitutes:
         if not self.made:
             return ""
         where = "not kept" if self.folder is None else f"kept in {self.folder}"
-        return f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
+        return (
+            f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million "
+            f"weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
+        )
 
 
 class KernelSubstitute(Kernels):
@@ -132,7 +183,8 @@ class KernelSubstitute(Kernels):
         return taken
 
     def share(self, target: Kernels) -> int:
-        """Compute with the embedding, the norm, the head and the resident layers of this target from now on; how many layers these are."""
+        """Compute with the embedding, the norm, the head and the resident layers of this target
+        from now on; how many layers these are."""
         self._norm, self._head = target._norm, target._head
         base = self._model.base_model
         for name, module in target._model.base_model.named_children():
@@ -149,13 +201,20 @@ class KernelSubstitute(Kernels):
 
 
 def share(substitute: LanguageModel, target: LanguageModel) -> int:
-    """Have a substitute compute with what it shares with its target in this process; of how many layers it does. `SettingsError` where it cannot."""
+    """Have a substitute compute with what it shares with its target in this process; of how many
+    layers it does. `SettingsError` where it cannot."""
     own, whole = substitute.back_end, target.back_end
     if not isinstance(own, KernelSubstitute) or not isinstance(whole, Kernels):
         why = substitute.choice if not isinstance(own, KernelSubstitute) else target.choice
-        raise SettingsError(f"draft.share = true needs a target and a substitute that the C++ kernels compute, and {why}: set draft.share to false")
+        raise SettingsError(
+            "draft.share = true needs a target and a substitute that the C++ kernels compute, "
+            f"and {why}: set draft.share to false"
+        )
     if isinstance(whole, Staged) and not whole.in_one_stage:
-        raise SettingsError("draft.share = true is not built for a target that is split between devices: leave target.split.layers out, or draft.share")
+        raise SettingsError(
+            "draft.share = true is not built for a target that is split between devices: leave "
+            "target.split.layers out, or draft.share"
+        )
     shared = own.share(whole)
     release_memory()
     return shared
@@ -170,11 +229,20 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
     """One matrix of the kernels from codes with the same inputs, below each other."""
     bias = None
     if any(b is not None for b in biases):
-        bias = torch.cat([torch.zeros(part.shape[0]) if b is None else b.detach().float() for part, b in zip(parts, biases, strict=True)])
-    matrix = CodedMatrix(parts[0].bits, sum(part.shape[0] for part in parts), parts[0].shape[1], bias=bias)
+        bias = torch.cat(
+            [
+                torch.zeros(part.shape[0]) if b is None else b.detach().float()
+                for part, b in zip(parts, biases, strict=True)
+            ]
+        )
+    matrix = CodedMatrix(
+        parts[0].bits, sum(part.shape[0] for part in parts), parts[0].shape[1], bias=bias
+    )
     first = 0
     for part in parts:
-        matrix.pack_codes(part.codes.contiguous(), part.scales.contiguous(), part.offsets.contiguous(), first)
+        matrix.pack_codes(
+            part.codes.contiguous(), part.scales.contiguous(), part.offsets.contiguous(), first
+        )
         first += part.shape[0]
     return matrix
 
@@ -192,9 +260,12 @@ class _CodedLinear(nn.Module):
 
 
 class LibrarySubstitute(Library):
-    """transformers' modules with torch's int4 products in the layers: on a GPU, and on a CPU without the C++ kernels. A `BackEnd`."""
+    """transformers' modules with torch's int4 products in the layers: on a GPU, and on a CPU
+    without the C++ kernels. A `BackEnd`."""
 
-    def __init__(self, *, device: torch.device, dtype: torch.dtype, substitutes: Substitutes, layers: int) -> None:
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, substitutes: Substitutes, layers: int
+    ) -> None:
         super().__init__(None, device=device, dtype=dtype)
         self._substitutes, self._count = substitutes, layers
 
@@ -209,19 +280,29 @@ class LibrarySubstitute(Library):
         super().finish(self._typed(model))
 
     def _typed(self, module: Any) -> Any:
-        """A module whose parameters are of the type that is computed in; its buffers, such as rotary frequencies, stay as they are."""
+        """A module whose parameters are of the type that is computed in; its buffers, such as
+        rotary frequencies, stay as they are."""
         for parameter in module.parameters():
             parameter.data = parameter.data.to(self._dtype)
         return module
 
 
 def load_substitute(
-    source: str, *, weights: str, device: str, inflate_bytes: int = 0, folder: Path | None = None, tell: Tell = lambda _done, _all: None
+    source: str,
+    *,
+    weights: str,
+    device: str,
+    inflate_bytes: int = 0,
+    folder: Path | None = None,
+    tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes]:
-    """The substitute of the model in `source`, inflated as its target is: `weights` int8, int4, int3 or int2. `folder`: of the caches."""
+    """The substitute of the model in `source`, inflated as its target is: `weights` int8, int4,
+    int3 or int2. `folder`: of the caches."""
     bits, place = BITS[weights], torch.device(device)
     checkpoint = open_checkpoint(source)
-    digest = inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    digest = (
+        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    )
     substitutes = Substitutes(digest, bits, folder, tell, place)
     why_not = "on a GPU torch computes it"
     if place.type == "cpu":
@@ -229,25 +310,56 @@ def load_substitute(
         why_not = fused.reason_against(kind)
         if not why_not:
             try:
-                model = _assemble(checkpoint, digest, inflate_bytes, weights, "the C++ kernels compute it", lambda model, _: _kernels(model, kind, substitutes))
+                model = _assemble(
+                    checkpoint,
+                    digest,
+                    inflate_bytes,
+                    weights,
+                    "the C++ kernels compute it",
+                    lambda model, _: _kernels(model, kind, substitutes),
+                )
                 return model, substitutes
             except UnsupportedError as error:
                 why_not = f"the C++ kernels cannot compute it: {error}"
     dtype = torch.float32 if place.type == "cpu" else GPU_TYPES["bf16"]
-    model = _assemble(checkpoint, digest, inflate_bytes, weights, why_not, lambda model, _: _library(model, place, dtype, substitutes))
+    model = _assemble(
+        checkpoint,
+        digest,
+        inflate_bytes,
+        weights,
+        why_not,
+        lambda model, _: _library(model, place, dtype, substitutes),
+    )
     return model, substitutes
 
 
 def _assemble(
-    checkpoint: Checkpoint, digest: str, inflate_bytes: int, weights: str, choice: str, open_back_end: Callable[[Any, Any], BackEnd]
+    checkpoint: Checkpoint,
+    digest: str,
+    inflate_bytes: int,
+    weights: str,
+    choice: str,
+    open_back_end: Callable[[Any, Any], BackEnd],
 ) -> LanguageModel:
     skeleton = open_skeleton(checkpoint)
-    return assemble(skeleton, checkpoint, digest, weights=weights, choice=choice, inflate_bytes=inflate_bytes, open_back_end=open_back_end)
+    return assemble(
+        skeleton,
+        checkpoint,
+        digest,
+        weights=weights,
+        choice=choice,
+        inflate_bytes=inflate_bytes,
+        open_back_end=open_back_end,
+    )
 
 
 def _kernels(model: Any, kind: Kind, substitutes: Substitutes) -> KernelSubstitute:
     return KernelSubstitute(model, kind, context=context_of(model.config), substitutes=substitutes)
 
 
-def _library(model: Any, device: torch.device, dtype: torch.dtype, substitutes: Substitutes) -> LibrarySubstitute:
-    return LibrarySubstitute(device=device, dtype=dtype, substitutes=substitutes, layers=len(decoder_layers(model)[1]))
+def _library(
+    model: Any, device: torch.device, dtype: torch.dtype, substitutes: Substitutes
+) -> LibrarySubstitute:
+    return LibrarySubstitute(
+        device=device, dtype=dtype, substitutes=substitutes, layers=len(decoder_layers(model)[1])
+    )

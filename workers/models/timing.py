@@ -1,8 +1,10 @@
 """What of a pass goes into its matrices, its attention and its head, where somebody asks for it.
 
-Models compute as ever; those who time a pass listen, in the thread in which it is computed, and where nobody listens nothing is measured. The kernels add up
-the parts of a layer within the call that computes it; of what torch computes each part is timed from outside. On another device than the CPU torch only hands
-work over, so that there the parts are not known. Knows nothing of why it is asked.
+Models compute as ever; those who time a pass listen, in the thread in which it is computed, and
+where nobody listens nothing is measured. The kernels add up the parts of a layer within the call
+that computes it; of what torch computes each part is timed from outside. On another device than the
+CPU torch only hands work over, so that there the parts are not known. Knows nothing of why it is
+asked.
 """
 
 import threading
@@ -26,7 +28,8 @@ class Parts:
 
     @property
     def layers(self) -> int:
-        """Where the kernels add up: the address of int64 nanoseconds of matrices and attention, in this order."""
+        """Where the kernels add up: the address of int64 nanoseconds of matrices and attention, in
+        this order."""
         return addressof(self._ns)
 
     def add(self, part: Part, duration_ns: int) -> None:

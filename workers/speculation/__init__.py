@@ -1,1 +1,2 @@
-"""Speculative decoding as pure functions of tensors: noise, sampling, growth of trees, acceptance."""
+"""Speculative decoding as pure functions of tensors: noise, sampling, growth of trees,
+acceptance."""

@@ -1,9 +1,9 @@
 """Speculative decoding on one page: grow a tree, verify it in one pass, walk it, commit.
 
-This is the algorithm for one sequence in one process, with models as plain functions. The coordinator and its
-workers do the same over messages and caches, with the functions that are called here; the tests
-hold them against this page. Rounds follow Dovetail (section 3); the tree is EAGLE-2's with the
-policy `dynamic` (section 4).
+This is the algorithm for one sequence in one process, with models as plain functions. The
+coordinator and its workers do the same over messages and caches, with the functions that are called
+here; the tests hold them against this page. Rounds follow Dovetail (section 3); the tree is
+EAGLE-2's with the policy `dynamic` (section 4).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +33,14 @@ class Chooser:
         self.sampling, self._key, self._size, self._length = sampling, key, size, len(prompt)
         self._looking_back = LookingBack(sampling, prompt, (), size)
 
-    def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor] | None]:
-        """Return logits [N, V] after `paths` as the processors leave them, and noise [V] of each."""
-        z = process_logits(self._looking_back.process(logits[:, : self._size], paths), self.sampling)
+    def process(
+        self, logits: Tensor, paths: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Return logits [N, V] after `paths` as the processors leave them, and noise [V] of
+        each."""
+        z = process_logits(
+            self._looking_back.process(logits[:, : self._size], paths), self.sampling
+        )
         if self.sampling.temperature == 0.0:
             return z, None
         places = [self._length + len(path) for path in paths]
@@ -72,9 +77,13 @@ def speculative_decode(
     policy, shape = open_policy(tree), Shape(tree.most_nodes, tree.most_levels, tree.width)
     while True:
         proposal = grow(log, draft, chooser, policy, shape)
-        paths = [[proposal.tokens[node] for node in proposal.path(n)] for n in range(ROOT, len(proposal))]
+        paths = [
+            [proposal.tokens[node] for node in proposal.path(n)] for n in range(ROOT, len(proposal))
+        ]
         logits = target(log, paths)  # one pass: row 0 is the root, row i + 1 is node i
-        choices = {row: chooser.choice(logits[row : row + 1], path) for row, path in enumerate(paths)}
+        choices = {
+            row: chooser.choice(logits[row : row + 1], path) for row, path in enumerate(paths)
+        }
         accepted, bonus = walk(proposal, choices)
         tokens = [*(proposal.tokens[node] for node in accepted), bonus]
         log += tokens
@@ -82,7 +91,9 @@ def speculative_decode(
         yield tokens
 
 
-def grow(log: Sequence[int], draft: Model, chooser: Chooser, policy: Policy, shape: Shape) -> TokenTree:
+def grow(
+    log: Sequence[int], draft: Model, chooser: Chooser, policy: Policy, shape: Shape
+) -> TokenTree:
     """Return the tree that a draft proposes behind `log`: a pass expands the nodes that the policy
     wants, by the tokens that the target would choose after them if it thought as the draft does."""
     tree = GrowingTree()

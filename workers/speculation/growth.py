@@ -1,13 +1,17 @@
 """The growing tree of a session: a *pool* of drafted nodes below a root that moves.
 
-Expanding a node adds its likeliest children; a node's score is the sum of the log-probabilities along its path, in float32, so that no child scores above
-its parent. In every order of nodes here, "best first" is (score descending, index ascending). A child's index is above its parent's, hence a parent always
-comes first and **every prefix of a best-first list is a tree**. What is expanded and what is offered, a policy decides (`policies.py`).
+Expanding a node adds its likeliest children; a node's score is the sum of the log-probabilities
+along its path, in float32, so that no child scores above its parent. In every order of nodes here,
+"best first" is (score descending, index ascending). A child's index is above its parent's, hence a
+parent always comes first and **every prefix of a best-first list is a tree**. What is expanded and
+what is offered, a policy decides (`policies.py`).
 
-A node may have more children than the policies are to consider. What is not among the best `shown` children, and whatever is below it, is *hidden* from them;
-it is there so that something is known below the next root, whichever it will be.
+A node may have more children than the policies are to consider. What is not among the best `shown`
+children, and whatever is below it, is *hidden* from them; it is there so that something is known
+below the next root, whichever it will be.
 
-Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cache (but for the row that a node was given in it) and no clock.
+Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cache (but for the row
+that a node was given in it) and no clock.
 """
 
 import math
@@ -37,14 +41,16 @@ SMALLEST_POOL = 256
 TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
 """The columns of integers."""
 GAINS, SCORES = range(2)
-"""Those of float32: the log-probability given the parent, at most 0, and the sum of these from the root down."""
+"""Those of float32: the log-probability given the parent, at most 0, and the sum of these from the
+root down."""
 
 
 class GrowingTree:
     """The pool, which node of it has which row, and whether the root has been expanded."""
 
     def __init__(self) -> None:
-        # place 0 is the root's, and node i has place i + 1: whatever is looked up for parents is there for the root too
+        # place 0 is the root's, and node i has place i + 1: whatever is looked up for parents is
+        # there for the root too
         self._ints = np.zeros((7, SMALLEST_POOL), np.int32)
         self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
@@ -77,7 +83,8 @@ class GrowingTree:
 
     @property
     def rows(self) -> Ints:
-        """Which of the rows behind the committed ones holds the node's keys and values; -1: it was never expanded."""
+        """Which of the rows behind the committed ones holds the node's keys and values; -1: it was
+        never expanded."""
         return self._ints[ROWS, 1 : self._stop]
 
     @property
@@ -97,7 +104,8 @@ class GrowingTree:
 
     @property
     def gains(self) -> Floats:
-        """The log-probability of each node given its parent; the children of an expanded node are the likeliest tokens after it, and nothing else."""
+        """The log-probability of each node given its parent; the children of an expanded node are
+        the likeliest tokens after it, and nothing else."""
         return self._floats[GAINS, 1 : self._stop]
 
     @property
@@ -129,9 +137,13 @@ class GrowingTree:
 
     def token_tree(self, nodes: Nodes) -> TokenTree:
         """`nodes`, best first and none without its parent, as a tree to send."""
-        numbers = np.full(len(self) + 1, ROOT, np.int32)  # the last element stands for the root, index -1
+        numbers = np.full(
+            len(self) + 1, ROOT, np.int32
+        )  # the last element stands for the root, index -1
         numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
-        return TokenTree(tuple(self.tokens[nodes].tolist()), tuple(numbers[self.parents[nodes]].tolist()))
+        return TokenTree(
+            tuple(self.tokens[nodes].tolist()), tuple(numbers[self.parents[nodes]].tolist())
+        )
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens from below the root down to `node`; none for the root, -1."""
@@ -151,9 +163,12 @@ class GrowingTree:
         return self.root_expanded if node == ROOT else bool(self.rows[node] != NO_ROW)
 
     def expandable(self, depth: int, least: float) -> Nodes:
-        """Nodes without a row of their own whose parents have theirs, above level `depth` and of a path probability of at least `least`."""
+        """Nodes without a row of their own whose parents have theirs, above level `depth` and of a
+        path probability of at least `least`."""
         above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
-        return np.flatnonzero((self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least)))
+        return np.flatnonzero(
+            (self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least))
+        )
 
     def show(self, width: int) -> None:
         """From now on policies see of every node's children the best `width`."""
@@ -172,7 +187,8 @@ class GrowingTree:
         self.rows_used = rows_used
 
     def lineage(self, nodes: Nodes) -> tuple[Ints, Ints]:
-        """The rows that each of `nodes` sees, by depth and its own last: those of node i are rows[offsets[i] : offsets[i + 1]]. All of them have rows.
+        """The rows that each of `nodes` sees, by depth and its own last: those of node i are
+        rows[offsets[i] : offsets[i + 1]]. All of them have rows.
 
         Returns offsets [N + 1] and rows.
         """
@@ -187,16 +203,21 @@ class GrowingTree:
         return offsets, paths[paths != NO_ROW]
 
     def add_children(self, nodes: Sequence[int] | Nodes, tokens: Ints, gains: Floats) -> int:
-        """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf is no child. Returns how many were added.
+        """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf
+        is no child. Returns how many were added.
 
         Of those that are hidden the least likely are left out.
         """
-        # log_softmax may round to a little above 0, and a child above its parent would break the order that makes every prefix a tree
+        # log_softmax may round to a little above 0, and a child above its parent would break the
+        # order that makes every prefix a tree
         gains = np.minimum(gains, np.float32(0.0))
         behind = gains[:, self.shown :]
         behind[behind < LEAST_HIDDEN] = -np.inf
         if math.isnan(lowest := gains.min(initial=0.0)):
-            raise FloatingPointError("the draft's logits are not numbers: its weights overflow in this type, or are damaged")
+            raise FloatingPointError(
+                "the draft's logits are not numbers: its weights overflow in this type, or are "
+                "damaged"
+            )
         first, above = self._stop, np.asarray(nodes, np.intp)[:, None] + 1
         self._reserve(first + tokens.size)
         self._stop += tokens.size
@@ -207,7 +228,9 @@ class GrowingTree:
         floats = self._floats[:, first : self._stop].reshape(2, *tokens.shape)
         floats[GAINS], floats[SCORES] = gains, self._floats[SCORES, above] + gains
         if math.isinf(lowest):
-            self._keep(np.concatenate((np.arange(first), first + np.flatnonzero(np.isfinite(gains)))))
+            self._keep(
+                np.concatenate((np.arange(first), first + np.flatnonzero(np.isfinite(gains))))
+            )
         self.root_expanded |= not above.all()
         return self._stop - first
 
@@ -216,10 +239,12 @@ class GrowingTree:
         self._stop, self.root_expanded, self.rows_used = 1, False, 0
 
     def move_root(self, node: int, width: int) -> list[int]:
-        """Makes `node` the root and keeps what is below it, of every node's children the best `width`.
+        """Makes `node` the root and keeps what is below it, of every node's children the best
+        `width`.
 
-        Returns the rows that the surviving nodes had; from now on these nodes have the rows 0, 1, ... in that order. Order is kept, scores are summed
-        anew from the new root, so that they carry no rounding of the path above.
+        Returns the rows that the surviving nodes had; from now on these nodes have the rows 0, 1,
+        ... in that order. Order is kept, scores are summed anew from the new root, so that they
+        carry no rounding of the path above.
         """
         level = int(self.levels[node])
         root_expanded = bool(self.rows[node] != NO_ROW)
@@ -234,9 +259,11 @@ class GrowingTree:
         return old_rows
 
     def rank_again(self, nodes: Nodes, tokens: Ints, gains: Floats) -> int:
-        """The children [N, K] of `nodes` (-1: the root), some of which have children: these go on with the new gains, and with all that is below them.
+        """The children [N, K] of `nodes` (-1: the root), some of which have children: these go on
+        with the new gains, and with all that is below them.
 
-        Children that are not among the new ones are no likelier than the last of those, and get ranks behind them. Returns how many were added.
+        Children that are not among the new ones are no likelier than the last of those, and get
+        ranks behind them. Returns how many were added.
         """
         left, gains = np.full(gains.shape, -np.inf, np.float32), np.minimum(gains, np.float32(0.0))
         for place, node in enumerate(nodes.tolist()):
@@ -245,7 +272,9 @@ class GrowingTree:
             same &= np.isfinite(gains[place])
             again, ranks = same.any(axis=1), same.argmax(axis=1)
             lowest = gains[place][np.isfinite(gains[place])].min(initial=0.0)
-            self.gains[there] = np.where(again, gains[place][ranks], np.minimum(self.gains[there], lowest))
+            self.gains[there] = np.where(
+                again, gains[place][ranks], np.minimum(self.gains[there], lowest)
+            )
             self.ranks[there] = np.where(again, ranks, tokens.shape[1] + np.arange(len(there)))
             new = ~same.any(axis=0)
             left[place, new] = gains[place, new]
@@ -254,7 +283,8 @@ class GrowingTree:
         return added
 
     def prune(self, width: int) -> None:
-        """Keeps of every node's children the best `width`, with what is below them. Rows keep their numbers; those of what is gone are not free."""
+        """Keeps of every node's children the best `width`, with what is below them. Rows keep their
+        numbers; those of what is gone are not free."""
         self._keep_below(ROOT, width)
 
     def children_of(self, nodes: Nodes) -> NDArray[np.intp]:
@@ -263,9 +293,12 @@ class GrowingTree:
         return counts[nodes + 1]
 
     def _keep_below(self, node: int, width: int) -> None:
-        """Only what is below `node` (-1: the root) is left, of every node's children the best `width`; `node` is the parent -1."""
+        """Only what is below `node` (-1: the root) is left, of every node's children the best
+        `width`; `node` is the parent -1."""
         level = 0 if node == ROOT else int(self.levels[node])
-        below = np.zeros(len(self) + 1, np.bool_)  # the last element stands for the old root, index -1
+        below = np.zeros(
+            len(self) + 1, np.bool_
+        )  # the last element stands for the old root, index -1
         below[node] = True
         for deeper in range(level + 1, int(self.levels.max(initial=0)) + 1):
             at_level = np.flatnonzero(self.levels == deeper)
@@ -296,11 +329,22 @@ class GrowingTree:
     def _keep(self, places: Nodes) -> None:
         """Only these are left, in their order, ascending."""
         self._stop = len(places)
-        self._ints[:, : self._stop], self._floats[:, : self._stop] = self._ints[:, places], self._floats[:, places]
+        self._ints[:, : self._stop], self._floats[:, : self._stop] = (
+            self._ints[:, places],
+            self._floats[:, places],
+        )
 
 
-def likeliest(logits: Tensor, width: int, *, temperature: float = 0.0, noise: Sequence[Tensor] | None = None, sharpening: float = 1.0) -> tuple[Ints, Floats]:
-    """Of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the `width` highest ids [N, K], and log_softmax(z) at them, best first.
+def likeliest(
+    logits: Tensor,
+    width: int,
+    *,
+    temperature: float = 0.0,
+    noise: Sequence[Tensor] | None = None,
+    sharpening: float = 1.0,
+) -> tuple[Ints, Floats]:
+    """Of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the `width`
+    highest ids [N, K], and log_softmax(z) at them, best first.
 
     A temperature of 0 leaves the logits as they are. One transfer from the device.
     """
@@ -313,9 +357,12 @@ def likeliest(logits: Tensor, width: int, *, temperature: float = 0.0, noise: Se
 
 
 def best_first(nodes: Nodes, scores: Floats, most: int | None = None) -> Nodes:
-    """Of `nodes`, given in ascending order, the best `most`, or all, by (score descending, index ascending)."""
+    """Of `nodes`, given in ascending order, the best `most`, or all, by (score descending, index
+    ascending)."""
     order: Floats = -scores[nodes]
-    if most is not None and 0 < most < len(nodes) // FEW:  # sorting all of a pool that grew ahead takes longer than finding these few
+    if (
+        most is not None and 0 < most < len(nodes) // FEW
+    ):  # sorting all of a pool that grew ahead takes longer than finding these few
         among = order <= np.partition(order, most - 1)[most - 1]
         nodes, order = nodes[among], order[among]
     return nodes[order.argsort(kind="stable")][:most]

@@ -1,15 +1,21 @@
-"""Deeper and narrower trees where the draft is sure: the draft's half of the policy `heterospec` (HeteroSpec, Liu et al. 2025, section 4).
+"""Deeper and narrower trees where the draft is sure: the draft's half of the policy `heterospec`
+(HeteroSpec, Liu et al. 2025, section 4).
 
-The tree grows as `dynamic` grows it, to the depth that is set. Then one number says how predictable the text is: the *cumulative meta-path top-K entropy*,
-which is the sum over the distributions that generated the tokens of one path - the one whose last token is the surest - of the entropy of their K likeliest
-tokens, renormalised. Thresholds sort the number into bins, counted from 0, the lowest. In the low ones growth goes on from the same frontier for some more
-levels, and fewer nodes are offered; in the others the tree is that of `dynamic`. How much deeper and how many, `TreeSettings.size_in` says.
+The tree grows as `dynamic` grows it, to the depth that is set. Then one number says how predictable
+the text is: the *cumulative meta-path top-K entropy*, which is the sum over the distributions that
+generated the tokens of one path - the one whose last token is the surest - of the entropy of their
+K likeliest tokens, renormalised. Thresholds sort the number into bins, counted from 0, the lowest.
+In the low ones growth goes on from the same frontier for some more levels, and fewer nodes are
+offered; in the others the tree is that of `dynamic`. How much deeper and how many,
+`TreeSettings.size_in` says.
 
-K is the tree's width: of every expanded node the pool holds that many children. `dynamic` grows no level from which nothing could be offered, so a tree may
-end above its depth; a level that is missing counts as if nothing were known there, log K. So an unsure tree never passes for a sure one because its path is
-short, and where growth was cut off at the end of a reply nothing is adapted.
+K is the tree's width: of every expanded node the pool holds that many children. `dynamic` grows no
+level from which nothing could be offered, so a tree may end above its depth; a level that is
+missing counts as if nothing were known there, log K. So an unsure tree never passes for a sure one
+because its path is short, and where growth was cut off at the end of a reply nothing is adapted.
 
-Where the thresholds come from, and what they hold for, is no business of this file (`training/stratify.py`).
+Where the thresholds come from, and what they hold for, is no business of this file
+(`training/stratify.py`).
 """
 
 import math
@@ -29,12 +35,17 @@ NO_PATH = np.empty(0, np.intp)
 
 
 class Heterospec:
-    """Grows one session's tree, round by round. A round that was cut off before its entropy was known is one of `dynamic`."""
+    """Grows one session's tree, round by round. A round that was cut off before its entropy was
+    known is one of `dynamic`."""
 
     def __init__(self, settings: TreeSettings) -> None:
         """`settings.thresholds` are numbers; none: one bin, in which nothing is adapted."""
         if isinstance(settings.thresholds, str) and settings.thresholds:
-            raise RequestError("settings", f"tree.thresholds = {settings.thresholds!r} names a file, and a worker reads none: send the numbers that are in it")
+            raise RequestError(
+                "settings",
+                f"tree.thresholds = {settings.thresholds!r} names a file, and a worker reads "
+                "none: send the numbers that are in it",
+            )
         self._settings, self._dynamic = settings, Dynamic()
         self._bounds = tuple(map(float, settings.thresholds))
         self._path = NO_PATH
@@ -57,10 +68,13 @@ class Heterospec:
         return self.complete(self._dynamic.select(tree, size), tree, size)
 
     def assess(self, tree: GrowingTree, depth: int, width: int) -> None:
-        """Find out how sure the draft is of the first `depth` levels, and the bin that this means."""
+        """Find out how sure the draft is of the first `depth` levels, and the bin that this
+        means."""
         self._path = surest_path(tree, depth)
         if len(self._path):
-            self.entropy = path_entropy(tree, self._path, width) + (self._settings.depth - len(self._path)) * math.log(width)
+            self.entropy = path_entropy(tree, self._path, width) + (
+                self._settings.depth - len(self._path)
+            ) * math.log(width)
             self.stratum = bisect_left(self._bounds, self.entropy)
 
     def complete(self, best: Nodes, tree: GrowingTree, size: Shape) -> Nodes:
@@ -81,7 +95,8 @@ class Heterospec:
 
 
 def surest_path(tree: GrowingTree, depth: int) -> Nodes:
-    """The nodes from below the root down to the surest token of the deepest level that there is within `depth`; the lowest index where several are."""
+    """The nodes from below the root down to the surest token of the deepest level that there is
+    within `depth`; the lowest index where several are."""
     within = tree.within(depth)
     if not len(within):
         return NO_PATH
@@ -94,8 +109,9 @@ def surest_path(tree: GrowingTree, depth: int) -> Nodes:
 
 
 def path_entropy(tree: GrowingTree, path: Nodes, width: int) -> float:
-    """Of `path`, from below the root down: the sum of the entropies (nats) of the distributions that generated its tokens, each over its `width` likeliest
-    tokens and renormalised (HeteroSpec, equation 1)."""
+    """Of `path`, from below the root down: the sum of the entropies (nats) of the distributions
+    that generated its tokens, each over its `width` likeliest tokens and renormalised (HeteroSpec,
+    equation 1)."""
     steps = np.full(len(tree) + 1, -1, np.intp)  # the last element stands for the root, index -1
     steps[np.concatenate(([ROOT], path[:-1]))] = np.arange(len(path))
     step = steps[tree.parents]
@@ -108,7 +124,8 @@ def path_entropy(tree: GrowingTree, path: Nodes, width: int) -> float:
 
 
 def with_path(best: Nodes, path: Nodes, tree: GrowingTree, count: int) -> Nodes:
-    """At most `count` nodes, all of `path` and the first of `best`, by (score descending, index ascending); every prefix is a tree."""
+    """At most `count` nodes, all of `path` and the first of `best`, by (score descending, index
+    ascending); every prefix is a tree."""
     chosen = np.zeros(len(tree), np.bool_)
     chosen[best] = True
     if chosen[path].all():

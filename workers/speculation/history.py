@@ -1,11 +1,15 @@
-"""What was said before, as the processors see it that look back: logit bias, repetition, presence and frequency penalty, least number of tokens.
+"""What was said before, as the processors see it that look back: logit bias, repetition, presence
+and frequency penalty, least number of tokens.
 
-This is their definition in plain numbers, one logit at a time, in this order: the bias is added; a token of prompt or reply has its logit
-divided by the repetition penalty, or multiplied if it is negative (Keskar et al., CTRL, 2019; transformers' RepetitionPenaltyLogitsProcessor); of a token
-that the reply holds c > 0 times, presence + c * frequency is taken off (OpenAI's definition); before the least number of tokens an id that ends the reply
-cannot be chosen. The version over tensors is in `sampling.py`; a test holds the two together.
+This is their definition in plain numbers, one logit at a time, in this order: the bias is added; a
+token of prompt or reply has its logit divided by the repetition penalty, or multiplied if it is
+negative (Keskar et al., CTRL, 2019; transformers' RepetitionPenaltyLogitsProcessor); of a token
+that the reply holds c > 0 times, presence + c * frequency is taken off (OpenAI's definition);
+before the least number of tokens an id that ends the reply cannot be chosen. The version over
+tensors is in `sampling.py`; a test holds the two together.
 
-A *path* is what would be said after the log before the choice in question: the tokens of a node's ancestors and its own. Knows no tensors and no trees.
+A *path* is what would be said after the log before the choice in question: the tokens of a node's
+ancestors and its own. Knows no tensors and no trees.
 """
 
 import math
@@ -15,9 +19,12 @@ from dovetail.protocol.settings import Sampling
 
 
 class History:
-    """Which tokens a session's log holds, and how often its reply does. Grows with the log; a path is only looked at."""
+    """Which tokens a session's log holds, and how often its reply does. Grows with the log; a path
+    is only looked at."""
 
-    def __init__(self, sampling: Sampling, log: Sequence[int], end: Iterable[int], replied: int = 0) -> None:
+    def __init__(
+        self, sampling: Sampling, log: Sequence[int], end: Iterable[int], replied: int = 0
+    ) -> None:
         """`log` is a prompt, its last `replied` tokens those of the reply."""
         prompt = len(log) - replied
         self.sampling = sampling
@@ -41,7 +48,11 @@ class History:
     def penalty(self, token: int, path: Sequence[int] = ()) -> float:
         """What presence and frequency take off the logit of a token behind `path`."""
         count = self.counts.get(token, 0) + path.count(token)
-        return self.sampling.presence_penalty + count * self.sampling.frequency_penalty if count else 0.0
+        return (
+            self.sampling.presence_penalty + count * self.sampling.frequency_penalty
+            if count
+            else 0.0
+        )
 
     def too_early(self, path: Sequence[int] = ()) -> bool:
         """Whether the reply must not end behind `path`."""

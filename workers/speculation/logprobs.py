@@ -1,7 +1,8 @@
-"""What a target's own distribution says of tokens: log softmax of its logits as the model gives them, before any processor and without noise.
+"""What a target's own distribution says of tokens: log softmax of its logits as the model gives
+them, before any processor and without noise.
 
-Every row is computed by itself, in float64, and rounded to float32 in the end: the numbers of a token depend neither on the rows of its pass nor on the
-threads. N rows, V vocabulary.
+Every row is computed by itself, in float64, and rounded to float32 in the end: the numbers of a
+token depend neither on the rows of its pass nor on the threads. N rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,17 @@ def _of_row(row: Tensor, token: int, top: int) -> TokenLogprobs:
     ids = [token, *_likeliest(row, top)]
     logprob, *others = law[ids].float().tolist()
     if logprob != logprob:
-        raise RequestError("internal", "the target computed logits that are not numbers; its weights or its device are damaged")
+        raise RequestError(
+            "internal",
+            "the target computed logits that are not numbers; its weights or its device are "
+            "damaged",
+        )
     return TokenLogprobs(logprob=logprob, top=tuple(zip(ids[1:], others, strict=True)))
 
 
 def _likeliest(row: Tensor, count: int) -> list[int]:
-    """The ids of the largest of logits [V], best first, of equals the lowest; topk leaves the order of equals open."""
+    """The ids of the largest of logits [V], best first, of equals the lowest; topk leaves the order
+    of equals open."""
     if not count:
         return []
     least = row.topk(min(count, len(row))).values[-1]

@@ -1,7 +1,8 @@
 """The coupled noise as tensors: the definition in `protocol/noise.py`, V tokens at a time.
 
-Noise depends on key, position and token alone, so it is computed once a position, ahead of need, while the worker waits. torch has no unsigned 64-bit
-arithmetic: int64 wraps modulo 2^64 as it should, and a logical right shift is an arithmetic one with the copied sign bits masked away.
+Noise depends on key, position and token alone, so it is computed once a position, ahead of need,
+while the worker waits. torch has no unsigned 64-bit arithmetic: int64 wraps modulo 2^64 as it
+should, and a logical right shift is an arithmetic one with the copied sign bits masked away.
 """
 
 from collections.abc import Sequence
@@ -30,14 +31,21 @@ def _mix(x: Tensor) -> Tensor:
     return _xor_shift(x, 31)
 
 
-def gumbel_noise(key: bytes, position: int, size: int, device: torch.device | None = None) -> Tensor:
+def gumbel_noise(
+    key: bytes, position: int, size: int, device: torch.device | None = None
+) -> Tensor:
     """The noise [V] (float32) of the tokens 0..size-1 at an absolute position."""
-    return _gumbel(torch.arange(1, size + 1, dtype=torch.int64, device=device), _signed(position_word(key, position))).to(torch.float32)
+    return _gumbel(
+        torch.arange(1, size + 1, dtype=torch.int64, device=device),
+        _signed(position_word(key, position)),
+    ).to(torch.float32)
 
 
 def gumbel_noise_of(key: bytes, positions: Sequence[int], tokens: Tensor) -> Tensor:
     """The noise [N, K] (float64) of single tokens [N, K], each row at a position of its own."""
-    words = torch.tensor([_signed(position_word(key, position)) for position in positions], dtype=torch.int64).unsqueeze(1)
+    words = torch.tensor(
+        [_signed(position_word(key, position)) for position in positions], dtype=torch.int64
+    ).unsqueeze(1)
     return _gumbel(tokens.to(torch.int64) + 1, words)
 
 
@@ -49,7 +57,8 @@ def _gumbel(counters: Tensor, words: Tensor | int) -> Tensor:
 
 
 class NoiseCache:
-    """The noise of one session: rows computed when asked for or ahead of need, dropped when the log has passed them."""
+    """The noise of one session: rows computed when asked for or ahead of need, dropped when the log
+    has passed them."""
 
     def __init__(self, key: bytes, size: int, device: torch.device | None = None) -> None:
         self._key, self._size, self._device = key, size, device
@@ -65,7 +74,8 @@ class NoiseCache:
         return self._rows[position]
 
     def prepare(self, first: int, count: int) -> bool:
-        """Compute one missing row of the positions first..first+count-1; False if none was missing."""
+        """Compute one missing row of the positions first..first+count-1; False if none was
+        missing."""
         missing = next((p for p in range(first, first + count) if p not in self._rows), None)
         if missing is not None:
             self.row(missing)

@@ -1,19 +1,27 @@
 """How a tree is grown and what of it is offered: the draft's half of a tree policy.
 
-A policy says which nodes the next pass of the model expands, and of the nodes that are there which are offered, best first. Expanding a node means
-computing its row and adding its likeliest children; how that is done is the engine's business. The tree may hold nodes already, those that the last move
-of the root has left; what has a row is not expanded again, and what is hidden is as if it were not there. Every prefix of what is offered is a tree,
-whatever the policy.
+A policy says which nodes the next pass of the model expands, and of the nodes that are there which
+are offered, best first. Expanding a node means computing its row and adding its likeliest children;
+how that is done is the engine's business. The tree may hold nodes already, those that the last move
+of the root has left; what has a row is not expanded again, and what is hidden is as if it were not
+there. Every prefix of what is offered is a tree, whatever the policy.
 
-- `dynamic`: of every level the best `width` nodes are expanded in one pass, and the best `nodes` of the whole pool are offered (EAGLE-2, Li et al. 2024;
-  EAGLE-3 with depth 8). Presets gamma/depth/width: 15/8/10, 6/5/10 for small machines, 59/8/10 for a GPU.
+- `dynamic`: of every level the best `width` nodes are expanded in one pass, and the best `nodes` of
+  the whole pool are offered (EAGLE-2, Li et al. 2024;
+  EAGLE-3 with depth 8). Presets gamma/depth/width: 15/8/10, 6/5/10 for small machines, 59/8/10 for
+  a GPU.
 - `static`: the same shape always, only the tokens vary (EAGLE-1). Preset 25/5/10.
-- `beam`: of the children of a level's nodes the best `width` of all are kept, and all that is kept is offered (SubSpec, 2025). gamma = width * depth; preset
+- `beam`: of the children of a level's nodes the best `width` of all are kept, and all that is kept
+  is offered (SubSpec, 2025). gamma = width * depth; preset
   288/48/6. A smaller gamma takes the best of them.
-- `budget`: the best `nodes` of the whole tree that the draft could grow, as a best-first search finds them (SpecExec, Svirschevski et al. 2024), its score
-  falling by log(0.95) with every level; a pass expands the best `width` that have not been. gamma is what counts; depth and width are bounds.
-- `goodput`: best first like `budget`, without its decay, so that the list is in the order of the probability to be accepted. How many passes pay is settled
-  where they are made, how many nodes where they are verified; either takes a beginning of what is said here.
+- `budget`: the best `nodes` of the whole tree that the draft could grow, as a best-first search
+  finds them (SpecExec, Svirschevski et al. 2024), its score
+  falling by log(0.95) with every level; a pass expands the best `width` that have not been. gamma
+  is what counts; depth and width are bounds.
+- `goodput`: best first like `budget`, without its decay, so that the list is in the order of the
+  probability to be accepted. How many passes pay is settled
+  where they are made, how many nodes where they are verified; either takes a beginning of what is
+  said here.
 - `heterospec`: `heterospec.py`.
 
 Knows numbers only, no model, no cache and no clock.
@@ -33,7 +41,8 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.shapes import Path
 
 DECAY = np.float32(np.log(0.95))
-"""What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain tokens from taking the whole budget."""
+"""What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain
+tokens from taking the whole budget."""
 NO_DECAY = np.float32(0.0)
 
 
@@ -45,14 +54,17 @@ class Policy(Protocol):
         """Of the last tree, where the policy goes by it (`heterospec.py`); else None."""
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """What each pass of the model expands, none empty: the root, -1, by itself and first, then nodes whose parents have rows.
+        """What each pass of the model expands, none empty: the root, -1, by itself and first, then
+        nodes whose parents have rows.
 
-        The caller gives them rows and adds their children before it asks for the next pass. It may stop at any time, and has to where it cannot expand
-        what it is given. Of what `BestFirst` gives it may also expand some nodes only, the first at least: the others come again.
+        The caller gives them rows and adds their children before it asks for the next pass. It may
+        stop at any time, and has to where it cannot expand what it is given. Of what `BestFirst`
+        gives it may also expand some nodes only, the first at least: the others come again.
         """
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """What to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best first: every prefix is a tree."""
+        """What to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best first:
+        every prefix is a tree."""
 
 
 class Dynamic:
@@ -61,11 +73,15 @@ class Dynamic:
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level; what a tree that was there already lacks on several levels goes in one."""
+        """One pass a level; what a tree that was there already lacks on several levels goes in
+        one."""
         yield from root_pass(tree, shape)
         while shape.depth > 1:
             offered = self.select(tree, shape)
-            levels = [offered[tree.levels[offered] == level][: shape.width] for level in range(1, shape.depth)]
+            levels = [
+                offered[tree.levels[offered] == level][: shape.width]
+                for level in range(1, shape.depth)
+            ]
             nodes = worthwhile(np.concatenate(levels), offered, tree, shape)
             if not len(nodes):
                 return
@@ -79,7 +95,8 @@ class Dynamic:
 
 
 class Beam:
-    """The best `width` nodes of every level, each the child of one that was kept on the level before."""
+    """The best `width` nodes of every level, each the child of one that was kept on the level
+    before."""
 
     entropy: ClassVar[float | None] = None
 
@@ -88,7 +105,14 @@ class Beam:
         yield from root_pass(tree, shape)
         for level in range(1, shape.depth):
             kept = _kept(tree, level, shape.width)
-            if len(nodes := worthwhile(kept[tree.levels[kept] == level], best_first(kept, tree.scores, shape.nodes), tree, shape)):
+            if len(
+                nodes := worthwhile(
+                    kept[tree.levels[kept] == level],
+                    best_first(kept, tree.scores, shape.nodes),
+                    tree,
+                    shape,
+                )
+            ):
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
@@ -105,17 +129,21 @@ class BestFirst:
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """As many passes as it takes until everything offered that may have children has been expanded."""
+        """As many passes as it takes until everything offered that may have children has been
+        expanded."""
         yield from root_pass(tree, shape)
         while True:
             best = self.select(tree, shape)
-            nodes = worthwhile(best[tree.levels[best] < shape.depth], best, tree, shape)[: shape.width]
+            nodes = worthwhile(best[tree.levels[best] < shape.depth], best, tree, shape)[
+                : shape.width
+            ]
             if not len(nodes):
                 return
             yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The best of the pool by their scores with the decay; rounding is monotonic, so no child comes before its parent here either."""
+        """The best of the pool by their scores with the decay; rounding is monotonic, so no child
+        comes before its parent here either."""
         decayed: Floats = tree.scores + tree.levels.astype(np.float32) * self.decay
         return best_first(tree.within(shape.depth), decayed, shape.nodes)
 
@@ -138,7 +166,8 @@ class Static:
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The nodes that have a place in the shape; where a node has fewer children than places, the others and what would be below them are missing."""
+        """The nodes that have a place in the shape; where a node has fewer children than places,
+        the others and what would be below them are missing."""
         places = _places(tree, _below(self.paths, shape), shape.depth)
         nodes = np.flatnonzero(places > 0)
         order: Nodes = nodes[np.argsort(places[nodes])]
@@ -154,8 +183,9 @@ def root_pass(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
 def worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
     """`nodes` less those that have been expanded, less those that cannot matter.
 
-    A child comes after its parent in the order of `offered`, the best nodes so far, so what is below a node that is not among the best `shape.nodes` - 1
-    is never offered, however far the tree grows.
+    A child comes after its parent in the order of `offered`, the best nodes so far, so what is
+    below a node that is not among the best `shape.nodes` - 1 is never offered, however far the tree
+    grows.
     """
     matters = np.zeros(len(tree), np.bool_)
     matters[offered[: max(shape.nodes - 1, 0)]] = True
@@ -175,9 +205,12 @@ def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
 
 @lru_cache(256)
 def _below(paths: tuple[Path, ...], shape: Shape) -> NDArray[np.intp]:
-    """[places, ranks]: the place of the child of that rank, -1 if it has none in `shape`. Place 0 is the root, place i node i - 1 of the shape, and the
-    last place is nowhere; the last rank stands for all beyond those of the shape."""
-    cut = [path for path in paths if len(path) <= shape.depth and max(path) < shape.width][: shape.nodes]
+    """[places, ranks]: the place of the child of that rank, -1 if it has none in `shape`. Place 0
+    is the root, place i node i - 1 of the shape, and the last place is nowhere; the last rank
+    stands for all beyond those of the shape."""
+    cut = [path for path in paths if len(path) <= shape.depth and max(path) < shape.width][
+        : shape.nodes
+    ]
     places = {(): 0, **{path: place for place, path in enumerate(cut, start=1)}}
     table = np.full((len(cut) + 2, max(map(max, cut), default=0) + 2), -1, np.intp)
     for path, place in places.items():
@@ -192,5 +225,7 @@ def _places(tree: GrowingTree, below: NDArray[np.intp], depth: int) -> NDArray[n
     places[ROOT] = 0
     for level in range(1, depth + 1):
         nodes = np.flatnonzero(tree.levels == level)
-        places[nodes] = below[places[tree.parents[nodes]], np.minimum(tree.ranks[nodes], below.shape[1] - 1)]
+        places[nodes] = below[
+            places[tree.parents[nodes]], np.minimum(tree.ranks[nodes], below.shape[1] - 1)
+        ]
     return places[:-1]

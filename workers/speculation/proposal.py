@@ -1,4 +1,5 @@
-"""What a draft is asked for and what it offers. Knows no tensors: a draft without a model speaks of the same."""
+"""What a draft is asked for and what it offers. Knows no tensors: a draft without a model speaks of
+the same."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +9,8 @@ from dovetail.protocol.tree import TokenTree
 
 @dataclass(frozen=True)
 class Shape:
-    """What a proposal may be: at most `nodes` nodes and `depth` levels, `width` nodes expanded a level and children considered a node."""
+    """What a proposal may be: at most `nodes` nodes and `depth` levels, `width` nodes expanded a
+    level and children considered a node."""
 
     nodes: int
     depth: int
@@ -22,7 +24,8 @@ class Price:
     rate: float | None = None
     """Tokens that a second is worth; None: whatever the policy asks for is grown."""
     floor: float = 0.0
-    """Path probability below which a node would not be verified: it is neither offered nor expanded."""
+    """Path probability below which a node would not be verified: it is neither offered nor
+    expanded."""
 
 
 FREE = Price()
@@ -30,7 +33,8 @@ FREE = Price()
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is offered for verification, best first; `grown` nodes joined the pool for it, `hit`: its root lay in the pool already."""
+    """What is offered for verification, best first; `grown` nodes joined the pool for it, `hit`:
+    its root lay in the pool already."""
 
     tree: TokenTree
     scores: tuple[float, ...]
@@ -45,6 +49,7 @@ class Proposal:
     entropy: float | None = None
     """Of the tree, in nats, where the policy goes by it."""
     candidates: Array | None = None
-    """int32 [1 + nodes, K]: of what the children of the root and of each node were drawn, where they were drawn at random."""
+    """int32 [1 + nodes, K]: of what the children of the root and of each node were drawn, where
+    they were drawn at random."""
     probabilities: Array | None = None
     """float32 [1 + nodes, K]."""

@@ -1,14 +1,19 @@
-"""The papers' speculative sampling, for trees of a static shape: children are drawn from the draft's law, and accepted with probability p/q.
+"""The papers' speculative sampling, for trees of a static shape: children are drawn from the
+draft's law, and accepted with probability p/q.
 
-At a node the draft draws its children without replacement from its law q, truncated to the likeliest K tokens. The target, with the law p, looks at them in
-the order in which they were drawn: it accepts child x with probability min(1, r(x)/s(x)), where r = p and s = q at first, and after a child was refused
-r becomes max(r - s, 0) and s loses x, both normalised. Where all are refused the token is drawn from r; below a leaf, from p. What is emitted has the law
-p, node by node: given the refusals so far x has the law s, and one step of Leviathan, Kalman, Matias (2023) turns it into an exact draw from r (Jeon et al.,
-"Recursive speculative decoding", 2024; Chen et al., "Sequoia", 2024; EAGLE-1's rule). This holds only where no drawn child is thrown away for what it is:
-the first m of a node's draws are its m draws, and m comes from the shape.
+At a node the draft draws its children without replacement from its law q, truncated to the
+likeliest K tokens. The target, with the law p, looks at them in the order in which they were drawn:
+it accepts child x with probability min(1, r(x)/s(x)), where r = p and s = q at first, and after a
+child was refused r becomes max(r - s, 0) and s loses x, both normalised. Where all are refused the
+token is drawn from r; below a leaf, from p. What is emitted has the law p, node by node: given the
+refusals so far x has the law s, and one step of Leviathan, Kalman, Matias (2023) turns it into an
+exact draw from r (Jeon et al., "Recursive speculative decoding", 2024; Chen et al., "Sequoia",
+2024; EAGLE-1's rule). This holds only where no drawn child is thrown away for what it is: the first
+m of a node's draws are its m draws, and m comes from the shape.
 
-The draws, the tests and the last tokens have streams of random numbers of their own, derived from the session's key and the length of its log, so that they
-are fresh in every round. Everything is computed in float64.
+The draws, the tests and the last tokens have streams of random numbers of their own, derived from
+the session's key and the length of its log, so that they are fresh in every round. Everything is
+computed in float64.
 
 N nodes, K candidates, V vocabulary. Knows neither models nor messages.
 """
@@ -32,7 +37,8 @@ from dovetail.workers.speculation.noise import gumbel_noise, gumbel_noise_of
 from dovetail.workers.speculation.sampling import LARGEST_MARGIN, choose
 
 CANDIDATES = 64
-"""K: so many of the draft's likeliest tokens can be drawn. At least the greatest width; the rest of a law weighs little, and every candidate travels."""
+"""K: so many of the draft's likeliest tokens can be drawn. At least the greatest width; the rest of
+a law weighs little, and every candidate travels."""
 
 Law = NDArray[np.float64]
 UNDRAWN = np.zeros(0, np.intp), np.zeros(0)
@@ -40,13 +46,15 @@ UNDRAWN = np.zeros(0, np.intp), np.zeros(0)
 
 
 def stream(key: bytes, purpose: str, length: int) -> bytes:
-    """The key of the random numbers for one purpose in the round that begins with a log of `length` tokens."""
+    """The key of the random numbers for one purpose in the round that begins with a log of `length`
+    tokens."""
     return hashlib.sha256(key + struct.pack("<Q", length) + purpose.encode()).digest()[:KEY_BYTES]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The laws from which the children of a tree's nodes were drawn: row 0 the root's, row i + 1 node i's; zeros where there is none."""
+    """The laws from which the children of a tree's nodes were drawn: row 0 the root's, row i + 1
+    node i's; zeros where there is none."""
 
     candidates: Tensor
     """[1 + N, K] token ids."""
@@ -59,28 +67,42 @@ class Drawn:
         return cls(torch.zeros(1, 0, dtype=torch.int32), torch.zeros(1, 0))
 
     def check(self, tree: TokenTree, vocabulary_size: int) -> "Drawn":
-        """These laws, if all children of `tree` can have been drawn from them; else `TreeError` naming the node."""
+        """These laws, if all children of `tree` can have been drawn from them; else `TreeError`
+        naming the node."""
         shape = self.candidates.shape
         if self.probabilities.shape != shape or len(shape) != 2 or shape[0] != len(tree) + 1:
-            raise TreeError(f"laws of {tuple(shape)} candidates and {tuple(self.probabilities.shape)} probabilities do not fit a tree of {len(tree)} nodes")
+            raise TreeError(
+                f"laws of {tuple(shape)} candidates and {tuple(self.probabilities.shape)} "
+                f"probabilities do not fit a tree of {len(tree)} nodes"
+            )
         if not bool((self.probabilities.isfinite() & (self.probabilities >= 0)).all()):
             raise TreeError("the laws of a tree have probabilities that are none")
-        if self.candidates.numel() and not 0 <= int(self.candidates.min()) <= int(self.candidates.max()) < vocabulary_size:
-            raise TreeError(f"the laws of a tree have candidates beyond the vocabulary of {vocabulary_size}")
+        if (
+            self.candidates.numel()
+            and not 0 <= int(self.candidates.min()) <= int(self.candidates.max()) < vocabulary_size
+        ):
+            raise TreeError(
+                f"the laws of a tree have candidates beyond the vocabulary of {vocabulary_size}"
+            )
         for node, children in tree.children.items():
             candidates = self.law(node)[0].tolist()
             if len(set(candidates)) != len(candidates):
                 raise TreeError(f"the law below node {node} has a candidate twice")
             if missing := set(children).difference(candidates):
-                raise TreeError(f"node {node} has children {sorted(missing)} that its law cannot draw")
+                raise TreeError(
+                    f"node {node} has children {sorted(missing)} that its law cannot draw"
+                )
         return self
 
     def law(self, node: int) -> tuple[NDArray[np.intp], Law]:
-        """The candidates [K] below a node (-1: the root) that have a probability, and these, which add up to 1."""
+        """The candidates [K] below a node (-1: the root) that have a probability, and these, which
+        add up to 1."""
         probabilities = self.probabilities[node + 1].double().numpy()
         possible = probabilities > 0
         candidates: NDArray[np.intp] = self.candidates[node + 1].numpy()[possible].astype(np.intp)
-        return candidates, probabilities[possible] / max(probabilities.sum(), np.finfo(np.float64).tiny)
+        return candidates, probabilities[possible] / max(
+            probabilities.sum(), np.finfo(np.float64).tiny
+        )
 
 
 class Draws:
@@ -97,17 +119,22 @@ class Draws:
         self._laws.clear()
 
     def children(self, nodes: Nodes, logits: Tensor, width: int) -> tuple[Ints, Floats]:
-        """Children of `nodes` (-1: the root) by logits [N, V] as the processors leave them, without replacement.
+        """Children of `nodes` (-1: the root) by logits [N, V] as the processors leave them, without
+        replacement.
 
-        Returns at most `width` ids [N, width] in the order in which they were drawn, and their log-probabilities; -inf where no more can be drawn.
+        Returns at most `width` ids [N, width] in the order in which they were drawn, and their
+        log-probabilities; -inf where no more can be drawn.
         """
         values, ids = logits.float().topk(min(CANDIDATES, logits.shape[1]))
         probabilities = values.double().softmax(-1).float().cpu()
         candidates = ids.to(torch.int32).cpu()
-        for node, tokens, law in zip(nodes.tolist(), candidates.numpy(), probabilities.numpy(), strict=True):
+        for node, tokens, law in zip(
+            nodes.tolist(), candidates.numpy(), probabilities.numpy(), strict=True
+        ):
             self._laws[node] = tokens, law
         logarithms = probabilities.double().log()
-        # the order of log q + Gumbel noise is that of drawing one by one without replacement (Gumbel-top-k; Kool et al., 2019)
+        # the order of log q + Gumbel noise is that of drawing one by one without replacement
+        # (Gumbel-top-k; Kool et al., 2019)
         noise = gumbel_noise_of(self._stream, [node + 1 for node in nodes.tolist()], candidates)
         order = (logarithms + noise).argsort(-1, descending=True)[:, :width]
         return candidates.gather(1, order).numpy(), logarithms.gather(1, order).float().numpy()
@@ -124,7 +151,8 @@ class Draws:
 
 
 class Remaining:
-    """What is still open at a node after some refusals: r, the law that the token has now, and s, the law of the next child.
+    """What is still open at a node after some refusals: r, the law that the token has now, and s,
+    the law of the next child.
 
     Only the candidates' part of r is kept up; the rest of it keeps its proportions.
     """
@@ -135,12 +163,14 @@ class Remaining:
         self._place = {token: place for place, token in enumerate(candidates.tolist())}
         self._rest = target.copy()
         self._rest[candidates] = 0.0
-        # summed, not 1 - the candidates' share: it has to be exactly 0 where nothing else is possible
+        # summed, not 1 - the candidates' share: it has to be exactly 0 where nothing else is
+        # possible
         self._rest_share = float(self._rest.sum())
         self._r, self._s, self._scale = target[candidates], probabilities.copy(), 1.0
 
     def chance(self, token: int) -> float:
-        """r/s of a candidate that has not been refused: the probability to accept it, where it is below 1."""
+        """r/s of a candidate that has not been refused: the probability to accept it, where it is
+        below 1."""
         place = self._place[token]
         return float(self._r[place] / self._s[place])
 
@@ -148,7 +178,11 @@ class Remaining:
         """The candidate was not accepted."""
         left = np.maximum(self._r - self._s, 0.0)
         total = float(left.sum()) + self._scale * self._rest_share
-        if total > 0.0:  # else r equals s, and a refusal has the probability 0: r stays as it is, and is still a law
+        if (
+            total > 0.0
+            # else r equals s, and a refusal has the probability 0: r stays as it is, and is still a
+            # law
+        ):
             self._r, self._scale = left / total, self._scale / total
         self._s[self._place[token]] = 0.0
         if (share := float(self._s.sum())) > 0.0:
@@ -176,11 +210,14 @@ class Choices:
         return gumbel_noise(self._tokens, level, size)
 
 
-def judge(tree: TokenTree, drawn: Drawn, processed: Callable[[int], Tensor], choices: Choices) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
-    """The accepted nodes, the bonus, and for each of these tokens how far it was from another outcome (nats).
+def judge(
+    tree: TokenTree, drawn: Drawn, processed: Callable[[int], Tensor], choices: Choices
+) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
+    """The accepted nodes, the bonus, and for each of these tokens how far it was from another
+    outcome (nats).
 
-    `processed(row)`: the target's logits [V] after the root (row 0) or node row - 1 as the processors leave them; asked only for rows on the accepted path.
-    `drawn` has been checked.
+    `processed(row)`: the target's logits [V] after the root (row 0) or node row - 1 as the
+    processors leave them; asked only for rows on the accepted path. `drawn` has been checked.
     """
     accepted: list[int] = []
     margins: list[float] = []
@@ -196,12 +233,17 @@ def judge(tree: TokenTree, drawn: Drawn, processed: Callable[[int], Tensor], cho
         margins.append(margin)
         node = child
     logits = torch.from_numpy(remaining.law()).log()
-    bonus, distance = choose(logits.unsqueeze(0), choices.noise(len(accepted), len(logits)).double().unsqueeze(0))
+    bonus, distance = choose(
+        logits.unsqueeze(0), choices.noise(len(accepted), len(logits)).double().unsqueeze(0)
+    )
     return tuple(accepted), int(bonus[0]), (*margins, float(distance[0]))
 
 
-def _accept(remaining: Remaining, children: Mapping[int, int], choices: Choices) -> tuple[int | None, float]:
-    """The first of the children (token -> node, in the order in which they were drawn) to pass its test, and its margin; None if all are refused."""
+def _accept(
+    remaining: Remaining, children: Mapping[int, int], choices: Choices
+) -> tuple[int | None, float]:
+    """The first of the children (token -> node, in the order in which they were drawn) to pass its
+    test, and its margin; None if all are refused."""
     for token, node in children.items():
         chance, test = remaining.chance(token), choices.test(node)
         if test < chance:

@@ -1,6 +1,8 @@
-"""Fixed tree shapes: a node is a path of ranks, (0, 2) being the third child of the first child of the root. Knows no tokens.
+"""Fixed tree shapes: a node is a path of ranks, (0, 2) being the third child of the first child of
+the root. Knows no tokens.
 
-A shape is listed parents first and siblings in rank order, so that every prefix of the list is a shape.
+A shape is listed parents first and siblings in rank order, so that every prefix of the list is a
+shape.
 """
 
 import heapq
@@ -14,16 +16,18 @@ EAGLE_1: tuple[Path, ...] = (
     *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
     *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
-"""The tree of EAGLE-1 (Li et al. 2024; `mc_sim_7b_63` of its code, tuned by its authors): 25 nodes, 5 levels, at most 4 children."""
+"""The tree of EAGLE-1 (Li et al. 2024; `mc_sim_7b_63` of its code, tuned by its authors): 25 nodes,
+5 levels, at most 4 children."""
 
 
 @lru_cache(256)
 def fixed_shape(gamma: int, depth: int, width: int) -> tuple[Path, ...]:
     """At most `gamma` nodes, `depth` levels and `width` children a node; best first.
 
-    It is EAGLE-1's where that is what was asked for. Else it is the best `gamma` paths if every rank is half as likely to be accepted as the one before
-    it: the child of rank r with probability 2^-(r + 1), hence a path with 2^-(its length + the sum of its ranks); of equals the shorter come first. At
-    25 nodes and 5 levels 20 of these are EAGLE-1's.
+    It is EAGLE-1's where that is what was asked for. Else it is the best `gamma` paths if every
+    rank is half as likely to be accepted as the one before it: the child of rank r with probability
+    2^-(r + 1), hence a path with 2^-(its length + the sum of its ranks); of equals the shorter come
+    first. At 25 nodes and 5 levels 20 of these are EAGLE-1's.
     """
     if (gamma, depth) == (25, 5) and width > max(map(max, EAGLE_1)):
         return EAGLE_1

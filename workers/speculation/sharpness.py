@@ -1,17 +1,23 @@
-"""How sure a draft may be: the numbers that turn its logits into probabilities, fitted to what the target chooses while it is speculated for.
+"""How sure a draft may be: the numbers that turn its logits into probabilities, fitted to what the
+target chooses while it is speculated for.
 
-The score of a child is log_softmax(z / s) with z = log q'(v) + h g(v): s is the sharpening, h the share of the target's noise g that the draft adds (greedy:
-z are the logits, and h plays no part). Both are found by greatest likelihood. A node whose outcome is known - the root, and whatever lies on the path that
-the target took - adds log softmax(z / s)[y] where the target's choice y is one of its children in the tree, else log(1 - the sum over these children),
-which is not let fall below log 1e-6. Nodes that were not reached add nothing. The sums are kept at every point of a grid of (s, h), so the fit is exact;
-between the points of the best h a parabola in log s goes through the highest and its two neighbours. All of them shrink with every node, so that about the
-last `MEMORY` count.
+The score of a child is log_softmax(z / s) with z = log q'(v) + h g(v): s is the sharpening, h the
+share of the target's noise g that the draft adds (greedy: z are the logits, and h plays no part).
+Both are found by greatest likelihood. A node whose outcome is known - the root, and whatever lies
+on the path that the target took - adds log softmax(z / s)[y] where the target's choice y is one of
+its children in the tree, else log(1 - the sum over these children), which is not let fall below log
+1e-6. Nodes that were not reached add nothing. The sums are kept at every point of a grid of (s, h),
+so the fit is exact; between the points of the best h a parabola in log s goes through the highest
+and its two neighbours. All of them shrink with every node, so that about the last `MEMORY` count.
 
-There are such sums for each depth class of the children, and for greedy and sampled replies apart: deeper down a head reads its own guesses, and above
-temperature 0 part of what a child is ranked by is noise. They belong to a draft, not to a session: all sessions of an engine add to them.
+There are such sums for each depth class of the children, and for greedy and sampled replies apart:
+deeper down a head reads its own guesses, and above temperature 0 part of what a child is ranked by
+is noise. They belong to a draft, not to a session: all sessions of an engine add to them.
 
-What a node's outcome says is worked out while the worker waits (`Sharpness.learn`), a bit at a time. On the way of a proposal stand references only:
-`Expectations` remembers what was ranked below the nodes of one session's tree until the root moves. Knows logits and tokens; no model, no messages, no clock.
+What a node's outcome says is worked out while the worker waits (`Sharpness.learn`), a bit at a
+time. On the way of a proposal stand references only: `Expectations` remembers what was ranked below
+the nodes of one session's tree until the root moves. Knows logits and tokens; no model, no
+messages, no clock.
 """
 
 from collections import deque
@@ -29,7 +35,8 @@ from dovetail.workers.speculation.sampling import tempered
 Likelihoods = NDArray[np.float64]
 
 GRID: Likelihoods = np.geomspace(0.05, 3.0, 20)
-"""Sharpenings at which the likelihood is known. Fits seen: 0.05 for a target's own copy in 4 bits, 0.5 for its first 6 of 8 layers."""
+"""Sharpenings at which the likelihood is known. Fits seen: 0.05 for a target's own copy in 4 bits,
+0.5 for its first 6 of 8 layers."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the noise."""
 LEAST = 1e-6
@@ -37,18 +44,23 @@ LEAST = 1e-6
 MEMORY = 500
 """Nodes that count: each takes 1 / MEMORY off the weight of those before it."""
 PRIOR = 32.0
-"""What is known at the start weighs as much as so many nodes that each say log s and h with the precision of one unit of Fisher information."""
+"""What is known at the start weighs as much as so many nodes that each say log s and h with the
+precision of one unit of Fisher information."""
 CLASSES = 4
 """Depth classes: children on level 1, on 2, on 3 and 4, and below."""
 WORK = 1 << 17
-"""Exponentials that one call of `learn` takes at most, one point of the grid at least: half a millisecond of a core."""
+"""Exponentials that one call of `learn` takes at most, one point of the grid at least: half a
+millisecond of a core."""
 BACKLOG = 1 << 20
-"""With so many logits waiting to be learned from a round is left out, whole: leaving out a part would favour hits or misses."""
+"""With so many logits waiting to be learned from a round is left out, whole: leaving out a part
+would favour hits or misses."""
 REMEMBERED = 1 << 22
-"""Logits of one session's passes that are kept until the root moves, 16 MiB; passes beyond are not learned from."""
+"""Logits of one session's passes that are kept until the root moves, 16 MiB; passes beyond are not
+learned from."""
 NO_CHILD = -1
 NEGLIGIBLE = -80.0
-"""Beside 0: exponentials that are no ordinary float32 numbers take a processor eight times as long."""
+"""Beside 0: exponentials that are no ordinary float32 numbers take a processor eight times as
+long."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +102,30 @@ class Observation:
 
     def z(self, share: float) -> Tensor:
         """The logits [V] with that share of the noise, float32, the largest 0."""
-        z = tempered(self.logits.float(), self.temperature) if self.temperature > 0.0 else self.logits.float()
+        z = (
+            tempered(self.logits.float(), self.temperature)
+            if self.temperature > 0.0
+            else self.logits.float()
+        )
         z = z if self.noise is None else z.add(self.noise, alpha=share)
         return z - z.max()
 
     def likelihoods(self, z: Tensor, sharpenings: Likelihoods) -> Likelihoods:
-        """The logarithm of the outcome's probability at each of `sharpenings` [S], where z [V] is at most 0."""
+        """The logarithm of the outcome's probability at each of `sharpenings` [S], where z [V] is
+        at most 0."""
         divided = z / torch.from_numpy(sharpenings).to(z.device, torch.float32)[:, None]
         total = divided.clamp(min=NEGLIGIBLE).logsumexp(-1)
         tokens = self.children[self.children != NO_CHILD]
-        logs = (divided[:, torch.from_numpy(tokens.astype(np.int64)).to(z.device)] - total[:, None]).double().cpu().numpy()
+        logs = (
+            (divided[:, torch.from_numpy(tokens.astype(np.int64)).to(z.device)] - total[:, None])
+            .double()
+            .cpu()
+            .numpy()
+        )
         hit = np.flatnonzero(tokens == self.choice)
-        found: Likelihoods = logs[:, hit[0]] if len(hit) else np.log(np.maximum(1.0 - np.exp(logs).sum(-1), LEAST))
+        found: Likelihoods = (
+            logs[:, hit[0]] if len(hit) else np.log(np.maximum(1.0 - np.exp(logs).sum(-1), LEAST))
+        )
         return found
 
 
@@ -125,11 +149,15 @@ class _Fit:
         """Where the likelihood is greatest."""
         share, point = np.unravel_index(int(self.sums.argmax()), self.sums.shape)
         step = np.log(GRID[1] / GRID[0])
-        return Scale(float(GRID[point] * np.exp(step * peak(self.sums[share], int(point)))), self.shares[share])
+        return Scale(
+            float(GRID[point] * np.exp(step * peak(self.sums[share], int(point)))),
+            self.shares[share],
+        )
 
 
 def peak(values: Likelihoods, highest: int) -> float:
-    """How far from the point `highest`, in points, a parabola through it and its neighbours is highest; 0 at an end of the grid or on a plateau."""
+    """How far from the point `highest`, in points, a parabola through it and its neighbours is
+    highest; 0 at an end of the grid or on a plateau."""
     if not 0 < highest < len(values) - 1:
         return 0.0
     before, there, after = values[highest - 1 : highest + 2].tolist()
@@ -141,10 +169,18 @@ class Sharpness:
     """The scales of one draft."""
 
     def __init__(self, start: Scale) -> None:
-        """`start`: what is known of such drafts before anything has been seen of this one; for the greedy its share counts nothing."""
+        """`start`: what is known of such drafts before anything has been seen of this one; for the
+        greedy its share counts nothing."""
         self.start = start
-        self._fits = {sampled: [_Fit(start, SHARES if sampled else (start.noise_share,)) for _ in range(CLASSES)] for sampled in (False, True)}
-        self._scales = {sampled: tuple(fit.best() for fit in fits) for sampled, fits in self._fits.items()}
+        self._fits = {
+            sampled: [
+                _Fit(start, SHARES if sampled else (start.noise_share,)) for _ in range(CLASSES)
+            ]
+            for sampled in (False, True)
+        }
+        self._scales = {
+            sampled: tuple(fit.best() for fit in fits) for sampled, fits in self._fits.items()
+        }
         self._waiting: deque[Observation] = deque()
         self._work: Iterator[None] | None = None
 
@@ -179,9 +215,13 @@ class Sharpness:
         for row, share in enumerate(fit.shares):
             z = observation.z(share)
             for first in range(0, len(GRID), step):
-                found[row, first : first + step] = observation.likelihoods(z, GRID[first : first + step])
+                found[row, first : first + step] = observation.likelihoods(
+                    z, GRID[first : first + step]
+                )
                 yield
-        if not np.isfinite(found).all():  # logits that are no numbers say nothing, and would stay in the sums for good
+        if not np.isfinite(
+            found
+        ).all():  # logits that are no numbers say nothing, and would stay in the sums for good
             return
         fit.add(found)
         before = self._scales[sampled]
@@ -190,7 +230,8 @@ class Sharpness:
 
 @dataclass
 class _Pass:
-    """A pass of the model over `nodes`: what their children were ranked by, and which there were."""
+    """A pass of the model over `nodes`: what their children were ranked by, and which there
+    were."""
 
     logits: Tensor
     noise: Sequence[Tensor] | None
@@ -201,17 +242,28 @@ class _Pass:
 
 
 class Expectations:
-    """What stands below the nodes of one session's tree, until the target's choices there are known."""
+    """What stands below the nodes of one session's tree, until the target's choices there are
+    known."""
 
     def __init__(self, temperature: float) -> None:
         """`temperature`: what has not been done to the logits yet; 0: nothing."""
         self._temperature = temperature
         self._passes: list[_Pass] = []
         self._unnamed: list[tuple[_Pass, GrowingTree, Nodes]] = []
-        """Passes whose nodes are known by their places in a tree, which are good until its root moves."""
+        """Passes whose nodes are known by their places in a tree, which are good until its root
+        moves."""
 
-    def note(self, tree: GrowingTree, nodes: Nodes, logits: Tensor, noise: Sequence[Tensor] | None, tokens: Ints, gains: Floats) -> None:
-        """After `nodes` of `tree` [N] the draft has `logits` [N, V], which nobody writes to any more, and of `tokens` [N, K] it makes children."""
+    def note(
+        self,
+        tree: GrowingTree,
+        nodes: Nodes,
+        logits: Tensor,
+        noise: Sequence[Tensor] | None,
+        tokens: Ints,
+        gains: Floats,
+    ) -> None:
+        """After `nodes` of `tree` [N] the draft has `logits` [N, V], which nobody writes to any
+        more, and of `tokens` [N, K] it makes children."""
         if not len(tree):
             self._passes, self._unnamed = [], []
         if logits.numel() + sum(past.logits.numel() for past in self._passes) > REMEMBERED:
@@ -222,18 +274,26 @@ class Expectations:
         self._unnamed.append((new, tree, nodes))
 
     def name(self) -> None:
-        """Name the nodes by their paths: best done while nothing waits for it, and at the latest before the root moves."""
+        """Name the nodes by their paths: best done while nothing waits for it, and at the latest
+        before the root moves."""
         for named, tree, nodes in self._unnamed:
-            named.rows = {tuple(tree.path_tokens(node)): row for row, node in enumerate(nodes.tolist())}
+            named.rows = {
+                tuple(tree.path_tokens(node)): row for row, node in enumerate(nodes.tolist())
+            }
         self._unnamed.clear()
 
     def settle(self, committed: Sequence[int]) -> list[Observation]:
-        """The target has chosen `committed`, and the root is about to move to the last of them: the nodes whose outcome is known by this."""
+        """The target has chosen `committed`, and the root is about to move to the last of them: the
+        nodes whose outcome is known by this."""
         self.name()
         chosen = tuple(committed)
         found = [self._observe(chosen[:depth], choice) for depth, choice in enumerate(chosen)]
         for past in self._passes:
-            past.rows = {path[len(chosen) :]: row for path, row in past.rows.items() if path[: len(chosen)] == chosen}
+            past.rows = {
+                path[len(chosen) :]: row
+                for path, row in past.rows.items()
+                if path[: len(chosen)] == chosen
+            }
         self._passes = [past for past in self._passes if past.rows]
         return [observation for observation in found if observation is not None]
 
@@ -242,5 +302,12 @@ class Expectations:
         for past in reversed(self._passes):
             if (row := past.rows.get(path)) is not None:
                 noise = None if past.noise is None else past.noise[row]
-                return Observation(int(past.classes[row]), past.logits[row], self._temperature, noise, past.children[row], choice)
+                return Observation(
+                    int(past.classes[row]),
+                    past.logits[row],
+                    self._temperature,
+                    noise,
+                    past.children[row],
+                    choice,
+                )
         return None

@@ -1,8 +1,10 @@
 """Chats as JSON lines: what was said, and which tokens of its rendering an assistant wrote.
 
-Four forms of a line, as public data sets have them: ShareGPT's {"conversations": [{"from", "value"}]}, OpenAI's {"messages": [{"role", "content"}]},
-{"turns": [user, assistant, user, ...]} and {"prompt", "response"}; and {"text"} for a text that is no chat. A broken line is named by file and number.
-A chat is rendered with the target's own template. Knows templates and tokenizers, no weights.
+Four forms of a line, as public data sets have them: ShareGPT's {"conversations": [{"from",
+"value"}]}, OpenAI's {"messages": [{"role", "content"}]}, {"turns": [user, assistant, user, ...]}
+and {"prompt", "response"}; and {"text"} for a text that is no chat. A broken line is named by file
+and number. A chat is rendered with the target's own template. Knows templates and tokenizers, no
+weights.
 """
 
 import json
@@ -83,11 +85,16 @@ def _chat(where: str, line: str) -> Chat:
 
 
 def _messages(where: str, row: Mapping[str, Any]) -> Iterator[Message]:
-    for name, role, content in (("conversations", "from", "value"), ("messages", "role", "content")):
+    for name, role, content in (
+        ("conversations", "from", "value"),
+        ("messages", "role", "content"),
+    ):
         if name in row:
             for entry in _list(where, row[name], name):
                 if not isinstance(entry, dict) or role not in entry or content not in entry:
-                    _refuse(where, f'an entry of "{name}" is no object with "{role}" and "{content}"')
+                    _refuse(
+                        where, f'an entry of "{name}" is no object with "{role}" and "{content}"'
+                    )
                 yield Message(_role(where, entry[role]), _text(where, entry[content], content))
             return
     if "turns" in row:
@@ -109,13 +116,19 @@ def _list(where: str, value: object, name: str) -> list[Any]:
 
 def _role(where: str, value: object) -> Role:
     if not isinstance(value, str) or value.lower() not in ROLES:
-        _refuse(where, f"there is no role {value!r} here; only {', '.join(ROLES)} can be learned from")
+        _refuse(
+            where, f"there is no role {value!r} here; only {', '.join(ROLES)} can be learned from"
+        )
     return ROLES[value.lower()]
 
 
 def _text(where: str, value: object, name: str) -> str:
     """A text, or OpenAI's list of parts of which each is a text."""
-    if isinstance(value, list) and value and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value)
+    ):
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
         _refuse(where, f'a "{name}" is no text')
@@ -127,29 +140,40 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 class Renderer:
-    """Renders chats for one target: its tokenizer with its template, the id that begins a sequence, and those that end its answers."""
+    """Renders chats for one target: its tokenizer with its template, the id that begins a sequence,
+    and those that end its answers."""
 
     def __init__(self, tokenizer: Any, begin: int | None, end: Sequence[int], target: str) -> None:
         self.begin = begin
         self._tokenizer, self._end, self._target = tokenizer, frozenset(end), target
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids before the answer to these messages; `RefusedError` if the template has none for them."""
+        """The ids before the answer to these messages; `RefusedError` if the template has none for
+        them."""
         return self._ids(self._render(messages, ask=True))
 
     def decode(self, answer: Sequence[int]) -> str:
         """The text of an answer, without what ends it."""
-        return cast(str, self._tokenizer.decode([token for token in answer if token not in self._end], clean_up_tokenization_spaces=False))
+        return cast(
+            str,
+            self._tokenizer.decode(
+                [token for token in answer if token not in self._end],
+                clean_up_tokenization_spaces=False,
+            ),
+        )
 
     def examples(self, chat: Chat) -> list[Example]:
-        """The chat as a sequence with its answers to be learned, each with the id that ends it; `RefusedError` if the template refuses it.
+        """The chat as a sequence with its answers to be learned, each with the id that ends it;
+        `RefusedError` if the template refuses it.
 
-        A template that rewrites what was said before (such as one that leaves out earlier thoughts) gives several: an answer is learned behind what
-        the target saw when it wrote it.
+        A template that rewrites what was said before (such as one that leaves out earlier thoughts)
+        gives several: an answer is learned behind what the target saw when it wrote it.
         """
         if chat.text:
             return [self._text_example(chat.text)]
-        answers = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
+        answers = [
+            number for number, message in enumerate(chat.messages) if message.role == "assistant"
+        ]
         messages = chat.messages[: answers[-1] + 1] if answers else ()
         if not messages:
             return []
@@ -161,24 +185,41 @@ class Renderer:
     def _template(self) -> str:
         template = self._tokenizer.chat_template
         if not template:
-            raise UserError(f'{self._target} has no chat template: give token files, or lines of {{"text"}}')
+            raise UserError(
+                f'{self._target} has no chat template: give token files, or lines of {{"text"}}'
+            )
         return cast(str, template if isinstance(template, str) else template["default"])
 
     def _marked(self, messages: Sequence[Message], whole: bool) -> Example:
-        """By the marks of the template, and the ids that end the answers even where those lie outside of the marks."""
-        rendered = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        tokens, learn = np.array(rendered["input_ids"], dtype=np.int64), np.array(rendered["assistant_masks"], dtype=np.bool_)
+        """By the marks of the template, and the ids that end the answers even where those lie
+        outside of the marks."""
+        rendered = self._apply(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        tokens, learn = (
+            np.array(rendered["input_ids"], dtype=np.int64),
+            np.array(rendered["assistant_masks"], dtype=np.bool_),
+        )
         edges = np.flatnonzero(np.diff(np.concatenate([[False], learn, [False]])))
         ids: list[int] = tokens.tolist()
-        ends = [stop + (stop < len(ids) and ids[stop] in self._end) for stop in edges[1::2].tolist()]
+        ends = [
+            stop + (stop < len(ids) and ids[stop] in self._end) for stop in edges[1::2].tolist()
+        ]
         return self._example(ids, list(zip(edges[::2].tolist(), ends, strict=True)), whole)
 
-    def _compared(self, messages: Sequence[Message], answers: Sequence[int], whole: bool) -> Iterator[Example]:
+    def _compared(
+        self, messages: Sequence[Message], answers: Sequence[int], whole: bool
+    ) -> Iterator[Example]:
         """By comparing the texts before and behind each answer."""
         text, spans = "", list[tuple[int, int]]()
         for number in answers:
-            before, behind = self._render(messages[:number], ask=True), self._render(messages[: number + 1], ask=False)
-            if not behind.startswith(before):  # it asks with words that it leaves out behind: then what is asked and answered
+            before, behind = (
+                self._render(messages[:number], ask=True),
+                self._render(messages[: number + 1], ask=False),
+            )
+            if not behind.startswith(
+                before
+            ):  # it asks with words that it leaves out behind: then what is asked and answered
                 behind = before + messages[number].content + (self._tokenizer.eos_token or "")
             if spans and not before.startswith(text):
                 yield self._example(*self._placed(text, spans), whole=True)
@@ -187,22 +228,39 @@ class Renderer:
             spans.append((len(before), len(behind)))
         yield self._example(*self._placed(text, spans), whole)
 
-    def _placed(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and the spans of its characters as spans of ids, each without an id that lies across its edge."""
+    def _placed(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, and the spans of its characters as spans of ids, each without an id
+        that lies across its edge."""
         ids = self._ids(text)
-        return ids, [(self._place(ids, text, start, after=True), self._place(ids, text, stop, after=False)) for start, stop in spans]
+        return ids, [
+            (self._place(ids, text, start, after=True), self._place(ids, text, stop, after=False))
+            for start, stop in spans
+        ]
 
     def _place(self, ids: Sequence[int], text: str, edge: int, *, after: bool) -> int:
-        """How many of the ids of a text are those of its first `edge` characters; where an id lies across the edge, with that one if `after`."""
+        """How many of the ids of a text are those of its first `edge` characters; where an id lies
+        across the edge, with that one if `after`."""
         alone = self._ids(text[:edge])
-        same = next((i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), min(len(ids), len(alone)))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b),
+            min(len(ids), len(alone)),
+        )
         if same == len(alone) or not after:
             return same
-        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-        return max(same + 1, next((i for i, (start, _) in enumerate(offsets) if start >= edge), len(ids)))
+        offsets = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )["offset_mapping"]
+        return max(
+            same + 1, next((i for i, (start, _) in enumerate(offsets) if start >= edge), len(ids))
+        )
 
-    def _example(self, ids: Sequence[int], spans: Sequence[tuple[int, int]], whole: bool) -> Example:
-        """Ids up to the last that is learned; an answer ends with the first id that ends it, or before that if it was cut off."""
+    def _example(
+        self, ids: Sequence[int], spans: Sequence[tuple[int, int]], whole: bool
+    ) -> Example:
+        """Ids up to the last that is learned; an answer ends with the first id that ends it, or
+        before that if it was cut off."""
         learn = np.zeros(len(ids), dtype=np.bool_)
         for number, (start, stop) in enumerate(spans):
             ended = next((i for i in range(start, stop) if ids[i] in self._end), None)
@@ -221,13 +279,18 @@ class Renderer:
         return Example(np.array(ids, dtype=np.int64), learn)
 
     def _ids(self, text: str) -> list[int]:
-        return cast(list[int], self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return cast(
+            list[int], self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        )
 
     def _render(self, messages: Sequence[Message], *, ask: bool) -> str:
         return cast(str, self._apply(messages, tokenize=False, add_generation_prompt=ask))
 
     def _apply(self, messages: Sequence[Message], **how: Any) -> Any:
-        template, said = self._template, [{"role": message.role, "content": message.content} for message in messages]
+        template, said = (
+            self._template,
+            [{"role": message.role, "content": message.content} for message in messages],
+        )
         try:
             return self._tokenizer.apply_chat_template(said, chat_template=template, **how)
         except Exception as error:  # a template is a program that may stumble over anything

@@ -1,4 +1,5 @@
-"""The files that a draft learns from, as one target sees them: chats rendered with its template, token files as they are.
+"""The files that a draft learns from, as one target sees them: chats rendered with its template,
+token files as they are.
 
 Knows which kind a file is and how long a sequence may be, not what is learned from it.
 """
@@ -29,12 +30,19 @@ class Reader:
 
 
 def open_reader(target: str) -> Reader:
-    """The tokenizer and the sizes of a target (a folder or a hub id); its weights are left alone."""
+    """The tokenizer and the sizes of a target (a folder or a hub id); its weights are left
+    alone."""
     folder = find_folder(target)
     _, facts = read_tokenizer(folder)
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    return Reader(Renderer(tokenizer, facts.begin, facts.end, target), int(config.max_position_embeddings), int(config.vocab_size))
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        str(folder), trust_remote_code=False, local_files_only=True
+    )
+    return Reader(
+        Renderer(tokenizer, facts.begin, facts.end, target),
+        int(config.max_position_embeddings),
+        int(config.vocab_size),
+    )
 
 
 def renderer_of(tokenizer: Any, name: str) -> Renderer:
@@ -43,19 +51,38 @@ def renderer_of(tokenizer: Any, name: str) -> Renderer:
     return Renderer(tokenizer, tokenizer.bos_token_id, () if end is None else (end,), name)
 
 
-def read_examples(files: Sequence[Path], reader: Reader, *, context: int | None = None, drop_long: bool = False) -> Examples:
-    """The sequences of all files (.bin: token files, else chats as JSON lines), at most `context` tokens each."""
+def read_examples(
+    files: Sequence[Path], reader: Reader, *, context: int | None = None, drop_long: bool = False
+) -> Examples:
+    """The sequences of all files (.bin: token files, else chats as JSON lines), at most `context`
+    tokens each."""
     left_out = Counter[str]()
     rows = read_rows(files, reader.renderer, left_out)
-    return arrange(rows, context=context or reader.context, vocabulary_size=reader.vocabulary_size, drop_long=drop_long, left_out=left_out)
+    return arrange(
+        rows,
+        context=context or reader.context,
+        vocabulary_size=reader.vocabulary_size,
+        drop_long=drop_long,
+        left_out=left_out,
+    )
 
 
-def read_rows(files: Sequence[Path], renderer: Renderer, left_out: "Counter[str] | None" = None) -> list[Example]:
+def read_rows(
+    files: Sequence[Path], renderer: Renderer, left_out: "Counter[str] | None" = None
+) -> list[Example]:
     """The sequences of all files as they are; `left_out` is told what chats have none."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise UserError(f"there is no file {missing[0]}")
     told = Counter[str]() if left_out is None else left_out
-    return [row for file in files for row in (read_token_file(file, renderer.begin) if file.suffix == ".bin" else _render(file, renderer, told))]
+    return [
+        row
+        for file in files
+        for row in (
+            read_token_file(file, renderer.begin)
+            if file.suffix == ".bin"
+            else _render(file, renderer, told)
+        )
+    ]
 
 
 def _render(file: Path, renderer: Renderer, left_out: "Counter[str]") -> Iterator[Example]:

@@ -1,7 +1,10 @@
-"""What a draft learns from: sequences of tokens, and which of them the target would have written itself.
+"""What a draft learns from: sequences of tokens, and which of them the target would have written
+itself.
 
-They come from files of chats (`chats.py` renders those) or from token files: a row of little-endian uint16 ids in which every sequence begins with the
-begin id, and beside it, where not everything is to be learned, a file of the same name with the ending `.mask`, one byte an id. Knows no hidden states.
+They come from files of chats (`chats.py` renders those) or from token files: a row of little-endian
+uint16 ids in which every sequence begins with the begin id, and beside it, where not everything is
+to be learned, a file of the same name with the ending `.mask`, one byte an id. Knows no hidden
+states.
 """
 
 import hashlib
@@ -28,14 +31,16 @@ class Example:
 
 
 def prompt_of(tokens: NDArray[Any], learn: NDArray[Any]) -> bytes:
-    """The ids before the first that is learned; all of them where that is the first or the second, as in a text that answers nothing."""
+    """The ids before the first that is learned; all of them where that is the first or the second,
+    as in a text that answers nothing."""
     learned = np.flatnonzero(learn)
     return tokens[: learned[0] if len(learned) and learned[0] > 1 else None].astype("<i8").tobytes()
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The sequences of some files in the order in which they are stored, and what became of the rest."""
+    """The sequences of some files in the order in which they are stored, and what became of the
+    rest."""
 
     rows: tuple[Example, ...]
     cut: int = 0
@@ -62,20 +67,36 @@ def digest_of(rows: Iterable[Example]) -> str:
     """SHA-256 of sequences."""
     content = hashlib.sha256()
     for row in rows:
-        content.update(len(row.tokens).to_bytes(8, "little") + row.tokens.astype("<i8").tobytes() + row.learn.tobytes())
+        content.update(
+            len(row.tokens).to_bytes(8, "little")
+            + row.tokens.astype("<i8").tobytes()
+            + row.learn.tobytes()
+        )
     return content.hexdigest()
 
 
-def arrange(rows: Iterable[Example], *, context: int, vocabulary_size: int, drop_long: bool = False, left_out: Mapping[str, int] | None = None) -> Examples:
-    """Cut what is longer than `context`, or leave it out (`drop_long`) with what has nothing to learn, and order the rest by a hash of the prompt.
+def arrange(
+    rows: Iterable[Example],
+    *,
+    context: int,
+    vocabulary_size: int,
+    drop_long: bool = False,
+    left_out: Mapping[str, int] | None = None,
+) -> Examples:
+    """Cut what is longer than `context`, or leave it out (`drop_long`) with what has nothing to
+    learn, and order the rest by a hash of the prompt.
 
-    So the end of the row is as good a sample as any, and all answers to a prompt stand together, where a split between them can be avoided. `left_out`:
-    what the reader of the files has left out already.
+    So the end of the row is as good a sample as any, and all answers to a prompt stand together,
+    where a split between them can be avoided. `left_out`: what the reader of the files has left out
+    already.
     """
     kept, cut, out = list[Example](), 0, Counter(left_out or {})
     for row in rows:
         if len(row.tokens) and int(row.tokens.max()) >= vocabulary_size:
-            raise UserError(f"the data have token {row.tokens.max()}, beyond the target's vocabulary of {vocabulary_size}: they were made for another target")
+            raise UserError(
+                f"the data have token {row.tokens.max()}, beyond the target's vocabulary of "
+                f"{vocabulary_size}: they were made for another target"
+            )
         long, short = len(row.tokens) > context, Example(row.tokens[:context], row.learn[:context])
         if long and drop_long:
             out[f"longer than {context} tokens"] += 1
@@ -92,15 +113,24 @@ def arrange(rows: Iterable[Example], *, context: int, vocabulary_size: int, drop
 
 
 def read_token_file(file: Path, begin: int | None) -> list[Example]:
-    """The sequences of a token file; `UserError` where it is none, or does not begin with the begin id."""
+    """The sequences of a token file; `UserError` where it is none, or does not begin with the begin
+    id."""
     ids = np.fromfile(file, dtype="<u2").astype(np.int64)
     learn = _mask_of(file, len(ids))
     if begin is None:
-        raise UserError(f"{file}: the target has no begin id, which tells the sequences of a token file apart; give chats as JSON lines")
+        raise UserError(
+            f"{file}: the target has no begin id, which tells the sequences of a token file "
+            "apart; give chats as JSON lines"
+        )
     starts = np.flatnonzero(ids == begin)
     if not len(starts) or starts[0] != 0:
-        raise UserError(f"{file} is no token file of this target: it does not begin with id {begin}")
-    return [Example(t, m) for t, m in zip(np.split(ids, starts[1:]), np.split(learn, starts[1:]), strict=True)]
+        raise UserError(
+            f"{file} is no token file of this target: it does not begin with id {begin}"
+        )
+    return [
+        Example(t, m)
+        for t, m in zip(np.split(ids, starts[1:]), np.split(learn, starts[1:]), strict=True)
+    ]
 
 
 def _mask_of(file: Path, size: int) -> NDArray[np.bool_]:
@@ -109,5 +139,8 @@ def _mask_of(file: Path, size: int) -> NDArray[np.bool_]:
         return np.ones(size, dtype=np.bool_)
     learn = np.fromfile(mask, dtype=np.uint8).astype(np.bool_)
     if len(learn) != size:
-        raise UserError(f"{mask} has {len(learn)} bytes for the {size} ids of {file.name}: they do not belong together")
+        raise UserError(
+            f"{mask} has {len(learn)} bytes for the {size} ids of {file.name}: they do not "
+            "belong together"
+        )
     return learn

@@ -1,7 +1,8 @@
-"""What a draft head is trained on: sequences with the target's hidden states, stored in a folder or computed as they are asked for.
+"""What a draft head is trained on: sequences with the target's hidden states, stored in a folder or
+computed as they are asked for.
 
-Both are the same to a trainer: all sequences one behind the other, and a row of a batch a slice of that. Knows where states come from and how they are
-packed, not what is learned from them.
+Both are the same to a trainer: all sequences one behind the other, and a row of a batch a slice of
+that. Knows where states come from and how they are packed, not what is learned from them.
 """
 
 from dataclasses import dataclass, replace
@@ -22,25 +23,35 @@ from dovetail.workers.training.store import Store
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of n columns: whole sequences one behind the other, the last one cut where the row ends."""
+    """B rows of n columns: whole sequences one behind the other, the last one cut where the row
+    ends."""
 
     tokens: Tensor
     """[B, n] int64."""
     learn: Tensor
     """[B, n] bool: the token is the target's own output, learned where it is predicted."""
     sequence: Tensor
-    """[B, n] int32: which sequence of its row a column belongs to, 0, 1, ...; -1: none, padding behind the last."""
+    """[B, n] int32: which sequence of its row a column belongs to, 0, 1, ...; -1: none, padding
+    behind the last."""
     position: Tensor
     """[B, n] int64: place of the token in its sequence."""
     g: Tensor
     """[B, n, H] in the origin's type: the last hidden states, after the final norm."""
     taps: Tensor | None
-    """[B, n, K * H]: the residual streams entering the origin's layers, side by side; None if it has none."""
+    """[B, n, K * H]: the residual streams entering the origin's layers, side by side; None if it
+    has none."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on a device."""
         taps = None if self.taps is None else self.taps.to(device)
-        return Batch(self.tokens.to(device), self.learn.to(device), self.sequence.to(device), self.position.to(device), self.g.to(device), taps)
+        return Batch(
+            self.tokens.to(device),
+            self.learn.to(device),
+            self.sequence.to(device),
+            self.position.to(device),
+            self.g.to(device),
+            taps,
+        )
 
 
 class Features(Protocol):
@@ -66,14 +77,16 @@ class Features(Protocol):
         """Drawn rows [size, length], the same for the same state of `rng`."""
 
     def split(self, held: float) -> "tuple[Features, Features]":
-        """All but a share `held` of the sequences, and these; all answers to a prompt are on the same side."""
+        """All but a share `held` of the sequences, and these; all answers to a prompt are on the
+        same side."""
 
     def counts(self) -> Tensor:
         """[V] int64: how often each token is learned."""
 
 
 class Source(Protocol):
-    """Sequences one behind the other, T tokens in all, S sequences, and the states of any slice of them."""
+    """Sequences one behind the other, T tokens in all, S sequences, and the states of any slice of
+    them."""
 
     digest: str
     """SHA-256 of the sequences."""
@@ -100,13 +113,16 @@ def online_features(examples: Examples, reader: StatesReader) -> Features:
 
 
 class Online:
-    """Computes the states of a slice: those of the sequences that it touches, each as far as it reaches. A `Source`."""
+    """Computes the states of a slice: those of the sequences that it touches, each as far as it
+    reaches. A `Source`."""
 
     def __init__(self, examples: Examples, reader: StatesReader) -> None:
         self.digest = examples.digest()
         self.tokens = np.concatenate([row.tokens for row in examples.rows])
         self.learn = np.concatenate([row.learn for row in examples.rows])
-        self.offsets = np.concatenate([[0], np.cumsum([len(row.tokens) for row in examples.rows], dtype=np.int64)])
+        self.offsets = np.concatenate(
+            [[0], np.cumsum([len(row.tokens) for row in examples.rows], dtype=np.int64)]
+        )
         self._reader = reader
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -114,8 +130,13 @@ class Online:
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         begins = [int(begin) for begin in self.offsets[first:] if begin < stop]
         ends = [*begins[1:], stop]
-        sequences = [torch.from_numpy(self.tokens[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-        states = torch.empty(stop - begins[0], self._reader.origin.row, dtype=DTYPES[self._reader.origin.dtype])
+        sequences = [
+            torch.from_numpy(self.tokens[begin:end])
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        states = torch.empty(
+            stop - begins[0], self._reader.origin.row, dtype=DTYPES[self._reader.origin.dtype]
+        )
         for begin, end, rows in zip(begins, ends, self._reader.read(sequences), strict=True):
             states[begin - begins[0] : end - begins[0]] = rows
         return states[start - begins[0] :]
@@ -164,26 +185,34 @@ class Packed:
         return Batch(
             tokens=torch.from_numpy(self.source.tokens[columns].astype(np.int64)),
             learn=torch.from_numpy(self.source.learn[columns].astype(np.bool_) & ~padding),
-            sequence=torch.from_numpy(np.where(padding, -1, sequence - sequence[:, :1]).astype(np.int32)),
+            sequence=torch.from_numpy(
+                np.where(padding, -1, sequence - sequence[:, :1]).astype(np.int32)
+            ),
             position=torch.from_numpy(position),
             g=g,
             taps=taps,
         )
 
     def split(self, held: float) -> tuple[Features, Features]:
-        """The first sequences, and a share `held` of them from the end; those with the same prompt stand together."""
+        """The first sequences, and a share `held` of them from the end; those with the same prompt
+        stand together."""
         middle = self.first + round(self.count * (1 - held))
         while self.first < middle < self.last and self._prompt(middle) == self._prompt(middle - 1):
             middle += 1
         if not self.first < middle < self.last:
-            raise UserError(f"{self.count} sequences cannot be split so that a share of {held} is held out: give more, of different prompts")
+            raise UserError(
+                f"{self.count} sequences cannot be split so that a share of {held} is held "
+                "out: give more, of different prompts"
+            )
         return replace(self, last=middle), replace(self, first=middle)
 
     def counts(self) -> Tensor:
         """[V] int64: how often each token is learned."""
         view = slice(int(self.source.offsets[self.first]), self._end)
         learned = self.source.tokens[view][self.source.learn[view].astype(np.bool_)]
-        return torch.from_numpy(np.bincount(learned, minlength=self.origin.vocabulary_size).astype(np.int64))
+        return torch.from_numpy(
+            np.bincount(learned, minlength=self.origin.vocabulary_size).astype(np.int64)
+        )
 
     def _parted(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
         width = self.origin.width
@@ -196,7 +225,8 @@ class Packed:
 
 @cache
 def _begins(view: Packed, length: int) -> NDArray[np.int64]:
-    """Where a row may begin: at every sequence, and in one that is longer than a row at every half row from which more than half a row is left."""
+    """Where a row may begin: at every sequence, and in one that is longer than a row at every half
+    row from which more than half a row is left."""
     offsets = view.source.offsets[view.first : view.last + 1]
     half = max(1, length // 2)
     pieces = np.maximum(1, -(-(np.diff(offsets) - half) // half))

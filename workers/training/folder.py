@@ -1,7 +1,8 @@
-"""A finished head as a folder in the public format of its kind, and what a new one takes over from its target.
+"""A finished head as a folder in the public format of its kind, and what a new one takes over from
+its target.
 
-Embedding and output head of the target are left out: who loads a head
-takes them from the target (EAGLE-3's own output head is the head's). Knows checkpoints; trains nothing.
+Embedding and output head of the target are left out: who loads a head takes them from the target
+(EAGLE-3's own output head is the head's). Knows checkpoints; trains nothing.
 """
 
 import json
@@ -32,8 +33,11 @@ FILES = frozenset(("config.json", "model.safetensors"))
 
 
 def workplace(out: Path, kind: Kind, texts: Iterable[str]) -> Workplace:
-    """Where a head of that kind is trained; `texts` are the names of the further files that it will have."""
-    return Workplace(out.resolve(), f"{kind} head", FILES.union(texts), {"architectures": [ARCHITECTURES[kind]]})
+    """Where a head of that kind is trained; `texts` are the names of the further files that it will
+    have."""
+    return Workplace(
+        out.resolve(), f"{kind} head", FILES.union(texts), {"architectures": [ARCHITECTURES[kind]]}
+    )
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,17 @@ class TargetParts:
     tensors: Mapping[str, Stored]
 
     def read(self, ending: str) -> Tensor:
-        """The tensor whose name is `ending` behind a prefix such as `model.`; `UserError` unless there is exactly one."""
+        """The tensor whose name is `ending` behind a prefix such as `model.`; `UserError` unless
+        there is exactly one."""
         return _one(self.tensors, ending, self.source)
 
     def parts(self, beginning: str) -> list[str]:
         """How the names go on that have `beginning` behind a prefix such as `model.`."""
-        return [name.split(beginning, 1)[1] for name in self.tensors if name.startswith(beginning) or f".{beginning}" in name]
+        return [
+            name.split(beginning, 1)[1]
+            for name in self.tensors
+            if name.startswith(beginning) or f".{beginning}" in name
+        ]
 
 
 def read_target(source: str) -> TargetParts:
@@ -61,7 +70,11 @@ def read_target(source: str) -> TargetParts:
     weights, config = open_weights(folder), read_json(folder / "config.json")
     config = {**config, **config.get("text_config", {})}
     embedding = _one(weights.tensors, "embed_tokens.weight", source)
-    head = embedding if config.get("tie_word_embeddings") and not _named(weights.tensors, "lm_head.weight") else _one(weights.tensors, "lm_head.weight", source)
+    head = (
+        embedding
+        if config.get("tie_word_embeddings") and not _named(weights.tensors, "lm_head.weight")
+        else _one(weights.tensors, "lm_head.weight", source)
+    )
     return TargetParts(source, weights.digest, config, Frozen(embedding, head), weights.tensors)
 
 
@@ -72,12 +85,23 @@ def _named(tensors: Mapping[str, Stored], ending: str) -> list[str]:
 def _one(tensors: Mapping[str, Stored], ending: str, source: str) -> Tensor:
     names = _named(tensors, ending)
     if len(names) != 1:
-        raise UserError(f"{source} has {len(names)} tensors called {ending}, and a head is trained for a target that has one")
+        raise UserError(
+            f"{source} has {len(names)} tensors called {ending}, and a head is trained for a "
+            "target that has one"
+        )
     return tensors[names[0]].read(names[0])
 
 
-def shape_for(kind: Kind, target: TargetParts, *, context: int, intermediate: int | None = None, **choices: Any) -> HeadShape:
-    """The shape of a new head: attention as in the target, the MLP too unless `intermediate` says otherwise (a Jakiro expert: as wide as the hidden state)."""
+def shape_for(
+    kind: Kind,
+    target: TargetParts,
+    *,
+    context: int,
+    intermediate: int | None = None,
+    **choices: Any,
+) -> HeadShape:
+    """The shape of a new head: attention as in the target, the MLP too unless `intermediate` says
+    otherwise (a Jakiro expert: as wide as the hidden state)."""
     config = target.config
     vocabulary, hidden = target.frozen.embedding.shape
     heads = int(config["num_attention_heads"])
@@ -87,9 +111,14 @@ def shape_for(kind: Kind, target: TargetParts, *, context: int, intermediate: in
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate=intermediate or (hidden if kind == "jakiro" else int(config["intermediate_size"])),
+        intermediate=intermediate
+        or (hidden if kind == "jakiro" else int(config["intermediate_size"])),
         vocabulary=vocabulary,
-        rope_theta=float(config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta") or 10000.0),
+        rope_theta=float(
+            config.get("rope_theta")
+            or (config.get("rope_parameters") or {}).get("rope_theta")
+            or 10000.0
+        ),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         context=context,
         **choices,
@@ -124,11 +153,16 @@ def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> d
     if shape.kind == "dovetail":
         config |= {"dgf_silu": shape.dgf_silu, "dgf_embed_norm": shape.dgf_embed_norm}
     if shape.kind == "eagle3":
-        config |= {"draft_vocab_size": shape.own_vocabulary, "eagle_aux_hidden_state_layer_ids": list(taps)}
+        config |= {
+            "draft_vocab_size": shape.own_vocabulary,
+            "eagle_aux_hidden_state_layer_ids": list(taps),
+        }
     return config
 
 
-def write_head(folder: Path, head: Head, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+def write_head(
+    folder: Path, head: Head, config: Mapping[str, Any], texts: Mapping[str, str]
+) -> None:
     """Fill in a folder: weights in fp16, the config, and further text files by name."""
     tensors = {name: _stored_as(value) for name, value in head.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,9 +1,12 @@
-"""Draft heads as they are trained: plain torch over whole sequences, with the tensor names of the public checkpoints.
+"""Draft heads as they are trained: plain torch over whole sequences, with the tensor names of the
+public checkpoints.
 
-Row j of a pass takes what the target says at position j and token x_{j+1}, stands at position j, and predicts x_{j+2}. A pass can be made again on
-its own output (training-time test, the EAGLE-3 paper): at step i row j takes its own state of step i - 1 and token x_{j+1+i}, stands at
-position j + i, and sees the rows <= j of step 0 and itself at the steps 1..i; so does a chain that is drafted from row j. These modules are the
-slow oracle of `workers.models.heads`. They know neither losses nor data, and the target's embedding and output head are not theirs.
+Row j of a pass takes what the target says at position j and token x_{j+1}, stands at position j,
+and predicts x_{j+2}. A pass can be made again on its own output (training-time test, the EAGLE-3
+paper): at step i row j takes its own state of step i - 1 and token x_{j+1+i}, stands at position j
++ i, and sees the rows <= j of step 0 and itself at the steps 1..i; so does a chain that is drafted
+from row j. These modules are the slow oracle of `workers.models.heads`. They know neither losses
+nor data, and the target's embedding and output head are not theirs.
 """
 
 import math
@@ -63,7 +66,8 @@ class HeadShape:
 
 @dataclass
 class Seen:
-    """What the rows of one batch may look at, and the keys and values of the steps made so far: `kept[layer][step]`, each [B, heads, n, head_dim]."""
+    """What the rows of one batch may look at, and the keys and values of the steps made so far:
+    `kept[layer][step]`, each [B, heads, n, head_dim]."""
 
     mask: Tensor
     """bool [B, 1, n, n]: which rows of step 0 a row sees."""
@@ -78,20 +82,25 @@ class Seen:
 
 @dataclass(frozen=True)
 class Said:
-    """What a pass gives: the recurrent state [B, n, H], and with Jakiro's contrast the state that predicts one token further."""
+    """What a pass gives: the recurrent state [B, n, H], and with Jakiro's contrast the state that
+    predicts one token further."""
 
     state: Tensor
     contrast: Tensor | None = None
 
 
 def mask_of(document: Tensor) -> Tensor:
-    """bool [B, 1, n, n]: causal within the documents of a packed row (`document` [B, n], -1 for padding; padding sees padding, so that no row is empty)."""
-    causal = torch.ones(document.shape[1], document.shape[1], dtype=torch.bool, device=document.device).tril()
+    """bool [B, 1, n, n]: causal within the documents of a packed row (`document` [B, n], -1 for
+    padding; padding sees padding, so that no row is empty)."""
+    causal = torch.ones(
+        document.shape[1], document.shape[1], dtype=torch.bool, device=document.device
+    ).tril()
     return (causal & (document[:, :, None] == document[:, None, :]))[:, None]
 
 
 def turn(positions: Tensor, head_dim: int, theta: float) -> Turn:
-    """The rotation of positions [B, n] in Llama's layout (the two halves of a head turn together)."""
+    """The rotation of positions [B, n] in Llama's layout (the two halves of a head turn
+    together)."""
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() / theta**steps
     angles = torch.cat([angles, angles], -1)
@@ -116,7 +125,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention without biases; `width` is the width of its input (2 H in EAGLE-3)."""
+    """Grouped-query attention without biases; `width` is the width of its input (2 H in
+    EAGLE-3)."""
 
     def __init__(self, shape: HeadShape, width: int) -> None:
         super().__init__()
@@ -127,12 +137,17 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, by: Turn, seen: Seen, layer: int) -> Tensor:
-        """x [B, n, width] -> [B, n, H]; its keys and values become the newest step of this layer."""
+        """x [B, n, width] -> [B, n, H]; its keys and values become the newest step of this
+        layer."""
         query, key, value = (self._split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
         query, key = _turned(query, by).to(value.dtype), _turned(key, by).to(value.dtype)
         steps = seen.of(layer)
         steps.append((self._repeat(key), self._repeat(value)))
-        mixed = first_attention(query, *steps[0], seen.mask) if len(steps) == 1 else later_attention(query, steps, seen.mask)
+        mixed = (
+            first_attention(query, *steps[0], seen.mask)
+            if len(steps) == 1
+            else later_attention(query, steps, seen.mask)
+        )
         return cast(Tensor, self.o_proj(mixed.transpose(1, 2).flatten(2)))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -149,11 +164,15 @@ def first_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def later_attention(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
-    """Attention of a later step: over the rows of step 0 that the mask shows, and over the row's own keys of every later step up to this one."""
+    """Attention of a later step: over the rows of step 0 that the mask shows, and over the row's
+    own keys of every later step up to this one."""
     scale = 1 / math.sqrt(query.shape[-1])
     rows = (query @ steps[0][0].transpose(-1, -2)).float() * scale
     rows = rows.masked_fill(~mask, -torch.inf)
-    own = torch.stack([(query * key).sum(-1, dtype=torch.float32) for key, _ in steps[1:]], -1) * scale
+    own = (
+        torch.stack([(query * key).sum(-1, dtype=torch.float32) for key, _ in steps[1:]], -1)
+        * scale
+    )
     weights = torch.softmax(torch.cat([rows, own], -1), -1).to(query.dtype)
     count = rows.shape[-1]
     mixed = weights[..., :count] @ steps[0][1]
@@ -177,17 +196,23 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """Jakiro's mixture: the two best experts weighted by the router, and their difference weighted by two more rows of the gate (the contrast).
+    """Jakiro's mixture: the two best experts weighted by the router, and their difference weighted
+    by two more rows of the gate (the contrast).
 
-    With two experts both run, and the contrast rows belong to expert 0 and 1. With more, the router's two first choices run, its softmax is
-    taken over these two, and the contrast rows belong to its first and its second choice.
+    With two experts both run, and the contrast rows belong to expert 0 and 1. With more, the
+    router's two first choices run, its softmax is taken over these two, and the contrast rows
+    belong to its first and its second choice.
     """
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.count, self.contrast = shape.experts, shape.contrast
-        self.gate = nn.Linear(shape.hidden, shape.experts + (2 if shape.contrast else 0), bias=False)
-        self.experts = nn.ModuleList(Mlp(shape.hidden, shape.intermediate) for _ in range(shape.experts))
+        self.gate = nn.Linear(
+            shape.hidden, shape.experts + (2 if shape.contrast else 0), bias=False
+        )
+        self.experts = nn.ModuleList(
+            Mlp(shape.hidden, shape.intermediate) for _ in range(shape.experts)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [B, n, H] -> the mixture and the contrast, each [B, n, H] without the residual."""
@@ -202,17 +227,22 @@ class Experts(nn.Module):
         if not self.contrast:
             return mixed, None
         weights = torch.softmax(gate[..., self.count :], -1)
-        sign = torch.where(weights[..., :1] >= weights[..., 1:], 1.0, -1.0) * torch.tensor([1.0, -1.0], device=x.device)
+        sign = torch.where(weights[..., :1] >= weights[..., 1:], 1.0, -1.0) * torch.tensor(
+            [1.0, -1.0], device=x.device
+        )
         return mixed, ((weights * sign)[..., None] * outputs).sum(-2)
 
 
 class Block(nn.Module):
-    """A Llama decoder layer; the first of a head has no norm before its attention, and Jakiro's has experts."""
+    """A Llama decoder layer; the first of a head has no norm before its attention, and Jakiro's has
+    experts."""
 
     def __init__(self, shape: HeadShape, index: int) -> None:
         super().__init__()
         self.index = index
-        self.input_layernorm: nn.Module | None = Norm(shape.hidden, shape.norm_eps) if index else None
+        self.input_layernorm: nn.Module | None = (
+            Norm(shape.hidden, shape.norm_eps) if index else None
+        )
         self.self_attn = Attention(shape, shape.hidden)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
         if shape.kind == "jakiro":
@@ -244,10 +274,12 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        """One step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j + i [B, n]."""
+        """One step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j + i [B,
+        n]."""
 
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
-        """What is multiplied for the logits of states [..., H]: rows [..., H] and a matrix [Vd, H]; target_head is the target's own [V, H]."""
+        """What is multiplied for the logits of states [..., H]: rows [..., H] and a matrix [Vd, H];
+        target_head is the target's own [V, H]."""
         return state, target_head
 
     def logits(self, state: Tensor, target_head: Tensor) -> Tensor:
@@ -260,7 +292,8 @@ class Head(nn.Module, ABC):
 
 
 class EagleHead(Head):
-    """EAGLE-1/2, and with experts in its layer Jakiro: embedding and feature side by side through `fc`, then one decoder layer."""
+    """EAGLE-1/2, and with experts in its layer Jakiro: embedding and feature side by side through
+    `fc`, then one decoder layer."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -268,7 +301,10 @@ class EagleHead(Head):
         self.layers = nn.ModuleList([Block(shape, 0)])
 
     def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        return cast(Said, self.layers[0](self.fc(torch.cat([embedded, state], -1)), self.turn(positions), seen))
+        return cast(
+            Said,
+            self.layers[0](self.fc(torch.cat([embedded, state], -1)), self.turn(positions), seen),
+        )
 
 
 class JakiroHead(EagleHead):
@@ -276,7 +312,8 @@ class JakiroHead(EagleHead):
 
 
 class DovetailHead(Head):
-    """Dovetail: the gated fusion (DGF) of embedding and feature, then one to six decoder layers. Its matrices are stored [in, out]."""
+    """Dovetail: the gated fusion (DGF) of embedding and feature, then one to six decoder layers.
+    Its matrices are stored [in, out]."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -289,7 +326,8 @@ class DovetailHead(Head):
         self.layers = nn.ModuleList(Block(shape, index) for index in range(shape.blocks))
 
     def fuse(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """z h1 + (1 - z) h2, h1 from the feature and h2 from the embedding (Dovetail, section 3.2)."""
+        """z h1 + (1 - z) h2, h1 from the feature and h2 from the embedding (Dovetail, section
+        3.2)."""
         embedded = self.input_layernorm(embedded) if self.shape.dgf_embed_norm else embedded
         first, second = state @ self.W_1, embedded @ self.W_2
         second = functional.silu(second) if self.shape.dgf_silu else second
@@ -304,7 +342,8 @@ class DovetailHead(Head):
 
 
 class MiddleLayer(nn.Module):
-    """EAGLE-3's layer: attention over [normed embedding, normed state], the state as the residual."""
+    """EAGLE-3's layer: attention over [normed embedding, normed state], the state as the
+    residual."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -316,12 +355,15 @@ class MiddleLayer(nn.Module):
 
     def forward(self, embedded: Tensor, state: Tensor, by: Turn, seen: Seen) -> Tensor:
         """embedded, state [B, n, H] -> [B, n, H]."""
-        x = state + self.self_attn(torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], -1), by, seen, 0)
+        x = state + self.self_attn(
+            torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], -1), by, seen, 0
+        )
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Eagle3Head(Head):
-    """EAGLE-3: three residual streams of the target through `fc`, one layer, an output head of its own over a draft vocabulary."""
+    """EAGLE-3: three residual streams of the target through `fc`, one layer, an output head of its
+    own over a draft vocabulary."""
 
     d2t: Tensor
     t2d: Tensor
@@ -361,17 +403,24 @@ class Eagle3Head(Head):
 
 
 def own_ids(head: Head) -> Tensor | None:
-    """The target's ids that the columns of a head's logits stand for [Vd]; None: column v is token v."""
+    """The target's ids that the columns of a head's logits stand for [Vd]; None: column v is token
+    v."""
     return head.known if isinstance(head, Eagle3Head) else None
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """The `size` ids that occur most often (of equal ones the lower first), ascending; counts [V]."""
+    """The `size` ids that occur most often (of equal ones the lower first), ascending; counts
+    [V]."""
     return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
 
 
 def new_head(shape: HeadShape, *, seed: int) -> Head:
     """A head of that shape with random weights."""
     torch.manual_seed(seed)
-    classes: dict[Kind, type[Head]] = {"eagle": EagleHead, "eagle3": Eagle3Head, "dovetail": DovetailHead, "jakiro": JakiroHead}
+    classes: dict[Kind, type[Head]] = {
+        "eagle": EagleHead,
+        "eagle3": Eagle3Head,
+        "dovetail": DovetailHead,
+        "jakiro": JakiroHead,
+    }
     return classes[shape.kind](shape)

@@ -1,8 +1,10 @@
-"""What a draft head is to learn from a target, as numbers: the losses of EAGLE, Jakiro and EAGLE-3 over packed rows, and simulated acceptance.
+"""What a draft head is to learn from a target, as numbers: the losses of EAGLE, Jakiro and EAGLE-3
+over packed rows, and simulated acceptance.
 
-Row j of step i predicts token t = j + 2 + i and the feature of position t - 1. It counts where token t is to be learned (it is the target's own
-output) and lies in the same sequence; the mask is that of the predicted token, not that of row j, and every mean is over what counts. Knows
-tensors and heads, neither files nor optimizers.
+Row j of step i predicts token t = j + 2 + i and the feature of position t - 1. It counts where
+token t is to be learned (it is the target's own output) and lies in the same sequence; the mask is
+that of the predicted token, not that of row j, and every mean is over what counts. Knows tensors
+and heads, neither files nor optimizers.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from dovetail.workers.training.heads import Head, Said, Seen, mask_of, own_ids
 NOISE_COLUMNS = 512
 """For rows of so many columns `Recipe.noise` is meant."""
 CACHED_LOGITS = 1 << 20
-"""Logits that are computed at a time on a CPU: few enough to stay in its caches, enough for fast products."""
+"""Logits that are computed at a time on a CPU: few enough to stay in its caches, enough for fast
+products."""
 GPU_LOGITS = 1 << 26
 
 
@@ -43,7 +46,8 @@ class Recipe:
     cross_entropy: float = 0.1
     """Soft cross entropy against the target's distribution (EAGLE 0.1, EAGLE-3 1.0)."""
     contrast_feature: float = 0.5
-    """Jakiro: what the contrast's feature loss counts against the mixture's. Its code has 0.5, its equation 14 has 1.0."""
+    """Jakiro: what the contrast's feature loss counts against the mixture's. Its code has 0.5, its
+    equation 14 has 1.0."""
     contrast_cross_entropy: float = 0.5
     """Jakiro: the same for the cross entropy."""
     steps: int = 1
@@ -51,7 +55,8 @@ class Recipe:
     decay: float = 0.8
     """What a step counts against the one before it (EAGLE-3)."""
     noise: float = 0.2
-    """Uniform noise on the features, this wide for rows of 512 tokens and narrower for longer ones (EAGLE)."""
+    """Uniform noise on the features, this wide for rows of 512 tokens and narrower for longer ones
+    (EAGLE)."""
 
 
 def read_features(head: Head, batch: Batch) -> Tensor:
@@ -59,24 +64,39 @@ def read_features(head: Head, batch: Batch) -> Tensor:
     if not head.shape.reads_taps:
         return batch.g.float()
     if batch.taps is None:
-        raise UserError("an EAGLE-3 head reads residual streams of the target, and these features hold none: write them with --taps auto")
+        raise UserError(
+            "an EAGLE-3 head reads residual streams of the target, and these features hold "
+            "none: write them with --taps auto"
+        )
     return batch.taps.float()
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The cross entropies of rows and their gradients at once, the logits of a few rows at a time: those of all rows would not stay in a cache."""
+    """The cross entropies of rows and their gradients at once, the logits of a few rows at a time:
+    those of all rows would not stay in a cache."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor, weight: Tensor, wanted: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, state: Tensor, weight: Tensor, wanted: Tensor, index: Tensor, counts: Tensor
+    ) -> Tensor:
         kind = state.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else state.dtype
-        rows, matrix, total = state.to(dtype), weight.to(dtype), torch.zeros((), device=state.device)
-        of_state, of_weight = torch.empty_like(rows), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        rows, matrix, total = (
+            state.to(dtype),
+            weight.to(dtype),
+            torch.zeros((), device=state.device),
+        )
+        of_state, of_weight = (
+            torch.empty_like(rows),
+            torch.zeros_like(weight) if ctx.needs_input_grad[1] else None,
+        )
         for part in _parts(len(rows), weight):
             logits, goal, count = (rows[part] @ matrix.T).float(), wanted[index[part]], counts[part]
             spread = torch.logsumexp(logits, -1)
             total += ((spread - (goal * logits).sum(-1)) * count).sum()
-            difference = logits.sub_(spread[:, None]).exp_().sub_(goal).mul_(count[:, None]).to(dtype)
+            difference = (
+                logits.sub_(spread[:, None]).exp_().sub_(goal).mul_(count[:, None]).to(dtype)
+            )
             of_state[part] = difference @ matrix
             if of_weight is not None:
                 of_weight += difference.T @ rows[part]
@@ -86,7 +106,13 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_state, of_weight = ctx.saved_tensors
-        return gradients[0] * of_state, None if of_weight is None else gradients[0] * of_weight, None, None, None
+        return (
+            gradients[0] * of_state,
+            None if of_weight is None else gradients[0] * of_weight,
+            None,
+            None,
+            None,
+        )
 
 
 def _parts(rows: int, weight: Tensor) -> list[slice]:
@@ -95,8 +121,11 @@ def _parts(rows: int, weight: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, rows, size)]
 
 
-def soft_cross_entropy(state: Tensor, weight: Tensor, wanted: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    """The sum of counts [N] times the cross entropies in nats of softmax(state [N, H] @ weight [V, H] transposed) against rows `index` of wanted [M, V]."""
+def soft_cross_entropy(
+    state: Tensor, weight: Tensor, wanted: Tensor, index: Tensor, counts: Tensor
+) -> Tensor:
+    """The sum of counts [N] times the cross entropies in nats of softmax(state [N, H] @ weight [V,
+    H] transposed) against rows `index` of wanted [M, V]."""
     return cast(Tensor, _SoftCrossEntropy.apply(state, weight, wanted, index, counts))  # type: ignore[no-untyped-call]
 
 
@@ -106,11 +135,15 @@ def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
 
 
 def wanted_distributions(head: Head, frozen: Frozen, g: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target says after g [N, H]: its distribution over the head's vocabulary [N, Vd] (renormalised), and whether its most likely token is in it."""
+    """What the target says after g [N, H]: its distribution over the head's vocabulary [N, Vd]
+    (renormalised), and whether its most likely token is in it."""
     with torch.no_grad():
         known, vocabulary = own_ids(head), len(frozen.head)
         known = torch.arange(vocabulary, device=g.device) if known is None else known
-        wanted, inside = torch.empty(len(g), len(known), device=g.device), torch.ones(len(g), dtype=torch.bool, device=g.device)
+        wanted, inside = (
+            torch.empty(len(g), len(known), device=g.device),
+            torch.ones(len(g), dtype=torch.bool, device=g.device),
+        )
         for part in _parts(len(g), frozen.head):
             logits = functional.linear(g[part], frozen.head).float()
             if len(known) < vocabulary:
@@ -121,17 +154,21 @@ def wanted_distributions(head: Head, frozen: Frozen, g: Tensor) -> tuple[Tensor,
 
 
 def predicted(batch: Batch, ahead: int) -> Tensor:
-    """bool [B, n]: which rows j predict, `ahead` tokens on, a token that is to be learned and lies in their sequence."""
+    """bool [B, n]: which rows j predict, `ahead` tokens on, a token that is to be learned and lies
+    in their sequence."""
     count = batch.tokens.shape[1]
     found = torch.zeros_like(batch.learn)
     if ahead < count:
         same = batch.sequence[:, ahead:] == batch.sequence[:, : count - ahead]
-        found[:, : count - ahead] = batch.learn[:, ahead:] & same & (batch.sequence[:, : count - ahead] >= 0)
+        found[:, : count - ahead] = (
+            batch.learn[:, ahead:] & same & (batch.sequence[:, : count - ahead] >= 0)
+        )
     return found
 
 
 class Lesson:
-    """One batch as the losses see it: every learned token's distribution is computed once and looked up by all steps."""
+    """One batch as the losses see it: every learned token's distribution is computed once and
+    looked up by all steps."""
 
     def __init__(self, head: Head, frozen: Frozen, batch: Batch) -> None:
         self.head, self.frozen, self.batch = head, frozen, batch
@@ -144,13 +181,20 @@ class Lesson:
         self.at[sources] = torch.arange(len(sources), device=first.device)
 
     def step(self, state: Tensor, step: int) -> Said:
-        """Step `step` on the text's own tokens: row j takes x_{j+1+step} (beyond the end any: such a row predicts nothing)."""
+        """Step `step` on the text's own tokens: row j takes x_{j+1+step} (beyond the end any: such
+        a row predicts nothing)."""
         ahead = torch.roll(self.batch.tokens, -(1 + step), dims=1)
-        said: Said = self.head(functional.embedding(ahead, self.frozen.embedding), state, self.batch.position + step, self.seen)
+        said: Said = self.head(
+            functional.embedding(ahead, self.frozen.embedding),
+            state,
+            self.batch.position + step,
+            self.seen,
+        )
         return said
 
     def loss(self, state: Tensor, ahead: int, feature: float, cross_entropy: float) -> Tensor:
-        """The weighed loss of states [B, n, H] of which row j predicts token j + ahead: means over the rows that count."""
+        """The weighed loss of states [B, n, H] of which row j predicts token j + ahead: means over
+        the rows that count."""
         rows = predicted(self.batch, ahead).flatten().nonzero()[:, 0]
         if not len(rows):
             return state.sum() * 0
@@ -161,12 +205,17 @@ class Lesson:
         if cross_entropy:
             index = self.at[goal]
             counts = self.inside[index] / self.inside[index].sum().clamp(min=1)
-            total = total + cross_entropy * soft_cross_entropy(*self.head.output(own, self.frozen.head), self.wanted, index, counts)
+            total = total + cross_entropy * soft_cross_entropy(
+                *self.head.output(own, self.frozen.head), self.wanted, index, counts
+            )
         return total
 
 
-def head_loss(head: Head, frozen: Frozen, batch: Batch, recipe: Recipe, random: torch.Generator | None = None) -> Tensor:
-    """The loss of a batch over all steps of the training-time test; `random` gives the noise on what the head reads, without it there is none."""
+def head_loss(
+    head: Head, frozen: Frozen, batch: Batch, recipe: Recipe, random: torch.Generator | None = None
+) -> Tensor:
+    """The loss of a batch over all steps of the training-time test; `random` gives the noise on
+    what the head reads, without it there is none."""
     lesson, read = Lesson(head, frozen, batch), read_features(head, batch)
     if recipe.noise and random is not None:
         width = recipe.noise * NOISE_COLUMNS / read.shape[1]
@@ -176,7 +225,10 @@ def head_loss(head: Head, frozen: Frozen, batch: Batch, recipe: Recipe, random: 
         said = lesson.step(state, step)
         loss = lesson.loss(said.state, step + 2, recipe.feature, recipe.cross_entropy)
         if said.contrast is not None:
-            weights = (recipe.feature * recipe.contrast_feature, recipe.cross_entropy * recipe.contrast_cross_entropy)
+            weights = (
+                recipe.feature * recipe.contrast_feature,
+                recipe.cross_entropy * recipe.contrast_cross_entropy,
+            )
             loss = loss + lesson.loss(said.contrast, step + 3, *weights)
         total, state = total + recipe.decay**step * loss, said.state
     return total
@@ -195,23 +247,29 @@ class Acceptance:
 
 
 class _Chains:
-    """Counts over batches. A chain goes on while the text agrees with it; where a sampled text is not the target's most likely token, it ends uncounted."""
+    """Counts over batches. A chain goes on while the text agrees with it; where a sampled text is
+    not the target's most likely token, it ends uncounted."""
 
     def __init__(self, depth: int) -> None:
         self.tried, self.taken, self.contrast = [0] * depth, [0] * depth, [0, 0]
 
     def acceptance(self) -> Acceptance:
-        at = tuple(taken / max(tried, 1) for taken, tried in zip(self.taken, self.tried, strict=True))
+        at = tuple(
+            taken / max(tried, 1) for taken, tried in zip(self.taken, self.tried, strict=True)
+        )
         length, reached = 1.0, 1.0
         for share in at:
             reached *= share
             length += reached
-        return Acceptance(length, at, self.contrast[0] / self.contrast[1] if self.contrast[1] else None)
+        return Acceptance(
+            length, at, self.contrast[0] / self.contrast[1] if self.contrast[1] else None
+        )
 
 
 @torch.no_grad()
 def simulate(head: Head, frozen: Frozen, batches: Sequence[Batch], depth: int) -> Acceptance:
-    """Draft a chain of `depth` tokens from every row at once, on the head's own states and tokens, and count what the target would have taken."""
+    """Draft a chain of `depth` tokens from every row at once, on the head's own states and tokens,
+    and count what the target would have taken."""
     chains = _Chains(depth)
     for batch in batches:
         _follow(head, frozen, batch, chains)
@@ -221,13 +279,22 @@ def simulate(head: Head, frozen: Frozen, batches: Sequence[Batch], depth: int) -
 def _follow(head: Head, frozen: Frozen, batch: Batch, chains: _Chains) -> None:
     shape, seen, known = batch.tokens.shape, Seen(mask_of(batch.sequence)), own_ids(head)
     best = functional.linear(batch.g.flatten(0, 1).float(), frozen.head).argmax(-1).view(shape)
-    state, tokens, contrast = head.begin(read_features(head, batch)), torch.roll(batch.tokens, -1, dims=1), None
+    state, tokens, contrast = (
+        head.begin(read_features(head, batch)),
+        torch.roll(batch.tokens, -1, dims=1),
+        None,
+    )
     alive = torch.ones_like(batch.learn)
     for step in range(len(chains.tried)):
-        said: Said = head(functional.embedding(tokens, frozen.embedding), state, batch.position + step, seen)
+        said: Said = head(
+            functional.embedding(tokens, frozen.embedding), state, batch.position + step, seen
+        )
         alive &= predicted(batch, step + 2)
         drafted = _most_likely(head, frozen, said.state, alive, known)
-        choice, written = torch.roll(best, -(step + 1), dims=1), torch.roll(batch.tokens, -(step + 2), dims=1)
+        choice, written = (
+            torch.roll(best, -(step + 1), dims=1),
+            torch.roll(batch.tokens, -(step + 2), dims=1),
+        )
         chains.tried[step] += int(alive.sum())
         if contrast is not None and step == 1:
             chains.contrast[0] += int((alive & (contrast == choice)).sum())
@@ -240,7 +307,9 @@ def _follow(head: Head, frozen: Frozen, batch: Batch, chains: _Chains) -> None:
         state, tokens = said.state, drafted
 
 
-def _most_likely(head: Head, frozen: Frozen, state: Tensor, rows: Tensor, known: Tensor | None) -> Tensor:
+def _most_likely(
+    head: Head, frozen: Frozen, state: Tensor, rows: Tensor, known: Tensor | None
+) -> Tensor:
     """The most likely token of the rows [B, n] that are asked for, 0 for the others."""
     chosen = head.logits(state[rows], frozen.head).argmax(-1)
     tokens = torch.zeros_like(rows, dtype=torch.int64)

@@ -1,4 +1,5 @@
-"""The processes of one training run: alone, or several of the `accelerate` library that average their gradients.
+"""The processes of one training run: alone, or several of the `accelerate` library that average
+their gradients.
 
 Knows neither model nor data. `accelerate` is imported only where a run has several processes.
 """
@@ -38,17 +39,24 @@ class Accelerated(Peers):
         try:
             from accelerate import Accelerator
         except ImportError as error:
-            raise UserError("several training processes need the library accelerate: pip install 'dovetail[train]', or start one process only") from error
+            raise UserError(
+                "several training processes need the library accelerate: pip install "
+                "'dovetail[train]', or start one process only"
+            ) from error
         self._accelerator: Any = Accelerator(cpu=not torch.cuda.is_available())
         self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
         self.device = str(self._accelerator.device)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.grad is None:  # no row of this process's batch reached it, but one of another's may have
+            if (
+                parameter.grad is None
+            ):  # no row of this process's batch reached it, but one of another's may have
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = self._accelerator.reduce(parameter.grad, reduction="mean")
 
     def agree(self, spent_s: float) -> float:
-        gathered = self._accelerator.gather(torch.tensor([spent_s], dtype=torch.float64, device=self.device))
+        gathered = self._accelerator.gather(
+            torch.tensor([spent_s], dtype=torch.float64, device=self.device)
+        )
         return float(gathered[0].item())

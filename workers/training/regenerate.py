@@ -1,9 +1,12 @@
 """The target answers chats itself, many at a time, and the answers are kept as chats.
 
-A draft learns from what its target writes, not from what somebody else wrote. The users' turns are asked one after the other, each behind the target's own
-answers to the earlier ones. The file is of OpenAI's form, a line for each chat and temperature in the order in which they end, with "id", "finish_reason",
-"temperature" and "target"; a run that was interrupted goes on with what is not there. Noise depends on seed, chat and temperature alone, so that an answer
-is the same however many are written beside it. Knows sessions of a language model and lines of a file; nothing of what is learned from them.
+A draft learns from what its target writes, not from what somebody else wrote. The users' turns are
+asked one after the other, each behind the target's own answers to the earlier ones. The file is of
+OpenAI's form, a line for each chat and temperature in the order in which they end, with "id",
+"finish_reason", "temperature" and "target"; a run that was interrupted goes on with what is not
+there. Noise depends on seed, chat and temperature alone, so that an answer is the same however many
+are written beside it. Knows sessions of a language model and lines of a file; nothing of what is
+learned from them.
 """
 
 import json
@@ -94,34 +97,56 @@ class Scribe:
         """Whether an answer ended by itself."""
         return answer[-1] in self._model.end
 
-    def ask(self, prompt: Sequence[int], *, temperature: float, key: bytes, new_tokens: int) -> _Session:
+    def ask(
+        self, prompt: Sequence[int], *, temperature: float, key: bytes, new_tokens: int
+    ) -> _Session:
         """A prompt, shorter than the context, to be answered with at most so many tokens."""
         most = min(self._model.context, len(prompt) + new_tokens)
-        session = _Session(self._model.new_cache(most), temperature, key, most, list(prompt), len(prompt))
+        session = _Session(
+            self._model.new_cache(most), temperature, key, most, list(prompt), len(prompt)
+        )
         self._sessions.append(session)
         return session
 
     def step(self) -> list[tuple[_Session, list[int]]]:
-        """One pass; the answers that it has finished, each with the id that ends it unless it grew too long."""
+        """One pass; the answers that it has finished, each with the id that ends it unless it grew
+        too long."""
         taken = self._take()
-        positions = torch.cat([torch.arange(s.cache.length, s.cache.length + len(due)) for s, due in taken])
+        positions = torch.cat(
+            [torch.arange(s.cache.length, s.cache.length + len(due)) for s, due in taken]
+        )
         segments = [Segment(s.cache, s.cache.length, len(due)) for s, due in taken]
         last = torch.tensor([len(due) for _, due in taken]).cumsum(0) - 1
-        logits = self._model.forward(torch.tensor([token for _, due in taken for token in due]), positions, segments, rows=last)
+        logits = self._model.forward(
+            torch.tensor([token for _, due in taken for token in due]),
+            positions,
+            segments,
+            rows=last,
+        )
         for session, due in taken:
-            session.cache.keep(range(session.cache.length, session.cache.length + len(due)), len(due))
+            session.cache.keep(
+                range(session.cache.length, session.cache.length + len(due)), len(due)
+            )
         read = [row for row, (session, _) in enumerate(taken) if not session.due]
         sessions = [taken[row][0] for row in read]
         for session, token in zip(sessions, self._choose(sessions, logits[read]), strict=True):
             session.log.append(token)
         self.written += len(sessions)
-        finished = [session for session in sessions if self.ended(session.log) or len(session.log) == session.most]
+        finished = [
+            session
+            for session in sessions
+            if self.ended(session.log) or len(session.log) == session.most
+        ]
         self._sessions = [session for session in self._sessions if session not in finished]
         return [(session, session.log[session.prompt :]) for session in finished]
 
     def _take(self) -> list[tuple[_Session, Sequence[int]]]:
-        """The sessions of a pass, with the tokens that it computes of each: at least one of every session, and as much of the prompts as fits."""
-        room, taken = max(PASS_ROWS - len(self._sessions), 0), list[tuple[_Session, Sequence[int]]]()
+        """The sessions of a pass, with the tokens that it computes of each: at least one of every
+        session, and as much of the prompts as fits."""
+        room, taken = (
+            max(PASS_ROWS - len(self._sessions), 0),
+            list[tuple[_Session, Sequence[int]]](),
+        )
         for session in self._sessions:
             due = session.due[: 1 + room]
             room -= len(due) - 1
@@ -132,10 +157,19 @@ class Scribe:
         """A token for each row of logits [N, V], at its session's temperature."""
         chosen = [0] * len(sessions)
         for temperature in {session.temperature for session in sessions}:
-            rows = [row for row, session in enumerate(sessions) if session.temperature == temperature]
+            rows = [
+                row for row, session in enumerate(sessions) if session.temperature == temperature
+            ]
             noise = None
             if temperature > 0:
-                noise = torch.stack([gumbel_noise(sessions[r].key, len(sessions[r].log), logits.shape[1], logits.device) for r in rows])
+                noise = torch.stack(
+                    [
+                        gumbel_noise(
+                            sessions[r].key, len(sessions[r].log), logits.shape[1], logits.device
+                        )
+                        for r in rows
+                    ]
+                )
             ids, _ = choose(process_logits(logits[rows], Sampling(temperature=temperature)), noise)
             for row, token in zip(rows, ids.tolist(), strict=True):
                 chosen[row] = token
@@ -169,19 +203,41 @@ def regenerate_files(
 ) -> Outcome:
     """The target's answers to the chats of files, see `regenerate`."""
     chats = [chat for file in files for chat in read_chats(file)]
-    return regenerate(chats, load_language_model(target, weights=weights, device=device), renderer, out, writing, progress=progress)
+    return regenerate(
+        chats,
+        load_language_model(target, weights=weights, device=device),
+        renderer,
+        out,
+        writing,
+        progress=progress,
+    )
 
 
-def regenerate(chats: Sequence[Chat], model: LanguageModel, renderer: Renderer, out: Path, writing: Writing, *, progress: Callback = silent) -> Outcome:
-    """Write the target's answers to chats into the file `out`; what it holds already is not written again. `UserError` if it holds something else."""
+def regenerate(
+    chats: Sequence[Chat],
+    model: LanguageModel,
+    renderer: Renderer,
+    out: Path,
+    writing: Writing,
+    *,
+    progress: Callback = silent,
+) -> Outcome:
+    """Write the target's answers to chats into the file `out`; what it holds already is not written
+    again. `UserError` if it holds something else."""
     left_out = Counter[str]()
-    jobs = [job for number, chat in enumerate(chats, 1) for job in _jobs(chat, number, writing, left_out)]
+    jobs = [
+        job
+        for number, chat in enumerate(chats, 1)
+        for job in _jobs(chat, number, writing, left_out)
+    ]
     done = _read_done(out, {job.id: job for job in jobs}, model.checkpoint_digest)
     with disk.writing(out, "the answers"):
         file = out.open("ab")
     with file:
         scribe, answered, begin = Scribe(model), len(done), time.monotonic()
-        for job in _write(scribe, deque(job for job in jobs if job.id not in done), renderer, writing):
+        for job in _write(
+            scribe, deque(job for job in jobs if job.id not in done), renderer, writing
+        ):
             if job.said:
                 answered += 1
                 _append(file, out, job, model.checkpoint_digest)
@@ -189,7 +245,16 @@ def regenerate(chats: Sequence[Chat], model: LanguageModel, renderer: Renderer, 
                 left_out[NO_ROOM] += 1
             ended = answered + left_out[NO_ROOM]
             note = f"{answered:,} of {len(jobs):,} chats"
-            progress(Progress("writing", ended / len(jobs), ended, scribe.written, spent_s=time.monotonic() - begin, note=note))
+            progress(
+                Progress(
+                    "writing",
+                    ended / len(jobs),
+                    ended,
+                    scribe.written,
+                    spent_s=time.monotonic() - begin,
+                    note=note,
+                )
+            )
     return Outcome(answered, left_out)
 
 
@@ -211,7 +276,9 @@ def _jobs(chat: Chat, number: int, writing: Writing, left_out: "Counter[str]") -
         yield _Job(f"{number}@{temperature:g}", number, temperature, deque(asks))
 
 
-def _write(scribe: Scribe, jobs: deque[_Job], renderer: Renderer, writing: Writing) -> Iterator[_Job]:
+def _write(
+    scribe: Scribe, jobs: deque[_Job], renderer: Renderer, writing: Writing
+) -> Iterator[_Job]:
     """Every job as it ends, answered as far as there is room."""
     asked = dict[_Session, _Job]()
     while jobs or asked:
@@ -227,8 +294,11 @@ def _write(scribe: Scribe, jobs: deque[_Job], renderer: Renderer, writing: Writi
                 yield job
 
 
-def _ask(scribe: Scribe, asked: dict[_Session, _Job], job: _Job, renderer: Renderer, writing: Writing) -> bool:
-    """Put the next question of a chat; False where it has no room in the context or the template refuses it: then the chat ends with its last answer."""
+def _ask(
+    scribe: Scribe, asked: dict[_Session, _Job], job: _Job, renderer: Renderer, writing: Writing
+) -> bool:
+    """Put the next question of a chat; False where it has no room in the context or the template
+    refuses it: then the chat ends with its last answer."""
     messages = [*job.said, *job.asks[0]]
     try:
         prompt = renderer.prompt(messages)
@@ -239,7 +309,9 @@ def _ask(scribe: Scribe, asked: dict[_Session, _Job], job: _Job, renderer: Rende
     job.asks.popleft()
     job.said = messages
     key = session_key(writing.seed, job.number, prompt)
-    asked[scribe.ask(prompt, temperature=job.temperature, key=key, new_tokens=writing.new_tokens)] = job
+    asked[
+        scribe.ask(prompt, temperature=job.temperature, key=key, new_tokens=writing.new_tokens)
+    ] = job
     return True
 
 
@@ -255,7 +327,8 @@ def _append(file: IO[bytes], out: Path, job: _Job, digest: str) -> None:
 
 
 def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
-    """The ids that a file holds; a line that was broken off is removed from its end. `UserError` where the file is not of these chats and this target."""
+    """The ids that a file holds; a line that was broken off is removed from its end. `UserError`
+    where the file is not of these chats and this target."""
     if not out.is_file():
         with disk.writing(out, "the answers"):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -266,12 +339,20 @@ def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
     for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
         try:
             row: dict[str, Any] = json.loads(line)
-            first = [message["content"] for message in row["messages"]][: len(jobs[row["id"]].asks[0])]
-            fits = first == [message.content for message in jobs[row["id"]].asks[0]] and row["target"] == digest
+            first = [message["content"] for message in row["messages"]][
+                : len(jobs[row["id"]].asks[0])
+            ]
+            fits = (
+                first == [message.content for message in jobs[row["id"]].asks[0]]
+                and row["target"] == digest
+            )
         except (ValueError, KeyError, TypeError):
             fits = False
         if not fits:
-            raise UserError(f"{out}, line {number}, is no answer of this target to these chats at these temperatures: give another file, or remove this one")
+            raise UserError(
+                f"{out}, line {number}, is no answer of this target to these chats at these "
+                "temperatures: give another file, or remove this one"
+            )
         done.add(row["id"])
     if whole < len(content):
         with out.open("rb+") as file:

@@ -1,8 +1,10 @@
-"""One training run: the optimizer, the rate over time, what has been spent, and a checkpoint that a run of the same command goes on from.
+"""One training run: the optimizer, the rate over time, what has been spent, and a checkpoint that a
+run of the same command goes on from.
 
-A checkpoint is a safetensors file with the counters as JSON in its metadata; nothing is ever pickled. Every step is given its number, from which the
-batch is drawn, so a resumed run goes on with fresh data; only the same run is resumed, with the same settings and data. Knows no model, no data and no
-loss; it shows no progress itself: it calls back.
+A checkpoint is a safetensors file with the counters as JSON in its metadata; nothing is ever
+pickled. Every step is given its number, from which the batch is drawn, so a resumed run goes on
+with fresh data; only the same run is resumed, with the same settings and data. Knows no model, no
+data and no loss; it shows no progress itself: it calls back.
 """
 
 import json
@@ -27,7 +29,8 @@ SETTINGS = ("seed", "rate", "warm_up", "decay", "weight_decay", "clip")
 
 @dataclass(frozen=True)
 class Pace:
-    """How a run goes: the rate rises over `warm_up` steps and falls to zero over the minutes, or over `steps`."""
+    """How a run goes: the rate rises over `warm_up` steps and falls to zero over the minutes, or
+    over `steps`."""
 
     minutes: float = 10.0
     steps: int | None = None
@@ -44,7 +47,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: `done` goes from 0 to 1, `loss` is in nats a token (nan while writing)."""
+    """Where a run stands: `done` goes from 0 to 1, `loss` is in nats a token (nan while
+    writing)."""
 
     stage: str
     done: float
@@ -59,7 +63,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run used up, its running loss at the end, and how many parameters it trained."""
+    """What a finished run used up, its running loss at the end, and how many parameters it
+    trained."""
 
     steps: int
     tokens: int
@@ -70,7 +75,8 @@ class Outcome:
 
 Callback = Callable[[Progress], None]
 Step = Callable[[int, float], tuple[Tensor, int]]
-"""Given the number of a step and the share of the run that is over: its loss, and how many tokens it looked at."""
+"""Given the number of a step and the share of the run that is over: its loss, and how many tokens
+it looked at."""
 
 
 def silent(_: Progress) -> None:
@@ -78,11 +84,26 @@ def silent(_: Progress) -> None:
 
 
 class Run:
-    """A model in training: its optimizer, what has been spent, and its checkpoint in a file; `about` tells it from other runs, as JSON."""
+    """A model in training: its optimizer, what has been spent, and its checkpoint in a file;
+    `about` tells it from other runs, as JSON."""
 
-    def __init__(self, model: nn.Module, pace: Pace, checkpoint: Path | None, about: Mapping[str, Any], peers: Peers = ALONE) -> None:
-        self.model, self.pace, self.checkpoint, self.peers = model.to(pace.device), pace, checkpoint, peers
-        self.about: dict[str, Any] = json.loads(json.dumps({**about, **{name: getattr(pace, name) for name in SETTINGS}}))
+    def __init__(
+        self,
+        model: nn.Module,
+        pace: Pace,
+        checkpoint: Path | None,
+        about: Mapping[str, Any],
+        peers: Peers = ALONE,
+    ) -> None:
+        self.model, self.pace, self.checkpoint, self.peers = (
+            model.to(pace.device),
+            pace,
+            checkpoint,
+            peers,
+        )
+        self.about: dict[str, Any] = json.loads(
+            json.dumps({**about, **{name: getattr(pace, name) for name in SETTINGS}})
+        )
         self.optimizer = optimizer_of(model, pace)
         self.steps, self.tokens, self.spent_s, self.loss = 0, 0, 0.0, math.nan
         self.notes: list[dict[str, Any]] = []
@@ -95,12 +116,18 @@ class Run:
     def done(self) -> float:
         """The share of the run that is over."""
         limit = self.pace.steps
-        return min(1.0, self.steps / limit if limit is not None else self.spent_s / 60 / self.pace.minutes)
+        return min(
+            1.0, self.steps / limit if limit is not None else self.spent_s / 60 / self.pace.minutes
+        )
 
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        left = 1 - self.done if self.pace.decay == "linear" else (1 + math.cos(math.pi * self.done)) / 2
+        left = (
+            1 - self.done
+            if self.pace.decay == "linear"
+            else (1 + math.cos(math.pi * self.done)) / 2
+        )
         return self.pace.rate * min(1.0, (self.steps + 1) / self.pace.warm_up) * max(left, 0.003)
 
     def step(self, step: Step) -> None:
@@ -122,7 +149,9 @@ class Run:
 
     def progress(self, stage: str, note: str = "") -> Progress:
         """Where the run stands now."""
-        return Progress(stage, self.done, self.steps, self.tokens, self.loss, self.rate, self.spent_s, note)
+        return Progress(
+            stage, self.done, self.steps, self.tokens, self.loss, self.rate, self.spent_s, note
+        )
 
     def keep_now_and_then(self) -> None:
         """Write the checkpoint if the last one is old."""
@@ -134,12 +163,24 @@ class Run:
         self._kept = time.monotonic()
         if self.checkpoint is None or self.peers.rank:
             return
-        counters = {"steps": self.steps, "tokens": self.tokens, "spent_s": self.spent_s, "loss": self.loss, "notes": self.notes}
-        replace_tensors(self.checkpoint, dict(self._state()), {"about": json.dumps(self.about), "counters": json.dumps(counters)})
+        counters = {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "spent_s": self.spent_s,
+            "loss": self.loss,
+            "notes": self.notes,
+        }
+        replace_tensors(
+            self.checkpoint,
+            dict(self._state()),
+            {"about": json.dumps(self.about), "counters": json.dumps(counters)},
+        )
 
     def outcome(self) -> Outcome:
         """What the run has used up."""
-        return Outcome(self.steps, self.tokens, self.spent_s / 60, self.loss, count_parameters(self.model))
+        return Outcome(
+            self.steps, self.tokens, self.spent_s / 60, self.loss, count_parameters(self.model)
+        )
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -151,25 +192,41 @@ class Run:
         about, counters, tensors = read_checkpoint(file)
         for name, value in self.about.items():
             if about.get(name) != value:
-                raise UserError(f"{file.parent} holds an unfinished run of other {name} ({about.get(name)}, now {value}): give another --out, or remove it")
+                raise UserError(
+                    f"{file.parent} holds an unfinished run of other {name} "
+                    f"({about.get(name)}, now {value}): give another --out, or remove it"
+                )
         parameters = dict(self.model.named_parameters())
-        if {f"weight:{n}": p.shape for n, p in parameters.items()} != {n: t.shape for n, t in tensors.items() if n.startswith("weight:")}:
-            raise UserError(f"{file.parent} holds the unfinished run of a model of another shape: give another --out, or remove it")
+        if {f"weight:{n}": p.shape for n, p in parameters.items()} != {
+            n: t.shape for n, t in tensors.items() if n.startswith("weight:")
+        }:
+            raise UserError(
+                f"{file.parent} holds the unfinished run of a model of another shape: give "
+                "another --out, or remove it"
+            )
         for key, value in tensors.items():
             kind, name = key.split(":", 1)
             if kind == "weight":
                 parameters[name].data.copy_(value)
             else:
-                self.optimizer.state[parameters[name]][kind] = value if kind == "step" else value.to(self.pace.device)
+                self.optimizer.state[parameters[name]][kind] = (
+                    value if kind == "step" else value.to(self.pace.device)
+                )
         self.steps, self.tokens = counters["steps"], counters["tokens"]
-        self.spent_s, self.loss, self.notes = counters["spent_s"], counters["loss"], counters["notes"]
+        self.spent_s, self.loss, self.notes = (
+            counters["spent_s"],
+            counters["loss"],
+            counters["notes"],
+        )
 
 
 def read_checkpoint(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """What tells its run from others, its counters, and its tensors; `UserError` if the file is damaged."""
+    """What tells its run from others, its counters, and its tensors; `UserError` if the file is
+    damaged."""
     try:
         with safe_open(file, framework="pt") as content:
-            metadata, tensors = content.metadata(), {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - it is no mapping
+            names = content.keys()  # it is no mapping
+            metadata, tensors = content.metadata(), {n: content.get_tensor(n) for n in names}
         return json.loads(metadata["about"]), json.loads(metadata["counters"]), tensors
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}): remove it to begin anew") from None
@@ -179,12 +236,23 @@ def optimizer_of(model: nn.Module, pace: Pace) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices, none for norms."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": pace.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": pace.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=pace.rate, betas=(0.9, 0.95))
 
 
-def carry_out(stage: str, run: Run, step: Step, *, progress: Callback = silent, between: Callable[[], str] = str) -> Outcome:
-    """Step until the run is over, keeping a checkpoint every few minutes; `between` is called after every step and gives the note of its progress."""
+def carry_out(
+    stage: str,
+    run: Run,
+    step: Step,
+    *,
+    progress: Callback = silent,
+    between: Callable[[], str] = str,
+) -> Outcome:
+    """Step until the run is over, keeping a checkpoint every few minutes; `between` is called after
+    every step and gives the note of its progress."""
     run.model.train()
     while run.done < 1:
         run.step(step)

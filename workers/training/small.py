@@ -1,7 +1,8 @@
 """Train a small causal language model on sequences of tokens, and distil a smaller one from it.
 
-The sequences are those of files of chats or of token files (`corpus.py`). A run is resumed from the checkpoint in its folder, and nothing is ever pickled.
-This module does not know where a text came from, and it shows no progress itself: it calls back.
+The sequences are those of files of chats or of token files (`corpus.py`). A run is resumed from the
+checkpoint in its folder, and nothing is ever pickled. This module does not know where a text came
+from, and it shows no progress itself: it calls back.
 """
 
 import hashlib
@@ -24,7 +25,12 @@ from dovetail.workers.training.examples import Example, digest_of
 from dovetail.workers.training.run import Callback, Outcome, Pace, Run, carry_out, silent
 from dovetail.workers.training.workplace import Workplace
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
 FILES = frozenset(("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES))
 
 
@@ -42,7 +48,11 @@ class Shape:
         """How many parameters a model of this shape has, input and output embedding being one."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * head * self.kv_heads
-        return vocabulary * self.hidden + self.layers * (attention + 3 * self.hidden * self.mlp + 2 * self.hidden) + self.hidden
+        return (
+            vocabulary * self.hidden
+            + self.layers * (attention + 3 * self.hidden * self.mlp + 2 * self.hidden)
+            + self.hidden
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,8 @@ class Settings(Pace):
     """How a model is trained."""
 
     compiled: bool = False
-    """Compile the step: half a minute at the start, then up to half as fast again. On a CPU it needs a C++ compiler."""
+    """Compile the step: half a minute at the start, then up to half as fast again. On a CPU it
+    needs a C++ compiler."""
     batch: int = 8
     context: int = 512
     cross_entropy: float = 0.1
@@ -59,7 +70,8 @@ class Settings(Pace):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well a draft follows its target: share of equal most likely tokens, mean sum of min(p, q), tokens measured."""
+    """How well a draft follows its target: share of equal most likely tokens, mean sum of min(p,
+    q), tokens measured."""
 
     greedy: float
     overlap: float
@@ -74,15 +86,23 @@ class Text:
 
     def __init__(self, rows: Sequence[Example], context: int) -> None:
         self.context, self.digest = context, digest_of(rows)
-        self.ids = np.concatenate([row.tokens for row in rows]) if rows else np.empty(0, dtype=np.int64)
-        self.learn = np.concatenate([row.learn for row in rows]) if rows else np.empty(0, dtype=np.bool_)
+        self.ids = (
+            np.concatenate([row.tokens for row in rows]) if rows else np.empty(0, dtype=np.int64)
+        )
+        self.learn = (
+            np.concatenate([row.learn for row in rows]) if rows else np.empty(0, dtype=np.bool_)
+        )
         starts = np.cumsum([0, *(len(row.tokens) for row in rows[:-1])])
         self.starts = starts[starts + context < len(self.ids)]
         if not len(self.starts):
-            raise UserError(f"there are {len(self.ids)} tokens to learn from, too few: no sequence begins {context} tokens before the end of them")
+            raise UserError(
+                f"there are {len(self.ids)} tokens to learn from, too few: no sequence begins "
+                f"{context} tokens before the end of them"
+            )
 
     def batch(self, size: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Rows of context + 1 ids, each beginning with a sequence, and which of the targets are learned."""
+        """Rows of context + 1 ids, each beginning with a sequence, and which of the targets are
+        learned."""
         rows = rng.choice(self.starts, size)[:, None] + np.arange(self.context + 1)
         return torch.from_numpy(self.ids[rows]), torch.from_numpy(self.learn[rows[:, 1:]])
 
@@ -97,7 +117,8 @@ def read_text(files: Sequence[Path], tokenizer_folder: Path) -> list[Example]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Transformers draws bars of its own while it loads and saves; within this block it draws none."""
+    """Transformers draws bars of its own while it loads and saves; within this block it draws
+    none."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -173,10 +194,26 @@ class Checkpoint:
     about: Mapping[str, Any]
 
 
-def _run(stage: str, model: nn.Module, text: Text, loss_of: StepLoss, settings: Settings, kept: Checkpoint | None, progress: Callback) -> Outcome:
+def _run(
+    stage: str,
+    model: nn.Module,
+    text: Text,
+    loss_of: StepLoss,
+    settings: Settings,
+    kept: Checkpoint | None,
+    progress: Callback,
+) -> Outcome:
     """Train on batches that are drawn by seed and step."""
-    about = {"stage": stage, "data": text.digest, "batch": settings.batch, "context": settings.context, "cross_entropy": settings.cross_entropy}
-    run = Run(model, settings, kept.file if kept else None, {**about, **(kept.about if kept else {})})
+    about = {
+        "stage": stage,
+        "data": text.digest,
+        "batch": settings.batch,
+        "context": settings.context,
+        "cross_entropy": settings.cross_entropy,
+    }
+    run = Run(
+        model, settings, kept.file if kept else None, {**about, **(kept.about if kept else {})}
+    )
     computed = cast(StepLoss, torch.compile(loss_of)) if settings.compiled else loss_of
 
     def step(number: int, _: float) -> tuple[Tensor, int]:
@@ -199,17 +236,36 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
     """Cross entropy of the next token, where it is learned."""
     logits = logits_of(model, rows[:, :-1])
-    return _mean(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"), learn)
+    return _mean(
+        nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"),
+        learn,
+    )
 
 
 def _mean(losses: Tensor, learn: Tensor) -> Tensor:
-    """The mean over what is learned. Nothing is picked by index, so that the step can be compiled as a whole."""
+    """The mean over what is learned. Nothing is picked by index, so that the step can be compiled
+    as a whole."""
     return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
 
 
-def train(model: nn.Module, rows: Sequence[Example], settings: Settings, *, checkpoint: Checkpoint | None = None, progress: Callback = silent) -> Outcome:
+def train(
+    model: nn.Module,
+    rows: Sequence[Example],
+    settings: Settings,
+    *,
+    checkpoint: Checkpoint | None = None,
+    progress: Callback = silent,
+) -> Outcome:
     """Train the model in place."""
-    return _run("training", model, Text(rows, settings.context), next_token_loss, settings, checkpoint, progress)
+    return _run(
+        "training",
+        model,
+        Text(rows, settings.context),
+        next_token_loss,
+        settings,
+        checkpoint,
+        progress,
+    )
 
 
 def train_folder(
@@ -222,13 +278,24 @@ def train_folder(
     tokenizer: Path | None = None,
     progress: Callback = silent,
 ) -> Outcome:
-    """Train a model on files and write its folder: from the weights in `init`, or from a shape and a tokenizer. `place` is held by who calls."""
+    """Train a model on files and write its folder: from the weights in `init`, or from a shape and
+    a tokenizer. `place` is held by who calls."""
     source = init or tokenizer
     if source is None:
         raise UserError("training needs a model to begin with, or a tokenizer for a new one")
-    model = load_model(init) if init is not None else new_model(shape or Shape(), source, settings.context, settings.seed)
+    model = (
+        load_model(init)
+        if init is not None
+        else new_model(shape or Shape(), source, settings.context, settings.seed)
+    )
     about = _begun_from(init, model, shape or Shape())
-    outcome = train(model, read_text(files, source), settings, checkpoint=Checkpoint(place.checkpoint, about), progress=progress)
+    outcome = train(
+        model,
+        read_text(files, source),
+        settings,
+        checkpoint=Checkpoint(place.checkpoint, about),
+        progress=progress,
+    )
     with place.result() as folder:
         save_model(model, source, folder)
     return outcome
@@ -251,7 +318,8 @@ def digest_of_weights(model: nn.Module) -> str:
 
 
 def distillation_loss(target: nn.Module, cross_entropy: float) -> StepLoss:
-    """The divergence of the draft from the target's whole distribution, and a little of the plain cross entropy."""
+    """The divergence of the draft from the target's whole distribution, and a little of the plain
+    cross entropy."""
 
     def loss_of(draft: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
         with torch.no_grad():
@@ -276,7 +344,15 @@ def distil(
     """Distil the draft from the target in place."""
     target.to(settings.device).eval()
     text = Text(rows, settings.context)
-    return _run("distilling", draft, text, distillation_loss(target, settings.cross_entropy), settings, checkpoint, progress)
+    return _run(
+        "distilling",
+        draft,
+        text,
+        distillation_loss(target, settings.cross_entropy),
+        settings,
+        checkpoint,
+        progress,
+    )
 
 
 def distil_folder(
@@ -289,18 +365,38 @@ def distil_folder(
     init: Path | None = None,
     progress: Callback = silent,
 ) -> Outcome:
-    """Distil a draft of that shape, or the one in `init`, from the model in `target`, and write its folder; see `train_folder`."""
+    """Distil a draft of that shape, or the one in `init`, from the model in `target`, and write its
+    folder; see `train_folder`."""
     teacher = load_model(target)
-    draft = load_model(init) if init is not None else new_model(shape, target, settings.context, settings.seed)
+    draft = (
+        load_model(init)
+        if init is not None
+        else new_model(shape, target, settings.context, settings.seed)
+    )
     about = {**_begun_from(init, draft, shape), "target": digest_of_weights(teacher)}
-    outcome = distil(teacher, draft, read_text(files, target), settings, checkpoint=Checkpoint(place.checkpoint, about), progress=progress)
+    outcome = distil(
+        teacher,
+        draft,
+        read_text(files, target),
+        settings,
+        checkpoint=Checkpoint(place.checkpoint, about),
+        progress=progress,
+    )
     with place.result() as folder:
         save_model(draft, target, folder)
     return outcome
 
 
 @torch.no_grad()
-def measure(target: nn.Module, draft: nn.Module, rows: Sequence[Example], *, batches: int = 16, context: int = 256, seed: int = 1) -> Agreement:
+def measure(
+    target: nn.Module,
+    draft: nn.Module,
+    rows: Sequence[Example],
+    *,
+    batches: int = 16,
+    context: int = 256,
+    seed: int = 1,
+) -> Agreement:
     """How well the draft follows the target, over the learned ids only."""
     text, rng = Text(rows, context), np.random.default_rng(seed)
     equal = overlap = 0.0

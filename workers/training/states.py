@@ -1,4 +1,5 @@
-"""The hidden states of a target that draft heads are trained on, computed for whole sequences, several in a pass.
+"""The hidden states of a target that draft heads are trained on, computed for whole sequences,
+several in a pass.
 
 Knows tokens and layers; nothing of what is learned, nor where states are kept.
 """
@@ -43,7 +44,8 @@ class Origin:
 
     @property
     def row(self) -> int:
-        """Numbers of a token's states: the last hidden state after the final norm, then the taps."""
+        """Numbers of a token's states: the last hidden state after the final norm, then the
+        taps."""
         return self.width * (1 + len(self.taps))
 
 
@@ -53,35 +55,50 @@ class StatesReader(Protocol):
     origin: Origin
 
     def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each sequence of ids [n] in turn its states [n, origin.row] in the origin's type, on the CPU."""
+        """For each sequence of ids [n] in turn its states [n, origin.row] in the origin's type, on
+        the CPU."""
 
 
 def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
-    """The layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as `2,4,5` means for a target of so many layers."""
+    """The layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as `2,4,5`
+    means for a target of so many layers."""
     if asked == "none":
         return ()
     if asked == "auto":
         if not 2 < layers // 2 < layers - 3:
-            raise UserError(f"taps auto are layers 2, {layers // 2} and {layers - 3} of {layers}, which do not rise; name them, such as --taps 0,1")
+            raise UserError(
+                f"taps auto are layers 2, {layers // 2} and {layers - 3} of {layers}, which do "
+                "not rise; name them, such as --taps 0,1"
+            )
         return 2, layers // 2, layers - 3
     try:
         taps = tuple(int(part) for part in asked.split(","))
     except ValueError:
-        raise UserError(f"--taps {asked} is neither auto nor none nor a list of layers such as 2,4,5") from None
+        raise UserError(
+            f"--taps {asked} is neither auto nor none nor a list of layers such as 2,4,5"
+        ) from None
     if any(not 0 <= tap < layers for tap in taps) or len(set(taps)) < len(taps):
         raise UserError(f"--taps {asked} must be different layers from 0 to {layers - 1}")
     return taps
 
 
 def ready_device(name: str) -> str:
-    """The name of a device that is there, set up for this process with the threads that torch has; `UserError` if it is not there."""
+    """The name of a device that is there, set up for this process with the threads that torch has;
+    `UserError` if it is not there."""
     return open_device(name, torch.get_num_threads()).name
 
 
 def open_states(
-    target: str, *, taps: str = "auto", context: int | None = None, dtype: HalfType | None = None, weights: str = "fp32", device: str = "cpu"
+    target: str,
+    *,
+    taps: str = "auto",
+    context: int | None = None,
+    dtype: HalfType | None = None,
+    weights: str = "fp32",
+    device: str = "cpu",
 ) -> "TargetStates":
-    """A target loaded to compute states: `taps` as in `choose_taps`, `context` the tokens of the longest sequence (None: the target's own).
+    """A target loaded to compute states: `taps` as in `choose_taps`, `context` the tokens of the
+    longest sequence (None: the target's own).
 
     `dtype`: None is bfloat16 where the checkpoint's matrices are, else float16.
     """
@@ -112,7 +129,11 @@ class TargetStates:
         """Short sequences share a pass, a long one takes several."""
         for batch in _batches(rows):
             yield from (
-                self._read_long(batch[0]) if len(batch) == 1 else self._pass(batch, [Segment(self.model.new_cache(len(row)), 0, len(row)) for row in batch])
+                self._read_long(batch[0])
+                if len(batch) == 1
+                else self._pass(
+                    batch, [Segment(self.model.new_cache(len(row)), 0, len(row)) for row in batch]
+                )
             )
 
     def _read_long(self, row: Tensor) -> Iterator[Tensor]:
@@ -126,18 +147,28 @@ class TargetStates:
 
     def _pass(self, parts: Sequence[Tensor], segments: Sequence[Segment]) -> Sequence[Tensor]:
         """The states of these tokens, which the segments say where to put."""
-        positions = torch.cat([torch.arange(segment.start, segment.start + segment.count) for segment in segments])
+        positions = torch.cat(
+            [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
+        )
         none = torch.tensor([], dtype=torch.int64)
         places = (LAST, *self.origin.taps)
-        _, states = self.model.forward_with_states(torch.cat(list(parts)), positions, segments, wanted=places, rows=none)
+        _, states = self.model.forward_with_states(
+            torch.cat(list(parts)), positions, segments, wanted=places, rows=none
+        )
         side_by_side = torch.cat([states[place] for place in places], -1)
         if not bool(side_by_side.isfinite().all()):
-            raise CheckpointError(f"{self.origin.target} computes hidden states that are not numbers; its weights are damaged")
-        return torch.split(narrowed(side_by_side, self.origin.dtype).cpu().clone(), [len(part) for part in parts])
+            raise CheckpointError(
+                f"{self.origin.target} computes hidden states that are not numbers; its "
+                "weights are damaged"
+            )
+        return torch.split(
+            narrowed(side_by_side, self.origin.dtype).cpu().clone(), [len(part) for part in parts]
+        )
 
 
 def _batches(rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The rows in their order, so many at a time that a pass has at most PASS_ROWS tokens; a longer one stands alone."""
+    """The rows in their order, so many at a time that a pass has at most PASS_ROWS tokens; a longer
+    one stands alone."""
     batch, size = list[Tensor](), 0
     for row in rows:
         if batch and size + len(row) > PASS_ROWS:

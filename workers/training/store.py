@@ -1,8 +1,11 @@
-"""Hidden states of a target in a folder, for memory maps: an index, the sequences, and shards of 16-bit numbers, token-major.
+"""Hidden states of a target in a folder, for memory maps: an index, the sequences, and shards of
+16-bit numbers, token-major.
 
-index.json says whose states they are and where the shards begin; tokens.bin (uint32), learn.bin (one byte) and lengths.bin (uint32) hold the sequences,
-states-NNNNNN.bin a row of numbers a token; all little-endian and nothing else in them. Shards are written one after the other and named in the index when
-they are whole, so a run that was killed goes on where the last shard ended. Knows numbers and files, not how states are computed.
+index.json says whose states they are and where the shards begin; tokens.bin (uint32), learn.bin
+(one byte) and lengths.bin (uint32) hold the sequences, states-NNNNNN.bin a row of numbers a token;
+all little-endian and nothing else in them. Shards are written one after the other and named in the
+index when they are whole, so a run that was killed goes on where the last shard ended. Knows
+numbers and files, not how states are computed.
 """
 
 import dataclasses
@@ -62,11 +65,20 @@ def plan(examples: Examples, origin: Origin, shard_bytes: int = SHARD_BYTES) -> 
             shards.append(number)
             size = 0
         size += len(row.tokens)
-    return Index(origin, examples.digest(), len(examples.rows), examples.tokens, examples.learned, tuple(shards), 0)
+    return Index(
+        origin,
+        examples.digest(),
+        len(examples.rows),
+        examples.tokens,
+        examples.learned,
+        tuple(shards),
+        0,
+    )
 
 
 def begin(folder: Path, planned: Index, examples: Examples) -> Index:
-    """Begin a folder, or go on with one: its index as far as it is written. `UserError` where it is another target's, of other sequences, or does not fit."""
+    """Begin a folder, or go on with one: its index as far as it is written. `UserError` where it is
+    another target's, of other sequences, or does not fit."""
     if (folder / "index.json").is_file():
         found = read_index(folder)
         _refuse_another(folder, found, planned)
@@ -75,7 +87,10 @@ def begin(folder: Path, planned: Index, examples: Examples) -> Index:
     with writing(folder, "features"):
         folder.mkdir(parents=True, exist_ok=True)
     if strange := sorted(file.name for file in folder.iterdir()):
-        raise UserError(f"{folder} is not empty ({strange[0]}) and holds no features: give another folder, or empty it")
+        raise UserError(
+            f"{folder} is not empty ({strange[0]}) and holds no features: give another folder, "
+            "or empty it"
+        )
     _check_disk(folder, planned)
     numbers = {
         "tokens.bin": np.concatenate([row.tokens for row in examples.rows]).astype("<u4"),
@@ -89,10 +104,18 @@ def begin(folder: Path, planned: Index, examples: Examples) -> Index:
     return planned
 
 
-def write(folder: Path, index: Index, examples: Examples, reader: StatesReader, progress: Callback = silent) -> Index:
+def write(
+    folder: Path,
+    index: Index,
+    examples: Examples,
+    reader: StatesReader,
+    progress: Callback = silent,
+) -> Index:
     """Write the shards that are missing; the index at the end."""
     begin, written = time.monotonic(), 0
-    done = sum(len(row.tokens) for row in examples.rows[: (*index.shards, index.count)[index.written]])
+    done = sum(
+        len(row.tokens) for row in examples.rows[: (*index.shards, index.count)[index.written]]
+    )
     for shard in range(index.written, len(index.shards)):
         first, last = index.shards[shard], (*index.shards, index.count)[shard + 1]
         file = _shard_file(folder, shard)
@@ -100,12 +123,32 @@ def write(folder: Path, index: Index, examples: Examples, reader: StatesReader, 
         with writing(beside, "features"):
             out = beside.open("wb")
         with out:
-            for states in reader.read([torch.from_numpy(row.tokens) for row in examples.rows[first:last]]):
-                append(out, beside, "features", states.contiguous().view(torch.int16).numpy().astype("<i2", copy=False).tobytes())
+            for states in reader.read(
+                [torch.from_numpy(row.tokens) for row in examples.rows[first:last]]
+            ):
+                append(
+                    out,
+                    beside,
+                    "features",
+                    states.contiguous()
+                    .view(torch.int16)
+                    .numpy()
+                    .astype("<i2", copy=False)
+                    .tobytes(),
+                )
                 written += len(states)
                 share = (done + written) / index.tokens
                 note = f"{share * index.bytes / 1e9:.3g} of {index.bytes / 1e9:.3g} GB"
-                progress(Progress("features", share, shard, written, spent_s=time.monotonic() - begin, note=note))
+                progress(
+                    Progress(
+                        "features",
+                        share,
+                        shard,
+                        written,
+                        spent_s=time.monotonic() - begin,
+                        note=note,
+                    )
+                )
             with writing(beside, "features"):
                 os.fsync(out.fileno())
         beside.replace(file)
@@ -120,14 +163,20 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self._folder, self.index = folder, read_index(folder)
         if self.index.written < len(self.index.shards):
-            raise UserError(f"{folder} holds {self.index.written} of {len(self.index.shards)} shards: run dovetail features again with the same options")
+            raise UserError(
+                f"{folder} holds {self.index.written} of {len(self.index.shards)} shards: run "
+                "dovetail features again with the same options"
+            )
         self.digest = self.index.examples
         self.tokens = self._map("tokens.bin", "<u4", self.index.tokens)
         self.learn = self._map("learn.bin", "u1", self.index.tokens)
         lengths = self._map("lengths.bin", "<u4", self.index.count)
         self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         if self.offsets[-1] != self.index.tokens:
-            raise UserError(f"{folder} is damaged: the lengths of its sequences do not add up to {self.index.tokens} tokens")
+            raise UserError(
+                f"{folder} is damaged: the lengths of its sequences do not add up to "
+                f"{self.index.tokens} tokens"
+            )
         self._bounds = self.offsets[[*self.index.shards, self.index.count]]
         self._shards = [self._map_shard(shard) for shard in range(len(self.index.shards))]
 
@@ -144,14 +193,19 @@ class Store:
 
     def _map_shard(self, shard: int) -> NDArray[np.int16]:
         rows, row = int(self._bounds[shard + 1] - self._bounds[shard]), self.index.origin.row
-        numbers: NDArray[np.int16] = self._map(_shard_file(self._folder, shard).name, "<i2", rows * row).reshape(rows, row)
+        numbers: NDArray[np.int16] = self._map(
+            _shard_file(self._folder, shard).name, "<i2", rows * row
+        ).reshape(rows, row)
         return numbers
 
     def _map(self, name: str, kind: str, size: int) -> NDArray[Any]:
         file = self._folder / name
         found = file.stat().st_size if file.is_file() else 0
         if found != size * np.dtype(kind).itemsize:
-            raise UserError(f"{file} has {found} bytes in place of {size * np.dtype(kind).itemsize}: the features are damaged, write them again")
+            raise UserError(
+                f"{file} has {found} bytes in place of {size * np.dtype(kind).itemsize}: the "
+                "features are damaged, write them again"
+            )
         return np.memmap(file, dtype=kind, mode="r")
 
 
@@ -165,7 +219,10 @@ def read_index(folder: Path) -> Index:
         if content.pop("format") != FORMAT:
             raise ValueError("another version wrote it")
         origin = content.pop("origin")
-        return Index(origin=Origin(**{**origin, "taps": tuple(origin["taps"])}), **{**content, "shards": tuple(content["shards"])})
+        return Index(
+            origin=Origin(**{**origin, "taps": tuple(origin["taps"])}),
+            **{**content, "shards": tuple(content["shards"])},
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no index of features ({error}); write them again") from None
 
@@ -182,22 +239,32 @@ def _write_index(folder: Path, index: Index) -> None:
 def _refuse_another(folder: Path, found: Index, wanted: Index) -> None:
     if found.origin.digest != wanted.origin.digest:
         raise UserError(
-            f"{folder} holds features of {found.origin.target} (checkpoint {found.origin.digest[:12]}), not of {wanted.origin.target} "
+            f"{folder} holds features of {found.origin.target} (checkpoint "
+            f"{found.origin.digest[:12]}), not of {wanted.origin.target} "
             f"({wanted.origin.digest[:12]}): give another folder, or remove this one"
         )
     for name in ("taps", "dtype", "context"):
         before, now = getattr(found.origin, name), getattr(wanted.origin, name)
         if before != now:
-            raise UserError(f"{folder} was begun with {name} {before}, not {now}: give the same, or another folder")
+            raise UserError(
+                f"{folder} was begun with {name} {before}, not {now}: give the same, or "
+                "another folder"
+            )
     if found.examples != wanted.examples:
-        raise UserError(f"{folder} holds features of other sequences than these files have: give another folder, or remove this one")
+        raise UserError(
+            f"{folder} holds features of other sequences than these files have: give another "
+            "folder, or remove this one"
+        )
 
 
 def _check_disk(folder: Path, index: Index) -> None:
     done = sum(file.stat().st_size for file in folder.iterdir())
     needed, free = index.bytes - done, shutil.disk_usage(folder).free
     if needed > max(0, free - SPARE_BYTES):
-        raise UserError(f"{folder} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB more are needed: take less data, --taps none, or train online")
+        raise UserError(
+            f"{folder} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB more are "
+            "needed: take less data, --taps none, or train online"
+        )
 
 
 def _shard_file(folder: Path, shard: int) -> Path:

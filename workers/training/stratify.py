@@ -1,14 +1,20 @@
-"""Bins of entropy for the policy `heterospec`: from the rounds of many replies to a handful of thresholds (HeteroSpec, Liu et al. 2025, section 4.2).
+"""Bins of entropy for the policy `heterospec`: from the rounds of many replies to a handful of
+thresholds (HeteroSpec, Liu et al. 2025, section 4.2).
 
-A regression tree of three levels splits the rounds by their cumulative meta-path entropy so that the *terminal confidence rank* varies as little as possible
-within a bin. On one feature such a tree is an ordered partition of at most eight intervals. The paper takes it for granted that the mean rank rises from bin
-to bin; where it does not, neighbours are one bin here (isotonic regression by pooling adjacent violators), so that a lower bin is always a surer one.
+A regression tree of three levels splits the rounds by their cumulative meta-path entropy so that
+the *terminal confidence rank* varies as little as possible within a bin. On one feature such a tree
+is an ordered partition of at most eight intervals. The paper takes it for granted that the mean
+rank rises from bin to bin; where it does not, neighbours are one bin here (isotonic regression by
+pooling adjacent violators), so that a lower bin is always a surer one.
 
-What is fitted is the rank of *fully accepted* paths, as in the paper, of which it says nothing else. A round in which the target left the tree above its
-depth has the worst rank. Without that distinction the mean says nothing: a node eight levels down has rank 8 at best, so of the embedded pair (368 rounds,
-15/8/4, temperature 0) the surest tenth, all of it accepted to the bottom, has mean rank 8.5, and the least sure one, with two accepted tokens a round, 6.3.
+What is fitted is the rank of *fully accepted* paths, as in the paper, of which it says nothing
+else. A round in which the target left the tree above its depth has the worst rank. Without that
+distinction the mean says nothing: a node eight levels down has rank 8 at best, so of the embedded
+pair (368 rounds, 15/8/4, temperature 0) the surest tenth, all of it accepted to the bottom, has
+mean rank 8.5, and the least sure one, with two accepted tokens a round, 6.3.
 
-Knows numbers only; rounds are played and files written elsewhere. scikit-learn is an extra and imported where the tree is fitted.
+Knows numbers only; rounds are played and files written elsewhere. scikit-learn is an extra and
+imported where the tree is fitted.
 """
 
 from bisect import bisect_left
@@ -45,7 +51,8 @@ class Bin:
 
     rounds: int
     fitted_rank: float
-    """Mean, with the worst rank for every round that was not fully accepted: what rises from bin to bin."""
+    """Mean, with the worst rank for every round that was not fully accepted: what rises from bin to
+    bin."""
     mean_rank: float
     full_share: float
     """Of the rounds, those that were fully accepted."""
@@ -60,22 +67,30 @@ class Strata:
 
 
 def terminal_confidence_rank(accepted: Sequence[int], nodes: int) -> int:
-    """The rank, 1 for the best, of the last accepted node among the `nodes` that a round may offer, best first; the worst one where none was accepted.
+    """The rank, 1 for the best, of the last accepted node among the `nodes` that a round may offer,
+    best first; the worst one where none was accepted.
 
-    `accepted` are places in what was offered, a path from below the root. (HeteroSpec, section 3.2.)
+    `accepted` are places in what was offered, a path from below the root. (HeteroSpec, section
+    3.2.)
     """
     return accepted[-1] + 1 if accepted else nodes
 
 
 def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
-    """The bins of `rounds`, at least two; `nodes` is the worst rank. `UserError` where there are too few rounds, or where rank does not rise with entropy."""
+    """The bins of `rounds`, at least two; `nodes` is the worst rank. `UserError` where there are
+    too few rounds, or where rank does not rise with entropy."""
     if len(rounds) < LEAST_ROUNDS:
         remedy = "give more prompts (--rounds keeps what was played), or let replies be longer"
-        raise UserError(f"{len(rounds)} rounds were played, and thresholds need {LEAST_ROUNDS}: {remedy}")
-    strata = _merged(rounds, nodes, sorted({round(split, DECIMALS) for split in _splits(rounds, nodes)}))
+        raise UserError(
+            f"{len(rounds)} rounds were played, and thresholds need {LEAST_ROUNDS}: {remedy}"
+        )
+    strata = _merged(
+        rounds, nodes, sorted({round(split, DECIMALS) for split in _splits(rounds, nodes)})
+    )
     if not strata.thresholds:
         raise UserError(
-            f"the entropy of {len(rounds)} rounds says nothing of what is accepted (mean rank {strata.bins[0].fitted_rank:.1f} everywhere): "
+            f"the entropy of {len(rounds)} rounds says nothing of what is accepted (mean rank "
+            f"{strata.bins[0].fitted_rank:.1f} everywhere): "
             "give more prompts, of the kind that is to be decoded"
         )
     return strata
@@ -91,10 +106,25 @@ def _splits(rounds: Sequence[Round], nodes: int) -> list[float]:
     try:
         from sklearn.tree import DecisionTreeRegressor
     except ImportError:
-        raise UserError("fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'") from None
-    entropies, ranks = np.array([[seen.entropy] for seen in rounds]), np.array([fitted_rank(seen, nodes) for seen in rounds])
-    fitted = DecisionTreeRegressor(max_depth=LEVELS, min_samples_leaf=max(1, int(LEAF_SHARE * len(rounds))), random_state=0).fit(entropies, ranks).tree_
-    return [float(threshold) for feature, threshold in zip(fitted.feature, fitted.threshold, strict=True) if feature >= 0]
+        raise UserError(
+            "fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'"
+        ) from None
+    entropies, ranks = (
+        np.array([[seen.entropy] for seen in rounds]),
+        np.array([fitted_rank(seen, nodes) for seen in rounds]),
+    )
+    fitted = (
+        DecisionTreeRegressor(
+            max_depth=LEVELS, min_samples_leaf=max(1, int(LEAF_SHARE * len(rounds))), random_state=0
+        )
+        .fit(entropies, ranks)
+        .tree_
+    )
+    return [
+        float(threshold)
+        for feature, threshold in zip(fitted.feature, fitted.threshold, strict=True)
+        if feature >= 0
+    ]
 
 
 def _merged(rounds: Sequence[Round], nodes: int, splits: Sequence[float]) -> Strata:
@@ -107,7 +137,9 @@ def _merged(rounds: Sequence[Round], nodes: int, splits: Sequence[float]) -> Str
         while merged and (not group or merged[-1][1].fitted_rank >= _bin(group, nodes).fitted_rank):
             group = merged.pop()[0] + group
         merged.append((group, _bin(group, nodes), bound))
-    return Strata(tuple(bound for _, _, bound in merged[:-1]), tuple(found for _, found, _ in merged))
+    return Strata(
+        tuple(bound for _, _, bound in merged[:-1]), tuple(found for _, found, _ in merged)
+    )
 
 
 def _bin(group: Sequence[Round], nodes: int) -> Bin:

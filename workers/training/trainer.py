@@ -1,7 +1,9 @@
-"""Trains a draft head on stored or streamed features of a frozen target, and measures it as it goes by simulated acceptance.
+"""Trains a draft head on stored or streamed features of a frozen target, and measures it as it goes
+by simulated acceptance.
 
-Weights and moments are kept in 32 bits; a step runs in bf16 where that is asked for. The held-out part of the features is fixed before the run
-begins and never trained on. Knows neither files of text nor options; a finished head is written by `workers.training.folder`.
+Weights and moments are kept in 32 bits; a step runs in bf16 where that is asked for. The held-out
+part of the features is fixed before the run begins and never trained on. Knows neither files of
+text nor options; a finished head is written by `workers.training.folder`.
 """
 
 import time
@@ -22,7 +24,8 @@ from dovetail.workers.training.peers import ALONE, Peers
 from dovetail.workers.training.run import Callback, Outcome, Pace, Run, Step, carry_out, silent
 
 WORTH_BF16 = 1.5
-"""How many times as fast products in bf16 must be on a CPU: what stands between them is slower for the conversions."""
+"""How many times as fast products in bf16 must be on a CPU: what stands between them is slower for
+the conversions."""
 HELD_SEED = 1
 """The held-out rows are the same in every run."""
 
@@ -38,7 +41,8 @@ class Plan:
     length: int = 256
     """Columns a row."""
     alone: float = 0.0
-    """Share of the run in which the first step is trained alone: a head that is new learns more from twice the text than from its own mistakes."""
+    """Share of the run in which the first step is trained alone: a head that is new learns more
+    from twice the text than from its own mistakes."""
     number: Literal["fp32", "bf16"] = "fp32"
     """What the matrix products of a step are computed in."""
     held: float = 0.03
@@ -88,23 +92,47 @@ def train_head(
     peers: Peers = ALONE,
     progress: Callback = silent,
 ) -> Trained:
-    """Train a new head; `prepare` may change the random weights that it begins with. `about` is what else its checkpoint is to be known by."""
+    """Train a new head; `prepare` may change the random weights that it begins with. `about` is
+    what else its checkpoint is to be known by."""
     learning, held = features.split(plan.held)
     device = plan.pace.device
     frozen = Frozen(frozen.embedding.float().to(device), frozen.head.float().to(device))
     head = new_head(shape, seed=plan.pace.seed)
     prepare(head)
-    coverage = _begin_output(head, frozen, learning.counts()) if isinstance(head, Eagle3Head) else None
+    coverage = (
+        _begin_output(head, frozen, learning.counts()) if isinstance(head, Eagle3Head) else None
+    )
     run = Run(head, plan.pace, checkpoint, {**(about or {}), **_about(shape, plan)}, peers)
-    watch = _Watch(run, head, frozen, [held.batch(np.random.default_rng(HELD_SEED), plan.check_rows, plan.length).to(device)], plan)
-    outcome = carry_out(f"training {shape.kind}", run, _step(head, frozen, learning, plan, peers), progress=progress, between=watch.look)
+    watch = _Watch(
+        run,
+        head,
+        frozen,
+        [held.batch(np.random.default_rng(HELD_SEED), plan.check_rows, plan.length).to(device)],
+        plan,
+    )
+    outcome = carry_out(
+        f"training {shape.kind}",
+        run,
+        _step(head, frozen, learning, plan, peers),
+        progress=progress,
+        between=watch.look,
+    )
     return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, coverage)
 
 
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
-    """What a run shares with those that may resume it, beside its pace. Not `number`: which is faster may be found otherwise tomorrow."""
+    """What a run shares with those that may resume it, beside its pace. Not `number`: which is
+    faster may be found otherwise tomorrow."""
     recipe = {f"recipe.{name}": value for name, value in asdict(plan.recipe).items()}
-    return {**asdict(shape), **recipe, "batch": plan.batch, "length": plan.length, "alone": plan.alone, "held": plan.held, "depth": plan.depth}
+    return {
+        **asdict(shape),
+        **recipe,
+        "batch": plan.batch,
+        "length": plan.length,
+        "alone": plan.alone,
+        "held": plan.held,
+        "depth": plan.depth,
+    }
 
 
 def _step(head: Head, frozen: Frozen, features: Features, plan: Plan, peers: Peers) -> Step:
@@ -115,7 +143,11 @@ def _step(head: Head, frozen: Frozen, features: Features, plan: Plan, peers: Pee
         rng = np.random.default_rng([plan.pace.seed, number, peers.rank])
         batch = features.batch(rng, plan.batch, plan.length).to(plan.pace.device)
         with in_numbers(plan.number, plan.pace.device):
-            return loss_of(batch, steps_at(done, plan), torch.Generator(plan.pace.device).manual_seed(int(rng.integers(2**62)))), batch.tokens.numel()
+            return loss_of(
+                batch,
+                steps_at(done, plan),
+                torch.Generator(plan.pace.device).manual_seed(int(rng.integers(2**62))),
+            ), batch.tokens.numel()
 
     return step
 
@@ -131,7 +163,8 @@ def steps_at(done: float, plan: Plan) -> int:
 
 
 def faster_number(device: str) -> Literal["fp32", "bf16"]:
-    """What a step of this device is faster in, found by multiplying matrices such as a small head has: not every CPU has instructions for bf16."""
+    """What a step of this device is faster in, found by multiplying matrices such as a small head
+    has: not every CPU has instructions for bf16."""
     if torch.device(device).type != "cpu":
         return "bf16"
     spent = {dtype: _time_of_product(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -156,7 +189,8 @@ def in_numbers(number: str, device: str) -> Iterator[None]:
 
 
 def _begin_output(head: Eagle3Head, frozen: Frozen, counts: Tensor) -> float:
-    """Choose the draft vocabulary by frequency and begin with the target's rows of it; the share of the learned tokens that it holds."""
+    """Choose the draft vocabulary by frequency and begin with the target's rows of it; the share of
+    the learned tokens that it holds."""
     known = most_frequent(counts, head.shape.own_vocabulary)
     with torch.no_grad():
         head.lm_head.weight.copy_(frozen.head[known])
@@ -183,4 +217,6 @@ class _Watch:
 
     def _check(self, found: Acceptance) -> Check:
         run = self.run
-        return Check(run.steps, run.tokens, run.spent_s, run.loss, found.length, found.at, found.contrast)
+        return Check(
+            run.steps, run.tokens, run.spent_s, run.loss, found.length, found.at, found.contrast
+        )

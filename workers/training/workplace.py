@@ -1,7 +1,9 @@
-"""Where a training works: the folder OUT.unfinished beside the folder OUT that it will write. Nothing that somebody else put into either is ever deleted.
+"""Where a training works: the folder OUT.unfinished beside the folder OUT that it will write.
+Nothing that somebody else put into either is ever deleted.
 
-It is held by one process at a time, and set free when that one dies. The checkpoint is one file and is replaced by renaming; a finished OUT is filled in
-here and moved there whole, and what it replaces is kept here until then. Knows files and their names, not what is in them.
+It is held by one process at a time, and set free when that one dies. The checkpoint is one file and
+is replaced by renaming; a finished OUT is filled in here and moved there whole, and what it
+replaces is kept here until then. Knows files and their names, not what is in them.
 """
 
 import errno
@@ -54,18 +56,27 @@ class Workplace:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Work here alone. `UserError` if another process does, or if in the way of `out` or of this folder is what no such training wrote."""
+        """Work here alone. `UserError` if another process does, or if in the way of `out` or of
+        this folder is what no such training wrote."""
         self.refuse_foreign()
         with held(self.folder):
-            if strange := [name for name in _names(self.folder) if name not in OURS and not name.startswith(TORN)]:
-                raise UserError(f"{self.folder} holds {strange[0]}, which no training wrote there: move it away, or give another --out")
+            if strange := [
+                name
+                for name in _names(self.folder)
+                if name not in OURS and not name.startswith(TORN)
+            ]:
+                raise UserError(
+                    f"{self.folder} holds {strange[0]}, which no training wrote there: move it "
+                    "away, or give another --out"
+                )
             if not self.out.exists() and self._replaced.exists():  # killed between two renames
                 self._replaced.rename(self.out)
             yield
 
     @contextmanager
     def result(self) -> Iterator[Path]:
-        """A new folder to be filled in; then it takes the place of `out`, and nothing is unfinished any more."""
+        """A new folder to be filled in; then it takes the place of `out`, and nothing is unfinished
+        any more."""
         new = self.folder / "result"
         shutil.rmtree(new, ignore_errors=True)
         with writing(new, f"the trained {self.what}"), telling_the_system(new):
@@ -81,11 +92,15 @@ class Workplace:
         shutil.rmtree(self.folder)
 
     def refuse_foreign(self) -> None:
-        """`UserError` if `out` has any content but that of an earlier training of this kind: it would be replaced."""
+        """`UserError` if `out` has any content but that of an earlier training of this kind: it
+        would be replaced."""
         names = _names(self.out) if self.out.exists() else []
         strange = [name for name in names if name not in self.files]
         if names and (strange or not self._is_marked()):
-            raise UserError(f"{self.out} is there, and is more or other than a trained {self.what} (it holds {(strange or names)[0]}): give another --out")
+            raise UserError(
+                f"{self.out} is there, and is more or other than a trained {self.what} (it "
+                f"holds {(strange or names)[0]}): give another --out"
+            )
 
     @property
     def _replaced(self) -> Path:
@@ -105,17 +120,22 @@ def _names(folder: Path) -> list[str]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold a folder against other processes that write it, making it if need be; it is left only if there is something in it."""
+    """Hold a folder against other processes that write it, making it if need be; it is left only if
+    there is something in it."""
     with writing(folder, "a folder"):
         folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):  # its holder finished just now, and removed it
+        if not folder.exists() or not os.path.samestat(
+            os.fstat(descriptor), folder.stat()
+        ):  # its holder finished just now, and removed it
             raise BlockingIOError
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"another process is writing {folder}: wait for it, or give another --out") from None
+        raise UserError(
+            f"another process is writing {folder}: wait for it, or give another --out"
+        ) from None
     try:
         yield
     finally:
@@ -125,7 +145,8 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def replace_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file in place of an older one, which is there until the new one is whole."""
+    """Write a safetensors file in place of an older one, which is there until the new one is
+    whole."""
     beside = file.with_name(file.name + ".new")
     with writing(beside, "the state of the training"), telling_the_system(beside):
         save_file(dict(tensors), beside, metadata=dict(metadata))
@@ -134,7 +155,8 @@ def replace_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping
 
 @contextmanager
 def telling_the_system(path: Path) -> Iterator[None]:
-    """A full disk is an `OSError` even where safetensors writes, which has an exception of its own for it."""
+    """A full disk is an `OSError` even where safetensors writes, which has an exception of its own
+    for it."""
     try:
         yield
     except SafetensorError as error:

@@ -1,5 +1,6 @@
 # ruff: noqa: SIM905
-"""Everyday facts as tables and the questions asked about them. It knows the facts, not how long an answer should be."""
+"""Everyday facts as tables and the questions asked about them. It knows the facts, not how long an
+answer should be."""
 
 import random
 
@@ -44,12 +45,44 @@ choose chose
 )
 # animal: sound, young, home, food, legs, group, one more sentence
 ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
-    "dog": ("barks", "puppy", "in a house or a kennel", "meat and dog food", "four", "mammal", "Dogs can smell much better than people."),
-    "cat": ("meows", "kitten", "in a house", "meat and fish", "four", "mammal", "Cats sleep for many hours a day."),
+    "dog": (
+        "barks",
+        "puppy",
+        "in a house or a kennel",
+        "meat and dog food",
+        "four",
+        "mammal",
+        "Dogs can smell much better than people.",
+    ),
+    "cat": (
+        "meows",
+        "kitten",
+        "in a house",
+        "meat and fish",
+        "four",
+        "mammal",
+        "Cats sleep for many hours a day.",
+    ),
     "cow": ("moos", "calf", "on a farm", "grass and hay", "four", "mammal", "Cows give us milk."),
-    "horse": ("neighs", "foal", "in a stable", "grass, hay and oats", "four", "mammal", "Horses can sleep while they are standing."),
+    "horse": (
+        "neighs",
+        "foal",
+        "in a stable",
+        "grass, hay and oats",
+        "four",
+        "mammal",
+        "Horses can sleep while they are standing.",
+    ),
     "sheep": ("bleats", "lamb", "on a farm", "grass", "four", "mammal", "Sheep give us wool."),
-    "pig": ("grunts", "piglet", "in a sty", "roots, corn and vegetables", "four", "mammal", "Pigs are very clever animals."),
+    "pig": (
+        "grunts",
+        "piglet",
+        "in a sty",
+        "roots, corn and vegetables",
+        "four",
+        "mammal",
+        "Pigs are very clever animals.",
+    ),
     "duck": (
         "quacks",
         "duckling",
@@ -60,8 +93,24 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "Ducks have feathers that keep out the water.",
     ),
     "hen": ("clucks", "chick", "in a henhouse", "grain and worms", "two", "bird", "Hens lay eggs."),
-    "lion": ("roars", "cub", "in the grasslands of Africa", "meat", "four", "mammal", "A group of lions is called a pride."),
-    "tiger": ("roars", "cub", "in the forests of Asia", "meat", "four", "mammal", "Every tiger has its own pattern of stripes."),
+    "lion": (
+        "roars",
+        "cub",
+        "in the grasslands of Africa",
+        "meat",
+        "four",
+        "mammal",
+        "A group of lions is called a pride.",
+    ),
+    "tiger": (
+        "roars",
+        "cub",
+        "in the forests of Asia",
+        "meat",
+        "four",
+        "mammal",
+        "Every tiger has its own pattern of stripes.",
+    ),
     "bear": (
         "growls",
         "cub",
@@ -71,10 +120,42 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "mammal",
         "Many bears sleep through the winter.",
     ),
-    "wolf": ("howls", "pup", "in forests", "meat", "four", "mammal", "Wolves live in groups called packs."),
-    "fox": ("barks", "cub", "in a den", "mice, birds and berries", "four", "mammal", "Foxes hunt mostly at night."),
-    "rabbit": ("squeaks", "kit", "in a burrow", "grass and leaves", "four", "mammal", "Rabbits have long ears that help them hear danger."),
-    "mouse": ("squeaks", "pup", "in a small nest", "seeds and grain", "four", "mammal", "Mice can pass through very small holes."),
+    "wolf": (
+        "howls",
+        "pup",
+        "in forests",
+        "meat",
+        "four",
+        "mammal",
+        "Wolves live in groups called packs.",
+    ),
+    "fox": (
+        "barks",
+        "cub",
+        "in a den",
+        "mice, birds and berries",
+        "four",
+        "mammal",
+        "Foxes hunt mostly at night.",
+    ),
+    "rabbit": (
+        "squeaks",
+        "kit",
+        "in a burrow",
+        "grass and leaves",
+        "four",
+        "mammal",
+        "Rabbits have long ears that help them hear danger.",
+    ),
+    "mouse": (
+        "squeaks",
+        "pup",
+        "in a small nest",
+        "seeds and grain",
+        "four",
+        "mammal",
+        "Mice can pass through very small holes.",
+    ),
     "elephant": (
         "trumpets",
         "calf",
@@ -102,11 +183,51 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "mammal",
         "The giraffe is the tallest animal on land.",
     ),
-    "kangaroo": ("grunts", "joey", "in Australia", "grass and leaves", "four", "mammal", "A kangaroo carries its young in a pouch."),
-    "penguin": ("honks", "chick", "in the cold south", "fish", "two", "bird", "Penguins cannot fly, but they swim very well."),
-    "owl": ("hoots", "owlet", "in trees and old barns", "mice", "two", "bird", "Owls hunt at night and can turn their heads very far."),
-    "frog": ("croaks", "tadpole", "near ponds", "insects", "four", "amphibian", "Frogs begin their life in the water."),
-    "bee": ("buzzes", "larva", "in a hive", "nectar and pollen", "six", "insect", "Bees make honey."),
+    "kangaroo": (
+        "grunts",
+        "joey",
+        "in Australia",
+        "grass and leaves",
+        "four",
+        "mammal",
+        "A kangaroo carries its young in a pouch.",
+    ),
+    "penguin": (
+        "honks",
+        "chick",
+        "in the cold south",
+        "fish",
+        "two",
+        "bird",
+        "Penguins cannot fly, but they swim very well.",
+    ),
+    "owl": (
+        "hoots",
+        "owlet",
+        "in trees and old barns",
+        "mice",
+        "two",
+        "bird",
+        "Owls hunt at night and can turn their heads very far.",
+    ),
+    "frog": (
+        "croaks",
+        "tadpole",
+        "near ponds",
+        "insects",
+        "four",
+        "amphibian",
+        "Frogs begin their life in the water.",
+    ),
+    "bee": (
+        "buzzes",
+        "larva",
+        "in a hive",
+        "nectar and pollen",
+        "six",
+        "insect",
+        "Bees make honey.",
+    ),
     "ant": (
         "makes almost no sound",
         "larva",
@@ -116,10 +237,42 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "insect",
         "An ant can carry much more than its own weight.",
     ),
-    "spider": ("makes almost no sound", "spiderling", "in a web", "insects", "eight", "arachnid", "Spiders spin webs to catch insects."),
-    "shark": ("makes no sound", "pup", "in the sea", "fish and seals", "no", "fish", "Sharks lose and grow many teeth in their lives."),
-    "whale": ("sings", "calf", "in the sea", "small fish and krill", "no", "mammal", "The blue whale is the largest animal of all."),
-    "dolphin": ("clicks and whistles", "calf", "in the sea", "fish", "no", "mammal", "Dolphins must come up to breathe air."),
+    "spider": (
+        "makes almost no sound",
+        "spiderling",
+        "in a web",
+        "insects",
+        "eight",
+        "arachnid",
+        "Spiders spin webs to catch insects.",
+    ),
+    "shark": (
+        "makes no sound",
+        "pup",
+        "in the sea",
+        "fish and seals",
+        "no",
+        "fish",
+        "Sharks lose and grow many teeth in their lives.",
+    ),
+    "whale": (
+        "sings",
+        "calf",
+        "in the sea",
+        "small fish and krill",
+        "no",
+        "mammal",
+        "The blue whale is the largest animal of all.",
+    ),
+    "dolphin": (
+        "clicks and whistles",
+        "calf",
+        "in the sea",
+        "fish",
+        "no",
+        "mammal",
+        "Dolphins must come up to breathe air.",
+    ),
     "snake": (
         "hisses",
         "snakelet",
@@ -129,12 +282,60 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "reptile",
         "Snakes shed their skin as they grow.",
     ),
-    "turtle": ("hisses", "hatchling", "near water", "plants and small fish", "four", "reptile", "A turtle carries its house on its back."),
-    "crow": ("caws", "chick", "in trees", "seeds, insects and scraps", "two", "bird", "Crows are very clever birds."),
-    "goat": ("bleats", "kid", "on a farm or in the mountains", "grass and leaves", "four", "mammal", "Goats are good at climbing."),
-    "eagle": ("screams", "eaglet", "in a nest high up", "fish and small animals", "two", "bird", "Eagles can see a mouse from far away."),
-    "swan": ("hisses", "cygnet", "on lakes and rivers", "water plants", "two", "bird", "Swans often stay together for life."),
-    "goose": ("honks", "gosling", "near lakes", "grass and grain", "two", "bird", "Geese fly in the shape of the letter V."),
+    "turtle": (
+        "hisses",
+        "hatchling",
+        "near water",
+        "plants and small fish",
+        "four",
+        "reptile",
+        "A turtle carries its house on its back.",
+    ),
+    "crow": (
+        "caws",
+        "chick",
+        "in trees",
+        "seeds, insects and scraps",
+        "two",
+        "bird",
+        "Crows are very clever birds.",
+    ),
+    "goat": (
+        "bleats",
+        "kid",
+        "on a farm or in the mountains",
+        "grass and leaves",
+        "four",
+        "mammal",
+        "Goats are good at climbing.",
+    ),
+    "eagle": (
+        "screams",
+        "eaglet",
+        "in a nest high up",
+        "fish and small animals",
+        "two",
+        "bird",
+        "Eagles can see a mouse from far away.",
+    ),
+    "swan": (
+        "hisses",
+        "cygnet",
+        "on lakes and rivers",
+        "water plants",
+        "two",
+        "bird",
+        "Swans often stay together for life.",
+    ),
+    "goose": (
+        "honks",
+        "gosling",
+        "near lakes",
+        "grass and grain",
+        "two",
+        "bird",
+        "Geese fly in the shape of the letter V.",
+    ),
     "butterfly": (
         "makes no sound",
         "caterpillar",
@@ -144,7 +345,15 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "insect",
         "A butterfly begins its life as a caterpillar.",
     ),
-    "squirrel": ("chatters", "kit", "in trees", "nuts and seeds", "four", "mammal", "Squirrels hide nuts for the winter."),
+    "squirrel": (
+        "chatters",
+        "kit",
+        "in trees",
+        "nuts and seeds",
+        "four",
+        "mammal",
+        "Squirrels hide nuts for the winter.",
+    ),
     "hedgehog": (
         "snuffles",
         "hoglet",
@@ -154,7 +363,15 @@ ANIMALS: dict[str, tuple[str, str, str, str, str, str, str]] = {
         "mammal",
         "A hedgehog rolls into a ball when it is afraid.",
     ),
-    "bat": ("squeaks", "pup", "in caves and old houses", "insects and fruit", "two", "mammal", "Bats find their way in the dark by sound."),
+    "bat": (
+        "squeaks",
+        "pup",
+        "in caves and old houses",
+        "insects and fruit",
+        "two",
+        "mammal",
+        "Bats find their way in the dark by sound.",
+    ),
     "camel": (
         "grunts",
         "calf",
@@ -178,7 +395,9 @@ Romania Bucharest
     .replace("\n", "|")
     .split("|")
 )
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 LENGTHS = [31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
@@ -193,7 +412,10 @@ a pumpkin:orange|a pea:green
     .replace("\n", "|")
     .split("|")
 )
-MIXES = "red and yellow:orange|blue and yellow:green|red and blue:purple|red and white:pink|black and white:grey|red and green:brown".split("|")
+MIXES = (
+    "red and yellow:orange|blue and yellow:green|red and blue:purple|red and "
+    "white:pink|black and white:grey|red and green:brown"
+).split("|")
 DEFINITIONS = (
     """library:a place where you can read and borrow books|hospital:a place where sick people are cared for
 bakery:a shop where bread and cakes are made and sold
@@ -271,9 +493,12 @@ an umbrella:to stay dry in the rain|a camera:to take pictures
     .split("|")
 )
 LISTS: dict[str, str] = {
-    "fruits": "apples bananas oranges pears grapes cherries peaches plums lemons melons kiwis mangoes strawberries pineapples",
-    "vegetables": "carrots potatoes peas onions cabbage beans spinach cucumbers peppers broccoli pumpkins leeks",
-    "animals": "dogs cats horses cows lions tigers rabbits foxes elephants bears mice wolves monkeys",
+    "fruits": "apples bananas oranges pears grapes cherries peaches plums lemons melons kiwis "
+    "mangoes strawberries pineapples",
+    "vegetables": "carrots potatoes peas onions cabbage beans spinach cucumbers peppers "
+    "broccoli pumpkins leeks",
+    "animals": "dogs cats horses cows lions tigers rabbits foxes elephants bears mice wolves "
+    "monkeys",
     "farm animals": "cows pigs sheep goats hens ducks horses geese donkeys",
     "wild animals": "lions tigers elephants wolves bears zebras giraffes foxes monkeys deer",
     "birds": "owls eagles sparrows robins crows ducks swans penguins parrots pigeons geese",
@@ -281,7 +506,8 @@ LISTS: dict[str, str] = {
     "sea animals": "whales dolphins sharks octopuses crabs seals turtles jellyfish starfish",
     "pets": "dogs cats hamsters rabbits goldfish parrots mice canaries",
     "colours": "red blue green yellow orange purple brown black white pink grey",
-    "sports": "football tennis swimming basketball running cycling volleyball hockey skiing judo golf",
+    "sports": "football tennis swimming basketball running cycling volleyball hockey skiing "
+    "judo golf",
     "drinks": "water milk tea coffee juice lemonade cocoa",
     "flowers": "roses tulips daisies lilies sunflowers violets daffodils poppies orchids",
     "trees": "oak pine maple birch willow beech ash cherry palm",
@@ -309,8 +535,24 @@ LISTS: dict[str, str] = {
 def animal(rng: random.Random) -> tuple[str, str]:
     """A question about an animal."""
     name, (sound, young, home, food, legs, group, more) = rng.choice(list(ANIMALS.items()))
-    s = {"n": name, "sound": sound, "young": young, "home": home, "food": food, "legs": legs, "group": group, "more": more}
-    plural = {"mouse": "mice", "wolf": "wolves", "goose": "geese", "sheep": "sheep", "fox": "foxes", "butterfly": "butterflies"}.get(name, name + "s")
+    s = {
+        "n": name,
+        "sound": sound,
+        "young": young,
+        "home": home,
+        "food": food,
+        "legs": legs,
+        "group": group,
+        "more": more,
+    }
+    plural = {
+        "mouse": "mice",
+        "wolf": "wolves",
+        "goose": "geese",
+        "sheep": "sheep",
+        "fox": "foxes",
+        "butterfly": "butterflies",
+    }.get(name, name + "s")
     s["ns"] = plural
     ask, answer = rng.choice(
         (
@@ -320,7 +562,10 @@ def animal(rng: random.Random) -> tuple[str, str]:
             ("where [do {ns}|does a {n}] live?", "[{ns} live|a {n} lives] {home}."),
             ("what [do {ns}|does a {n}] eat?", "[{ns} eat|a {n} eats] {food}."),
             ("how many legs does a {n} have?", "a {n} has {legs} legs."),
-            ("[is a {n} a mammal, a bird or something else|what kind of animal is a {n}]?", "a {n} is a {group}."),
+            (
+                "[is a {n} a mammal, a bird or something else|what kind of animal is a {n}]?",
+                "a {n} is a {group}.",
+            ),
             (
                 "[tell me something about|what do you know about|tell me about|describe] {ns}.",
                 "[a {n} is a {group}. it lives {home} and eats {food}. {more}|"
@@ -352,13 +597,21 @@ def word(rng: random.Random) -> tuple[str, str]:
         ), say('[the opposite of {a} is {b}.|the opposite of "{a}" is "{b}".]', s, rng)
     if form == 1:
         a, b = rng.choice(PLURALS).split()
-        return say('[what is the plural of {a}?|give me the plural of "{a}".|how do you write more than one {a}?]', {"a": a}, rng), say(
-            '[the plural of {a} is {b}.|the plural of "{a}" is "{b}".|one {a}, two {b}.]', {"a": a, "b": b}, rng
+        return say(
+            '[what is the plural of {a}?|give me the plural of "{a}".|how do you write more '
+            "than one {a}?]",
+            {"a": a},
+            rng,
+        ), say(
+            '[the plural of {a} is {b}.|the plural of "{a}" is "{b}".|one {a}, two {b}.]',
+            {"a": a, "b": b},
+            rng,
         )
     if form == 2:
         a, b = rng.choice(PAST).split()
         return say('what is the past tense of [{a}|"{a}"|the verb "{a}"]?', {"a": a}, rng), say(
-            '[the past tense of {a} is {b}.|the past tense of "{a}" is "{b}".|it is {b}: today I {a}, yesterday I {b}.]',
+            '[the past tense of {a} is {b}.|the past tense of "{a}" is "{b}".|it is {b}: today '
+            "I {a}, yesterday I {b}.]",
             {"a": a, "b": b},
             rng,
         )
@@ -367,16 +620,23 @@ def word(rng: random.Random) -> tuple[str, str]:
         bare = a in {"patience", "courage", "friendship", "gravity"}
         s = {"a": a, "an": a if bare else "a " + a, "b": b}
         return say(
-            '[what is {an}?|what does the word "{a}" mean?|explain the word "{a}".|define {a}.|can you explain what {an} is?|what does {a} mean?]',
+            '[what is {an}?|what does the word "{a}" mean?|explain the word "{a}".|define '
+            "{a}.|can you explain what {an} is?|what does {a} mean?]",
             s,
             rng,
         ), say("{an} is {b}.", s, rng)
     a = rng.choice(DEFINITIONS).split(":")[0] if rng.random() < 0.3 else rng.choice(list(ANIMALS))
     pick = rng.randrange(3)
     if pick == 0:
-        return f'How many letters does the word "{a}" have?', f'The word "{a}" has {len(a)} letters.'
+        return (
+            f'How many letters does the word "{a}" have?',
+            f'The word "{a}" has {len(a)} letters.',
+        )
     if pick == 1:
-        return f'What is the first letter of "{a}"?', f'The first letter of "{a}" is {a[0].upper()}.'
+        return (
+            f'What is the first letter of "{a}"?',
+            f'The first letter of "{a}" is {a[0].upper()}.',
+        )
     return f'Spell the word "{a}".', "-".join(a.upper())
 
 
@@ -387,14 +647,28 @@ def world(rng: random.Random) -> tuple[str, str]:
         country, capital = rng.choice(CAPITALS).split(" ", 1)
         s = {"a": country, "b": capital}
         return say(
-            "[what is the capital of {a}?|which city is the capital of {a}?|name the capital of {a}.|what is the capital city of {a}?]",
+            "[what is the capital of {a}?|which city is the capital of {a}?|name the capital "
+            "of {a}.|what is the capital city of {a}?]",
             s,
             rng,
         ), say("[the capital of {a} is {b}.|{b} is the capital of {a}.]", s, rng)
     if form == 1:
         i = rng.randrange(12)
         m, before, after = MONTHS[i], MONTHS[i - 1], MONTHS[(i + 1) % 12]
-        season = ("winter", "winter", "spring", "spring", "spring", "summer", "summer", "summer", "autumn", "autumn", "autumn", "winter")[i]
+        season = (
+            "winter",
+            "winter",
+            "spring",
+            "spring",
+            "spring",
+            "summer",
+            "summer",
+            "summer",
+            "autumn",
+            "autumn",
+            "autumn",
+            "winter",
+        )[i]
         s = {"m": m, "p": before, "n": after, "d": str(LENGTHS[i]), "s": season}
         a, b = rng.choice(
             (
@@ -404,7 +678,12 @@ def world(rng: random.Random) -> tuple[str, str]:
                 ("in which season is {m}?", "in the north, {m} is in {s}."),
             )
         )
-        return say(a, s, rng), say(b, s, rng) if m != "February" or "days" not in a else "February has 28 days, and 29 days in a leap year."
+        return (
+            say(a, s, rng),
+            say(b, s, rng)
+            if m != "February" or "days" not in a
+            else "February has 28 days, and 29 days in a leap year.",
+        )
     if form == 2:
         i = rng.randrange(7)
         s = {"m": DAYS[i], "p": DAYS[i - 1], "n": DAYS[(i + 1) % 7]}
@@ -420,28 +699,45 @@ def world(rng: random.Random) -> tuple[str, str]:
     if form == 3:
         a, b = rng.choice(COLOUR_OF).split(":")
         verb = "are" if a.endswith("glasses") else "is"
-        return say("[what colour {is} {a}?|which colour does {a} have?|tell me the colour of {a}.]", {"a": a, "is": verb}, rng), say(
-            "{a} is {b}.", {"a": a, "b": b}, rng
-        )
+        return say(
+            "[what colour {is} {a}?|which colour does {a} have?|tell me the colour of {a}.]",
+            {"a": a, "is": verb},
+            rng,
+        ), say("{a} is {b}.", {"a": a, "b": b}, rng)
     if form == 4:
         a, b = rng.choice(MIXES).split(":")
-        return say("[what colour do you get if you mix {a}?|what do {a} make?|mix {a}. what colour is it?]", {"a": a}, rng), say(
-            "[{a} make {b}.|if you mix {a}, you get {b}.]", {"a": a, "b": b}, rng
-        )
+        return say(
+            "[what colour do you get if you mix {a}?|what do {a} make?|mix {a}. what colour is "
+            "it?]",
+            {"a": a},
+            rng,
+        ), say("[{a} make {b}.|if you mix {a}, you get {b}.]", {"a": a, "b": b}, rng)
     if form == 5:
         a, b = rng.choice(MADE_OF).split(":")
         verb = "are" if a == "pancakes" else "is"
-        return say("what {is} {a} made [of|from]?", {"a": a, "is": verb}, rng), say("{a} {is} made from {b}.", {"a": a, "b": b, "is": verb}, rng)
+        return say("what {is} {a} made [of|from]?", {"a": a, "is": verb}, rng), say(
+            "{a} {is} made from {b}.", {"a": a, "b": b, "is": verb}, rng
+        )
     if form == 6:
         a, b = rng.choice(JOBS).split(":")
-        return say("[what does a {a} do?|what is the job of a {a}?|what is a {a}?]", {"a": a}, rng), say("a {a} [|is a person who ]{b}.", {"a": a, "b": b}, rng)
+        return say(
+            "[what does a {a} do?|what is the job of a {a}?|what is a {a}?]", {"a": a}, rng
+        ), say("a {a} [|is a person who ]{b}.", {"a": a, "b": b}, rng)
     a, b = rng.choice(USED_FOR).split(":")
     plural = a in {"scissors", "glasses"}
     return say(
-        ("[what are {a} for?|what do you use {a} for?]" if plural else "[what is {a} for?|what do you use {a} for?|what do we need {a} for?]"),
+        (
+            "[what are {a} for?|what do you use {a} for?]"
+            if plural
+            else "[what is {a} for?|what do you use {a} for?|what do we need {a} for?]"
+        ),
         {"a": a},
         rng,
-    ), say("[you use {a} {b}.|{a} {is} used {b}.|people use {a} {b}.]", {"a": a, "b": b, "is": "are" if plural else "is"}, rng)
+    ), say(
+        "[you use {a} {b}.|{a} {is} used {b}.|people use {a} {b}.]",
+        {"a": a, "b": b, "is": "are" if plural else "is"},
+        rng,
+    )
 
 
 def items(rng: random.Random) -> tuple[str, str]:
@@ -463,14 +759,23 @@ def items(rng: random.Random) -> tuple[str, str]:
 
 def odd_one(rng: random.Random) -> tuple[str, str]:
     """Which word does not belong, and what kind of thing something is."""
-    (topic, line), (other, line2) = rng.sample([(t, v) for t, v in LISTS.items() if " " not in t], 2)
+    (topic, line), (other, line2) = rng.sample(
+        [(t, v) for t, v in LISTS.items() if " " not in t], 2
+    )
     three = rng.sample(line.split(), 3)
     stranger = rng.choice([w for w in line2.split() if w not in line.split()])
     mixed = [*three, stranger]
     rng.shuffle(mixed)
     s = {"l": listing(mixed), "o": stranger, "t": listing(three), "k": topic, "k2": other}
-    return say("[which word does not belong: {l}?|which one is different: {l}?|find the odd one out: {l}.]", s, rng), say(
-        "[the odd one out is {o}. the others are {k}.|{o} does not belong, because {t} are {k}.]", s, rng
+    return say(
+        "[which word does not belong: {l}?|which one is different: {l}?|find the odd one out: "
+        "{l}.]",
+        s,
+        rng,
+    ), say(
+        "[the odd one out is {o}. the others are {k}.|{o} does not belong, because {t} are {k}.]",
+        s,
+        rng,
     )
 
 

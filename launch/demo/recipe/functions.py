@@ -1,5 +1,5 @@
-# ruff: noqa: E501
-"""Short Python functions with a prompt each. Names of parameters vary; it knows no other programming language."""
+"""Short Python functions with a prompt each. Names of parameters vary; it knows no other
+programming language."""
 
 import random
 
@@ -141,7 +141,9 @@ def third_to_plain(what: str) -> str:
 def function(rng: random.Random) -> tuple[str, str]:
     """A prompt and its function, or a head with a docstring and its body."""
     if rng.random() < 0.3:
-        name, what, parameters, body = rng.choice(WITH_NUMBER).replace("K", str(rng.randint(2, 20))).split("|")
+        name, what, parameters, body = (
+            rng.choice(WITH_NUMBER).replace("K", str(rng.randint(2, 20))).split("|")
+        )
         example = ""
     else:
         name, what, parameters, body, example = rng.choice(FUNCTIONS).split("|")
@@ -149,7 +151,11 @@ def function(rng: random.Random) -> tuple[str, str]:
     for key in parameters.split(", "):
         chosen[key] = rng.choice(PARAMETERS[key])
     if set(parameters.split(", ")) == {"A", "B"}:
-        i = rng.randrange(3) if name in {"maximum", "minimum", "power", "remainder"} else rng.randrange(4)
+        i = (
+            rng.randrange(3)
+            if name in {"maximum", "minimum", "power", "remainder"}
+            else rng.randrange(4)
+        )
         chosen = {"A": PARAMETERS["A"][i], "B": PARAMETERS["B"][i]}
     if chosen.get("N") == chosen.get("S"):
         chosen["N"] = "n"
@@ -160,9 +166,18 @@ def function(rng: random.Random) -> tuple[str, str]:
     call, _, result = example.partition("=")
     if rng.random() < 0.28:
         with_example = bool(example) and rng.random() < 0.5
-        shown = f'    """{third_to_plain(what)}\n\n    >>> {call}\n    {result}\n    """' if with_example else doc
+        shown = (
+            f'    """{third_to_plain(what)}\n\n    >>> {call}\n    {result}\n    """'
+            if with_example
+            else doc
+        )
         return rng.choice(
-            ("Complete the Python function.", "Write the body of this function.", "Complete this function.", "Finish the Python code.")
+            (
+                "Complete the Python function.",
+                "Write the body of this function.",
+                "Complete this function.",
+                "Finish the Python code.",
+            )
         ) + f"\n\n{head}\n{shown}", text
     answer = head + "\n" + (doc + "\n" if rng.random() < 0.4 else "") + text
     if example and rng.random() < 0.3:

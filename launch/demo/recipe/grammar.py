@@ -1,4 +1,5 @@
-"""A small phrase grammar: `[a|b|c]` is a choice (it may nest), `{slot}` is filled from a mapping. It knows no words of its own."""
+"""A small phrase grammar: `[a|b|c]` is a choice (it may nest), `{slot}` is filled from a mapping.
+It knows no words of its own."""
 
 import random
 import re
@@ -8,13 +9,17 @@ INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 ARTICLE = re.compile(r"\b([Aa]) (?=(?:[aeiou]|hour\b|honest)(?!ne?\b|nicorn|seful|sed\b|niform))")
 SENTENCE = re.compile(r"(^|[.!?] |\.\" |\n|(?:(?<=[.,:!?\"]\s)|(?<=\n)|^)\")(\"?)([a-z])")
 
-GOES_ON = re.compile(r'(," (?:\w+ (?:said|thought)|said \w+), ")([A-Z])(?=[a-z])')  # "Wait," he said, "and listen."
+GOES_ON = re.compile(
+    r'(," (?:\w+ (?:said|thought)|said \w+), ")([A-Z])(?=[a-z])'
+)  # "Wait," he said, "and listen."
 
 
 def choose(template: str, rng: random.Random) -> str:
     """Resolve every choice of the template, the inner ones first."""
     while found := INNERMOST.search(template):
-        template = template[: found.start()] + rng.choice(found[1].split("|")) + template[found.end() :]
+        template = (
+            template[: found.start()] + rng.choice(found[1].split("|")) + template[found.end() :]
+        )
     return template
 
 
@@ -25,7 +30,9 @@ def articles(text: str) -> str:
 
 def sentences(text: str) -> str:
     """Begin every sentence with a capital letter."""
-    return GOES_ON.sub(lambda m: m[1] + m[2].lower(), SENTENCE.sub(lambda m: m[1] + m[2] + m[3].upper(), text))
+    return GOES_ON.sub(
+        lambda m: m[1] + m[2].lower(), SENTENCE.sub(lambda m: m[1] + m[2] + m[3].upper(), text)
+    )
 
 
 def say(template: str, slots: Mapping[str, str], rng: random.Random) -> str:

@@ -1,9 +1,12 @@
-"""Turn generated documents and the simple parts of a corpus into token files for `dovetail train small --text`.
+"""Turn generated documents and the simple parts of a corpus into token files for `dovetail train
+small --text`.
 
-python prepare.py --tokenizer MODEL --generated FILE.jsonl --corpus FOLDER --out FOLDER   (needs numpy, tokenizers, zstandard)
+python prepare.py --tokenizer MODEL --generated FILE.jsonl --corpus FOLDER --out FOLDER (needs
+numpy, tokenizers, zstandard)
 
-The corpus is a folder of zstandard-compressed JSON lines, `{"prompt", "response", "source"}` or `{"text", "source"}`. This program knows
-the chat format of the model and which sources are simple enough, not what the documents say.
+The corpus is a folder of zstandard-compressed JSON lines, `{"prompt", "response", "source"}` or
+`{"text", "source"}`. This program knows the chat format of the model and which sources are simple
+enough, not what the documents say.
 """
 
 import argparse
@@ -41,7 +44,9 @@ TALK_LIMIT = 900
 
 def chat(turns: Iterable[str]) -> str:
     """Turns, the user's first, as the chat template writes them."""
-    return "".join((USER, ASSISTANT)[i % 2] + turn.strip("\n").rstrip() + END for i, turn in enumerate(turns))
+    return "".join(
+        (USER, ASSISTANT)[i % 2] + turn.strip("\n").rstrip() + END for i, turn in enumerate(turns)
+    )
 
 
 def generated(file: Path) -> Iterator[str]:
@@ -56,7 +61,12 @@ def corpus_rows(folder: Path) -> Iterator[dict[str, Any]]:
     for file in sorted(folder.glob("*.jsonl.zst")):
         if not file.name.startswith("val"):
             with file.open("rb") as compressed:
-                yield from map(json.loads, io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(compressed), encoding="utf-8"))
+                yield from map(
+                    json.loads,
+                    io.TextIOWrapper(
+                        zstandard.ZstdDecompressor().stream_reader(compressed), encoding="utf-8"
+                    ),
+                )
 
 
 def simple(folder: Path, seed: int) -> Iterator[tuple[str, str]]:
@@ -71,7 +81,10 @@ def simple(folder: Path, seed: int) -> Iterator[tuple[str, str]]:
             if turns := talk(body):
                 yield row["source"], chat(turns)
         elif "prompt" in row:
-            yield row["source"], chat((row["prompt"].strip(), re.sub(r"<<.*?>>", "", row["response"]).strip()))
+            yield (
+                row["source"],
+                chat((row["prompt"].strip(), re.sub(r"<<.*?>>", "", row["response"]).strip())),
+            )
         else:
             yield row["source"], row["text"].strip() + END
 
@@ -99,7 +112,9 @@ def write(tokenizer: Tokenizer, texts: list[str], file: Path, seed: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--generated", type=Path)
     parser.add_argument("--corpus", type=Path)
@@ -109,7 +124,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     if args.generated:
-        print("generated:", write(tokenizer, list(generated(args.generated)), args.out / "generated.bin", args.seed), "tokens")
+        print(
+            "generated:",
+            write(
+                tokenizer, list(generated(args.generated)), args.out / "generated.bin", args.seed
+            ),
+            "tokens",
+        )
     if args.corpus:
         found = list(simple(args.corpus, args.seed))
         print(

@@ -1,8 +1,11 @@
-"""Write the questions that the embedded target answers for its draft heads: python questions.py --documents N --corpus FOLDER --from-corpus N --out FILE.jsonl.
+"""Write the questions that the embedded target answers for its draft heads: python questions.py
+--documents N --corpus FOLDER --from-corpus N --out FILE.jsonl.
 
-A line is {"turns": [question], "source": ...}; `dovetail features --regenerate` lets the target answer them. Half of them are the generator's, of the kinds
-that the target was trained on; the others are a corpus's (zstandard-compressed JSON lines with a "prompt"), since a draft is asked about everything.
-Sources take turns, so that those with many templated lines do not outnumber the rest. Knows no tokens. (A corpus needs zstandard.)
+A line is {"turns": [question], "source": ...}; `dovetail features --regenerate` lets the target
+answer them. Half of them are the generator's, of the kinds that the target was trained on; the
+others are a corpus's (zstandard-compressed JSON lines with a "prompt"), since a draft is asked
+about everything. Sources take turns, so that those with many templated lines do not outnumber the
+rest. Knows no tokens. (A corpus needs zstandard.)
 """
 
 import argparse
@@ -34,7 +37,9 @@ def from_corpus(folder: Path, count: int, rng: random.Random) -> list[Question]:
         if file.name != "val.jsonl.zst":
             for row in _rows(file):
                 if SHORTEST < len(row.get("prompt", "")) < LONGEST:
-                    waiting[row["source"]].append({"turns": [row["prompt"]], "source": row["source"]})
+                    waiting[row["source"]].append(
+                        {"turns": [row["prompt"]], "source": row["source"]}
+                    )
     for rows in waiting.values():
         rng.shuffle(rows)
     taken: list[Question] = []
@@ -47,13 +52,17 @@ def _rows(file: Path) -> Iterator[dict[str, str]]:
     import zstandard
 
     with file.open("rb") as content:
-        for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(content), encoding="utf-8"):
+        for line in io.TextIOWrapper(
+            zstandard.ZstdDecompressor().stream_reader(content), encoding="utf-8"
+        ):
             yield json.loads(line)
 
 
 def write(rows: Sequence[Question], out: Path) -> None:
     """One line a question."""
-    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    out.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Work on a text that the prompt brings: sum it up, answer a question about it, change its tense, its tone or its order."""
+"""Work on a text that the prompt brings: sum it up, answer a question about it, change its tense,
+its tone or its order."""
 
 import random
 
@@ -12,29 +13,93 @@ EVENTS: tuple[tuple[str, str, str], ...] = (  # what happened, what came of it, 
         "{n} walked to {to}",
         "{n} had to walk because [there was no bus|of the bus]",
     ),
-    ("it rained all day", "{n} stayed at home and read a book", "{n} read at home because of the rain"),
+    (
+        "it rained all day",
+        "{n} stayed at home and read a book",
+        "{n} read at home because of the rain",
+    ),
     ("{n} forgot {his} lunch", "{m} gave {n} half of a sandwich", "{m} shared lunch with {n}"),
-    ("{n} found a wallet in the street", "{he} took it to the police", "{n} found a wallet and handed it in"),
-    ("{n} practised the piano every day for a month", "{he} played very well at the concert", "{n} played well because {he} had practised"),
-    ("the shop was closed", "{n} could not buy any bread", "{n} got no bread because the shop was closed"),
-    ("{n} planted tomatoes in spring", "in summer {he} had more than {he} could eat", "{n} grew many tomatoes"),
-    ("{n} lost {his} key", "{he} had to wait for {m} in front of the door", "{n} had no key and waited for {m}"),
-    ("the lights went out during the storm", "{n} and {m} lit some candles", "{n} and {m} used candles when the lights went out"),
+    (
+        "{n} found a wallet in the street",
+        "{he} took it to the police",
+        "{n} found a wallet and handed it in",
+    ),
+    (
+        "{n} practised the piano every day for a month",
+        "{he} played very well at the concert",
+        "{n} played well because {he} had practised",
+    ),
+    (
+        "the shop was closed",
+        "{n} could not buy any bread",
+        "{n} got no bread because the shop was closed",
+    ),
+    (
+        "{n} planted tomatoes in spring",
+        "in summer {he} had more than {he} could eat",
+        "{n} grew many tomatoes",
+    ),
+    (
+        "{n} lost {his} key",
+        "{he} had to wait for {m} in front of the door",
+        "{n} had no key and waited for {m}",
+    ),
+    (
+        "the lights went out during the storm",
+        "{n} and {m} lit some candles",
+        "{n} and {m} used candles when the lights went out",
+    ),
     ("{n} did not sleep well", "{he} was tired all day", "{n} was tired after a bad night"),
     (
         "{n} and {m} wanted to go swimming",
         "the water was too cold, so they went home",
         "{n} and {m} did not swim because the water was cold",
     ),
-    ("{n} helped {m} with the garden", "{m} baked a cake to say thank you", "{m} thanked {n} for the help with a cake"),
-    ("{n} left the window open", "a bird flew into the kitchen", "a bird came in through the window that {n} had left open"),
-    ("{n} saved money for a year", "{he} bought a new bicycle", "{n} bought a bicycle with {his} savings"),
-    ("the train stopped for two hours", "{n} came too late to the meeting", "{n} was late because of the train"),
-    ("{n} ate too many {food}", "in the evening {he} felt sick", "{n} felt sick from eating too many {food}"),
-    ("{n} wrote a long letter to {m}", "a week later {m} came to visit", "{m} visited {n} after getting a letter"),
-    ("the {thing} of {n} was broken", "{m} repaired it in one afternoon", "{m} repaired the {thing} of {n}"),
-    ("{n} wanted to bake bread, but there was no flour", "{he} cooked soup instead", "{n} cooked soup because there was no flour"),
-    ("{n} saw a small dog in the rain", "{he} took it home and gave it some food", "{n} took in a dog that stood in the rain"),
+    (
+        "{n} helped {m} with the garden",
+        "{m} baked a cake to say thank you",
+        "{m} thanked {n} for the help with a cake",
+    ),
+    (
+        "{n} left the window open",
+        "a bird flew into the kitchen",
+        "a bird came in through the window that {n} had left open",
+    ),
+    (
+        "{n} saved money for a year",
+        "{he} bought a new bicycle",
+        "{n} bought a bicycle with {his} savings",
+    ),
+    (
+        "the train stopped for two hours",
+        "{n} came too late to the meeting",
+        "{n} was late because of the train",
+    ),
+    (
+        "{n} ate too many {food}",
+        "in the evening {he} felt sick",
+        "{n} felt sick from eating too many {food}",
+    ),
+    (
+        "{n} wrote a long letter to {m}",
+        "a week later {m} came to visit",
+        "{m} visited {n} after getting a letter",
+    ),
+    (
+        "the {thing} of {n} was broken",
+        "{m} repaired it in one afternoon",
+        "{m} repaired the {thing} of {n}",
+    ),
+    (
+        "{n} wanted to bake bread, but there was no flour",
+        "{he} cooked soup instead",
+        "{n} cooked soup because there was no flour",
+    ),
+    (
+        "{n} saw a small dog in the rain",
+        "{he} took it home and gave it some food",
+        "{n} took in a dog that stood in the rain",
+    ),
 )
 EXTRA = (
     "it was a [cold|warm|long|quiet|busy] day.",
@@ -89,7 +154,9 @@ def people(rng: random.Random) -> dict[str, str]:
         "o": pick(words.THINGS),
         "thing": pick(["lamp", "bicycle", "clock", "radio", "chair", "kite"]),
         "food": pick(["apples", "plums", "cookies", "pears", "cakes", "muffins", "cherries"]),
-        "place": pick(["small town", "big city", "village", "house by the sea", "castle", "cottage"]),
+        "place": pick(
+            ["small town", "big city", "village", "house by the sea", "castle", "cottage"]
+        ),
         "skill": pick(words.SKILLS),
         "spot": pick(words.SPOTS),
         "rel": pick(["brother", "sister", "teacher", "neighbour", "friend"]),
@@ -107,7 +174,12 @@ def summary(rng: random.Random) -> tuple[str, str]:
     link = rng.choice((", so ", ". ", " and ")) if "in summer" not in result else ". "
     extra = rng.choice(EXTRA)
     body = say((extra + " " if extra else "") + cause + link + result + ".", s, rng)
-    ask = say("[summarize this|sum this up in one sentence|say this in fewer words|make this shorter|write a short summary of this]", {}, rng)
+    ask = say(
+        "[summarize this|sum this up in one sentence|say this in fewer words|make this "
+        "shorter|write a short summary of this]",
+        {},
+        rng,
+    )
     return ask + rng.choice((": ", ": ", ":\n", ".\n\n")) + body, say(short + ".", s, rng)
 
 
@@ -119,7 +191,9 @@ def reading(rng: random.Random) -> tuple[str, str]:
     lines = [say(told, s, rng)]
     if rng.random() < 0.6 and t["n"] not in s.values() and t["o"] != s["o"] and other != told:
         lines.insert(rng.randrange(2), say(other, t, rng))
-    return " ".join(lines) + rng.choice((" ", "\n", "\n\n")) + say(asked, s, rng), say(answer, s, rng)
+    return " ".join(lines) + rng.choice((" ", "\n", "\n\n")) + say(asked, s, rng), say(
+        answer, s, rng
+    )
 
 
 def tense(rng: random.Random) -> tuple[str, str]:
@@ -129,10 +203,20 @@ def tense(rng: random.Random) -> tuple[str, str]:
     if frame.startswith("{n} %s"):
         now += "es"
     told = rng.choice((" every day", " today", " in the evening", ""))
-    before, after = say(frame.replace("%s", now) + told + ".", s, rng), say(frame.replace("%s", then) + told + ".", s, rng)
+    before, after = (
+        say(frame.replace("%s", now) + told + ".", s, rng),
+        say(frame.replace("%s", then) + told + ".", s, rng),
+    )
     if rng.random() < 0.7:
-        return say("[put this into the past tense|change this to the past tense|write this sentence in the past]: ", {}, rng) + before, after
-    return say("[put this into the present tense|change this to the present tense]: ", {}, rng) + after, before
+        return say(
+            "[put this into the past tense|change this to the past tense|write this sentence "
+            "in the past]: ",
+            {},
+            rng,
+        ) + before, after
+    return say(
+        "[put this into the present tense|change this to the present tense]: ", {}, rng
+    ) + after, before
 
 
 POLITE = (
@@ -157,9 +241,12 @@ POLITE = (
 def polite(rng: random.Random) -> tuple[str, str]:
     rude, nice = rng.choice(POLITE).split("|")
     s = people(rng)
-    return say("[make this more polite|say this in a polite way|rewrite this politely|how can I say this more politely]: ", {}, rng) + say(
-        rude + rng.choice("!."), s, rng
-    ), say(nice, s, rng)
+    return say(
+        "[make this more polite|say this in a polite way|rewrite this politely|how can I say "
+        "this more politely]: ",
+        {},
+        rng,
+    ) + say(rude + rng.choice("!."), s, rng), say(nice, s, rng)
 
 
 def arrange(rng: random.Random) -> tuple[str, str]:
@@ -169,23 +256,37 @@ def arrange(rng: random.Random) -> tuple[str, str]:
     s = people(rng)
     form = rng.randrange(5)
     if form == 0:
-        return say("[sort these words|put these words in alphabetical order|order these words from a to z]: ", {}, rng) + ", ".join(some) + ".", ", ".join(
-            sorted(some)
-        )
+        return say(
+            "[sort these words|put these words in alphabetical order|order these words from a "
+            "to z]: ",
+            {},
+            rng,
+        ) + ", ".join(some) + ".", ", ".join(sorted(some))
     if form == 1:
-        return say("[write these words in capital letters|change to capital letters]: ", {}, rng) + " ".join(some[:3]) + ".", " ".join(some[:3]).upper()
+        return say(
+            "[write these words in capital letters|change to capital letters]: ", {}, rng
+        ) + " ".join(some[:3]) + ".", " ".join(some[:3]).upper()
     if form == 2:
-        return say("[turn this list around|reverse the order of these words]: ", {}, rng) + ", ".join(some) + ".", ", ".join(reversed(some))
+        return say(
+            "[turn this list around|reverse the order of these words]: ", {}, rng
+        ) + ", ".join(some) + ".", ", ".join(reversed(some))
     if form == 3:
         pairs = [p.split() for p in OPPOSITES[:20]]
         a, b = rng.choice(pairs)
-        frame = rng.choice(("the {o} is %s.", "{n} is very %s today.", "the {thing} of {m} is %s.", "it was a %s day."))
-        return say("[change the sentence to its opposite|say the opposite]: ", {}, rng) + say(frame.replace("%s", a), s, rng), say(
-            frame.replace("%s", b), s, rng
+        frame = rng.choice(
+            (
+                "the {o} is %s.",
+                "{n} is very %s today.",
+                "the {thing} of {m} is %s.",
+                "it was a %s day.",
+            )
         )
-    return say("[how many words are in this list|count these words]: ", {}, rng) + ", ".join(some) + (
-        "?" if rng.random() < 0.5 else "."
-    ), f"There are {len(some)} words."
+        return say("[change the sentence to its opposite|say the opposite]: ", {}, rng) + say(
+            frame.replace("%s", a), s, rng
+        ), say(frame.replace("%s", b), s, rng)
+    return say("[how many words are in this list|count these words]: ", {}, rng) + ", ".join(
+        some
+    ) + ("?" if rng.random() < 0.5 else "."), f"There are {len(some)} words."
 
 
 USES = (
@@ -205,15 +306,21 @@ def use(rng: random.Random) -> tuple[str, str]:
     s["w"] = rng.choice(words.THINGS + words.ANIMALS)
     if rng.random() < 0.7:
         return say(
-            '[use the word "{w}" in a sentence.|write a sentence with the word "{w}".|make a sentence with "{w}".|write a sentence about a {w}.]',
+            '[use the word "{w}" in a sentence.|write a sentence with the word "{w}".|make a '
+            'sentence with "{w}".|write a sentence about a {w}.]',
             s,
             rng,
         ), say(rng.choice(USES), s, rng)
     return say("[write|make] a sentence [about|with] {n} and a {w}.", s, rng), say(
-        "{n} [has a {c} {w}|found a {w} {spot}|wants to buy a {w}|drew a picture of a {w}|is looking for a {w}].", s, rng
+        "{n} [has a {c} {w}|found a {w} {spot}|wants to buy a {w}|drew a picture of a {w}|is "
+        "looking for a {w}].",
+        s,
+        rng,
     )
 
 
 def rewriting(rng: random.Random) -> tuple[str, str]:
-    ask, answer = rng.choices((summary, reading, tense, polite, arrange, use), (4, 4, 2, 1.5, 2, 2.5))[0](rng)
+    ask, answer = rng.choices(
+        (summary, reading, tense, polite, arrange, use), (4, 4, 2, 1.5, 2, 2.5)
+    )[0](rng)
     return sentences(ask), sentences(answer)

@@ -1,5 +1,6 @@
 # ruff: noqa: SIM905
-"""Word problems with small numbers, worked step by step. Every answer is computed, none is written by hand."""
+"""Word problems with small numbers, worked step by step. Every answer is computed, none is written
+by hand."""
 
 import random
 
@@ -44,7 +45,8 @@ def adding(rng: random.Random) -> tuple[str, str]:
     return solved(
         "{n} has {a} {t}. [{he} buys {b} more|{he} finds {b} more|{his} {rel} gives {n} {b} more|"
         "{he} gets {b} more from {m}]. how many {t} does {n} have [now|in all|then]?",
-        "[{n} has {a} {t} and gets {b} more|at first {n} has {a} {t}, and then {b} more]. {a} + {b} = {r}. [{n} has {r} {t}|so {n} has {r} {t} now].",
+        "[{n} has {a} {t} and gets {b} more|at first {n} has {a} {t}, and then {b} more]. {a} "
+        "+ {b} = {r}. [{n} has {r} {t}|so {n} has {r} {t} now].",
         s,
         rng,
     )
@@ -57,7 +59,8 @@ def taking(rng: random.Random) -> tuple[str, str]:
     return solved(
         "[{n} has|there are|{n} has got] {a} {t}[| on the table]. [{n} gives {b} to {m}|"
         "{n} loses {b} of them|{n} gives away {b}|{m} takes {b} of them]. how many {t} are left?",
-        "[at first there are {a} {t}|there were {a} {t}|we start with {a} {t}]. {b} [are taken away|"
+        "[at first there are {a} {t}|there were {a} {t}|we start with {a} {t}]. {b} [are taken "
+        "away|"
         "are gone]. {a} - {b} = {r}. [there are {r} {t} left|so {r} {t} are left].",
         s,
         rng,
@@ -68,9 +71,11 @@ def times(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a * b)}
     return solved(
-        "[there are {a} {c} with {b} {t} [each|in each one]|{n} has {a} {c}. there are {b} {t} in each|"
+        "[there are {a} {c} with {b} {t} [each|in each one]|{n} has {a} {c}. there are {b} {t} "
+        "in each|"
         "{n} puts {b} {t} in each of {a} {c}]. how many {t} are there [in all|altogether]?",
-        "[there are {a} {c} with {b} {t} each|each of the {a} {c} holds {b} {t}]. {a} x {b} = {r}. [there are {r} {t} in all|so there are {r} {t}].",
+        "[there are {a} {c} with {b} {t} each|each of the {a} {c} holds {b} {t}]. {a} x {b} = "
+        "{r}. [there are {r} {t} in all|so there are {r} {t}].",
         s,
         rng,
     )
@@ -80,8 +85,10 @@ def sharing(rng: random.Random) -> tuple[str, str]:
     b, r = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(b * r), "b": str(b), "r": str(r)}
     return solved(
-        "{n} [wants to share|shares] {a} {t} [equally|fairly] among {b} children. how many {t} does each child get?",
-        "{n} shares {a} {t} among {b} children. {a} / {b} = {r}. [each child gets {r} {t}|so each child gets {r} {t}].",
+        "{n} [wants to share|shares] {a} {t} [equally|fairly] among {b} children. how many {t} "
+        "does each child get?",
+        "{n} shares {a} {t} among {b} children. {a} / {b} = {r}. [each child gets {r} {t}|so "
+        "each child gets {r} {t}].",
         s,
         rng,
     )
@@ -92,8 +99,10 @@ def two_steps(rng: random.Random) -> tuple[str, str]:
     c = rng.randint(1, a + b - 2)
     s = setting(rng) | {"a": str(a), "b": str(b), "d": str(c), "x": str(a + b), "r": str(a + b - c)}
     return solved(
-        "{n} has {a} {t}. {he} [buys|finds|gets] {b} more and [gives {d} to {his} {rel}|loses {d}|gives {d} to {m}]. how many {t} does {n} have [now|left]?",
-        "first we add: {a} + {b} = {x}. then we take away: {x} - {d} = {r}. [{n} has {r} {t}|so {n} has {r} {t} now].",
+        "{n} has {a} {t}. {he} [buys|finds|gets] {b} more and [gives {d} to {his} {rel}|loses "
+        "{d}|gives {d} to {m}]. how many {t} does {n} have [now|left]?",
+        "first we add: {a} + {b} = {x}. then we take away: {x} - {d} = {r}. [{n} has {r} "
+        "{t}|so {n} has {r} {t} now].",
         s,
         rng,
     )
@@ -112,7 +121,8 @@ def price(rng: random.Random) -> tuple[str, str]:
     paid = a * b + rng.randint(1, 8)
     s |= {"p": str(paid), "z": str(paid - a * b)}
     return solved(
-        "{n} buys {b} [bags|boxes] of {t} for {a} dollars each. {he} pays with {p} dollars. how much does {he} get back?",
+        "{n} buys {b} [bags|boxes] of {t} for {a} dollars each. {he} pays with {p} dollars. "
+        "how much does {he} get back?",
         "the {t} cost {b} x {a} = {r} dollars. {p} - {r} = {z}. {n} gets {z} dollars back.",
         s,
         rng,
@@ -166,7 +176,8 @@ def rates(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(2, 6), rng.randint(2, 6)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a * b)}
     return solved(
-        "{n} [reads {a} pages|walks {a} kilometres|bakes {a} cakes|saves {a} dollars] [every|each] day. how many is that in {b} days?",
+        "{n} [reads {a} pages|walks {a} kilometres|bakes {a} cakes|saves {a} dollars] "
+        "[every|each] day. how many is that in {b} days?",
         "{n} does {a} every day. in {b} days that is {a} x {b} = {r}. the answer is {r}.",
         s,
         rng,
@@ -177,7 +188,8 @@ def age(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(4, 12), rng.randint(2, 9)
     s = setting(rng) | {"a": str(a), "b": str(b), "r": str(a + b), "q": str(a + b + b)}
     return solved(
-        "{n} is {a} years old. [{his} [brother|sister] is {b} years older. how old is {his} sibling?|how old will {he} be in {b} years?]",
+        "{n} is {a} years old. [{his} [brother|sister] is {b} years older. how old is {his} "
+        "sibling?|how old will {he} be in {b} years?]",
         "{n} is {a} years old. {a} + {b} = {r}. the answer is {r} years.",
         s,
         rng,
@@ -195,7 +207,8 @@ def bare(rng: random.Random) -> tuple[str, str]:
     spoken = {"+": "plus", "-": "minus", "x": "times"}[sign]
     s = {"a": str(a), "b": str(b), "g": sign, "w": spoken, "r": str(r)}
     return solved(
-        "[what is {a} {w} {b}?|what is {a} {g} {b}?|how much is {a} {w} {b}?|calculate {a} {g} {b}.|{a} {g} {b} = ?]",
+        "[what is {a} {w} {b}?|what is {a} {g} {b}?|how much is {a} {w} {b}?|calculate {a} {g} "
+        "{b}.|{a} {g} {b} = ?]",
         "[{a} {g} {b} = {r}.|{a} {w} {b} is {r}.]",
         s,
         rng,
@@ -217,7 +230,8 @@ def order(rng: random.Random) -> tuple[str, str]:
             (f"Count from {n} to {n + 5}.", ", ".join(str(n + i) for i in range(6))),
             (
                 f"What comes next: {n}, {n + k}, {n + 2 * k}, {n + 3 * k}?",
-                f"The numbers grow by {k} each time. {n + 3 * k} + {k} = {n + 4 * k}. The next number is {n + 4 * k}.",
+                f"The numbers grow by {k} each time. {n + 3 * k} + {k} = {n + 4 * k}. The next "
+                f"number is {n + 4 * k}.",
             ),
             (f"What is half of {2 * n}?", f"Half of {2 * n} is {n}."),
             (f"What is double {n}?", f"Double {n} is {2 * n}."),
@@ -225,7 +239,20 @@ def order(rng: random.Random) -> tuple[str, str]:
     )
 
 
-KINDS = (adding, taking, times, sharing, two_steps, price, compare, multiple, rates, age, bare, order)
+KINDS = (
+    adding,
+    taking,
+    times,
+    sharing,
+    two_steps,
+    price,
+    compare,
+    multiple,
+    rates,
+    age,
+    bare,
+    order,
+)
 
 
 def problem(rng: random.Random) -> tuple[str, str]:

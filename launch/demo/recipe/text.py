@@ -1,8 +1,9 @@
 """Write generated documents: python text.py --documents N --seed S --out FILE.jsonl.
 
-A document is {"turns": [user, assistant, ...], "kind": ...} or {"text": ..., "kind": ...}. It knows what
-share each kind of text has, not how it is tokenized. `dovetail features --data FILE.jsonl --regenerate --out FEATURES` has the embedded
-target answer the questions itself and stores what its draft heads are trained on.
+A document is {"turns": [user, assistant, ...], "kind": ...} or {"text": ..., "kind": ...}. It knows
+what share each kind of text has, not how it is tokenized. `dovetail features --data FILE.jsonl
+--regenerate --out FEATURES` has the embedded target answer the questions itself and stores what its
+draft heads are trained on.
 """
 
 import argparse
@@ -17,12 +18,17 @@ from dovetail.launch.demo.recipe import explain, facts, functions, rewrite, stor
 Document = dict[str, Any]
 
 
-def pair(kind: str, make: Callable[[random.Random], tuple[str, str]]) -> Callable[[random.Random], Document]:
+def pair(
+    kind: str, make: Callable[[random.Random], tuple[str, str]]
+) -> Callable[[random.Random], Document]:
     """A document of one turn each."""
 
     def document(rng: random.Random) -> Document:
         prompt, answer = make(rng)
-        return {"turns": [varied(prompt, rng) if "\n" not in prompt else prompt, answer], "kind": kind}
+        return {
+            "turns": [varied(prompt, rng) if "\n" not in prompt else prompt, answer],
+            "kind": kind,
+        }
 
     return document
 
@@ -31,7 +37,18 @@ def varied(prompt: str, rng: random.Random) -> str:
     """Now and then a prompt with something around it that changes nothing."""
     if rng.random() < 0.8:
         return prompt
-    before = rng.choice(("", "", "Hello! ", "I have a question. ", "Quick question: ", "Please help me. ", "Please: ", "One more thing: "))
+    before = rng.choice(
+        (
+            "",
+            "",
+            "Hello! ",
+            "I have a question. ",
+            "Quick question: ",
+            "Please help me. ",
+            "Please: ",
+            "One more thing: ",
+        )
+    )
     after = rng.choice(("", "", " Thank you!", " Thanks.", " Please be short.", " Please."))
     return before + prompt + after
 

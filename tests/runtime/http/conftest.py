@@ -1,4 +1,5 @@
-"""One coordinator with scripted workers, and one server before it, for all tests that only ask things."""
+"""One coordinator with scripted workers, and one server before it, for all tests that only ask
+things."""
 
 from collections.abc import Iterator
 
@@ -15,5 +16,7 @@ def house() -> Iterator[Backend]:
 
 @pytest.fixture(scope="session")
 def server(house: Backend) -> Iterator[Api]:
-    with api(house.address, "--http.receive_s=2", "--policy=dynamic", "--tree.insist=true") as started:
+    with api(
+        house.address, "--http.receive_s=2", "--policy=dynamic", "--tree.insist=true"
+    ) as started:
         yield started

@@ -1,4 +1,5 @@
-"""What /v1/chat/completions and /v1/completions say, through a real server and a scripted target, whose own continuation is the oracle."""
+"""What /v1/chat/completions and /v1/completions say, through a real server and a scripted target,
+whose own continuation is the oracle."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ def words(tokens: Any) -> str:
 
 
 def sample(prompt: tuple[int, ...], most: int, *, without_end: bool = False) -> list[int]:
-    """A continuation, which must not end by itself before `most` tokens where a test is about something else."""
+    """A continuation, which must not end by itself before `most` tokens where a test is about
+    something else."""
     tokens = continuation(prompt, most)
     assert not without_end or END not in tokens
     return tokens
@@ -26,18 +28,31 @@ def sample(prompt: tuple[int, ...], most: int, *, without_end: bool = False) -> 
 
 def joined(events: list[Any], index: int = 0) -> str:
     """The text that the chunks of a stream say of one choice."""
-    choices = [choice for event in events if event != "[DONE]" for choice in event["choices"] if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+    choices = [
+        choice
+        for event in events
+        if event != "[DONE]"
+        for choice in event["choices"]
+        if choice["index"] == index
+    ]
+    return "".join(
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        for choice in choices
+    )
 
 
-# -- chats -------------------------------------------------------------------------------------------------------------------------------------
+# -- chats -----------------------------------------------------------------------------------------
 
 
 def test_a_chat_is_what_the_target_alone_would_say(server: Api) -> None:
     reply = server.chat(max_tokens=20)
     expected = continuation(CHAT, 20)
     assert reply["object"] == "chat.completion"
-    assert reply["choices"][0]["message"] == {"role": "assistant", "content": words(expected), "refusal": None}
+    assert reply["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": words(expected),
+        "refusal": None,
+    }
     assert reply["choices"][0]["finish_reason"] == "length"
     assert reply["usage"]["prompt_tokens"] == len(CHAT)
     assert reply["usage"]["completion_tokens"] == len(expected)
@@ -58,15 +73,22 @@ def test_a_stream_says_the_same_in_openais_chunks(server: Api) -> None:
     assert events[-1] == "[DONE]"
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["choices"][0]["delta"] == {}
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (
+        len(chunks) - 1
+    ) + ["length"]
+    assert (
+        len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks})
+        == 1
+    )
     assert chunks[0]["object"] == "chat.completion.chunk"
     assert joined(events) == words(continuation(CHAT, 20))
     assert not any("usage" in chunk for chunk in chunks)
 
 
 def test_usage_comes_in_a_chunk_of_its_own_where_it_is_wanted(server: Api) -> None:
-    *chunks, usage, done = server.stream(CHATS, messages=MESSAGES, max_tokens=20, stream_options={"include_usage": True})
+    *chunks, usage, done = server.stream(
+        CHATS, messages=MESSAGES, max_tokens=20, stream_options={"include_usage": True}
+    )
     assert done == "[DONE]"
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -103,7 +125,9 @@ def test_several_replies_have_their_own_indices_whole_and_streamed(server: Api) 
 
 
 def test_more_replies_than_are_decoded_at_a_time_all_come(server: Api) -> None:
-    assert [choice["index"] for choice in server.chat(max_tokens=2, n=40)["choices"]] == list(range(40))
+    assert [choice["index"] for choice in server.chat(max_tokens=2, n=40)["choices"]] == list(
+        range(40)
+    )
 
 
 def test_a_reply_says_what_its_draft_brought(server: Api) -> None:
@@ -111,11 +135,19 @@ def test_a_reply_says_what_its_draft_brought(server: Api) -> None:
     metrics, usage = reply["metrics"], reply["usage"]["completion_tokens_details"]
     assert metrics["accepted_tokens"] > 0
     assert usage["accepted_prediction_tokens"] == metrics["accepted_tokens"]
-    assert usage["rejected_prediction_tokens"] == metrics["drafted_tokens"] - metrics["accepted_tokens"]
+    assert (
+        usage["rejected_prediction_tokens"]
+        == metrics["drafted_tokens"] - metrics["accepted_tokens"]
+    )
     told = metrics["speculative_decoding"]
-    assert told["mean_acceptance_length"] == pytest.approx(1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"])
+    assert told["mean_acceptance_length"] == pytest.approx(
+        1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
+    )
     assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
-    assert sum(length * count for length, count in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
+    assert (
+        sum(length * count for length, count in enumerate(told["acceptance_histogram"]))
+        == told["num_accepted_draft_tokens"]
+    )
 
 
 def test_a_request_may_do_without_its_draft_and_reads_the_same(server: Api) -> None:
@@ -132,7 +164,7 @@ def test_chunks_say_which_tokens_were_drafted_where_that_is_wanted(server: Api) 
     assert 0 < sum(drafted for part in told for drafted in part["drafted"]) < 20
 
 
-# -- texts -------------------------------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_continued_whichever_form_it_has(server: Api) -> None:
@@ -149,7 +181,9 @@ def test_a_text_has_sixteen_tokens_where_it_is_not_said(server: Api) -> None:
 
 def test_several_prompts_are_answered_in_their_order(server: Api) -> None:
     reply = server.complete([[5, 6], [7], [8, 9, 10]], max_tokens=4, n=2)
-    expected = [words(continuation(prompt, 4)) for prompt in (PROMPT, (7,), (8, 9, 10)) for _ in range(2)]
+    expected = [
+        words(continuation(prompt, 4)) for prompt in (PROMPT, (7,), (8, 9, 10)) for _ in range(2)
+    ]
     assert [choice["text"] for choice in reply["choices"]] == expected
     assert [choice["index"] for choice in reply["choices"]] == list(range(6))
     assert reply["usage"]["prompt_tokens"] == 6
@@ -169,7 +203,9 @@ def test_a_stop_string_cuts_text_and_tokens(server: Api) -> None:
     choice = reply["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["text"] == words(said[:4]) + " "
-    assert [token.strip() for token in choice["logprobs"]["tokens"]] == [f"w{token}" for token in said[:5]]
+    assert [token.strip() for token in choice["logprobs"]["tokens"]] == [
+        f"w{token}" for token in said[:5]
+    ]
     assert joined(server.stream(TEXTS, prompt=[5, 6], max_tokens=10, stop=stop)) == choice["text"]
 
 
@@ -183,23 +219,31 @@ def test_a_stop_token_ends_and_what_ends_usually_need_not(server: Api) -> None:
     assert longer["usage"]["completion_tokens"] == len(said) + 5
 
 
-# -- log-probabilities -------------------------------------------------------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------------------
 
 
 def test_log_probabilities_of_a_chat_are_the_targets(server: Api) -> None:
     said = sample(CHAT, 6, without_end=True)
     log = [*CHAT, *said]
-    content = server.chat(max_tokens=6, logprobs=True, top_logprobs=3)["choices"][0]["logprobs"]["content"]
+    content = server.chat(max_tokens=6, logprobs=True, top_logprobs=3)["choices"][0]["logprobs"][
+        "content"
+    ]
     expected = [logprobs(log, place, 3) for place in range(len(CHAT), len(log))]
     assert [entry["logprob"] for entry in content] == [scores.logprob for scores in expected]
-    assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in content] == [[p for _, p in scores.top] for scores in expected]
-    assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [[f" w{t}" for t, _ in scores.top] for scores in expected]
+    assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in content] == [
+        [p for _, p in scores.top] for scores in expected
+    ]
+    assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [
+        [f" w{t}" for t, _ in scores.top] for scores in expected
+    ]
     assert "".join(entry["token"] for entry in content) == " " + words(said)
     assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
 
 
 def test_streamed_log_probabilities_are_those_of_the_whole_reply(server: Api) -> None:
-    whole = server.chat(max_tokens=12, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    whole = server.chat(max_tokens=12, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"][
+        "content"
+    ]
     events = server.stream(CHATS, messages=MESSAGES, max_tokens=12, logprobs=True, top_logprobs=2)
     parts = [event["choices"][0]["logprobs"] for event in events[:-1]]
     assert [entry for part in parts if part for entry in part["content"]] == whole
@@ -211,7 +255,10 @@ def test_an_echo_scores_the_prompt(server: Api) -> None:
     log = [*prompt, *continuation(prompt, 1)]
     told = reply["logprobs"]
     assert reply["text"] == words(prompt) + words(log[-1:])
-    assert told["token_logprobs"] == [None, *(logprobs(log, place, 1).logprob for place in range(1, len(log)))]
+    assert told["token_logprobs"] == [
+        None,
+        *(logprobs(log, place, 1).logprob for place in range(1, len(log))),
+    ]
     assert told["top_logprobs"][0] is None
     for place, top in enumerate(told["top_logprobs"][1:], 1):
         best, probability = logprobs(log, place, 1).top[0]
@@ -229,13 +276,17 @@ def test_a_prompt_can_be_scored_without_a_reply(server: Api) -> None:
 def test_an_echo_is_streamed_before_the_reply(server: Api) -> None:
     whole = server.complete("w5 w6", max_tokens=5, echo=True, logprobs=1)["choices"][0]
     events = server.stream(TEXTS, prompt="w5 w6", max_tokens=5, echo=True, logprobs=1)
-    parts = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
+    parts = [
+        event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]
+    ]
     assert joined(events) == whole["text"]
     assert [token for part in parts for token in part["tokens"]] == whole["logprobs"]["tokens"]
-    assert [offset for part in parts for offset in part["text_offset"]] == whole["logprobs"]["text_offset"]
+    assert [offset for part in parts for offset in part["text_offset"]] == whole["logprobs"][
+        "text_offset"
+    ]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,13 +321,18 @@ def test_an_echo_is_streamed_before_the_reply(server: Api) -> None:
         ({"echo": True}, "echo"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "w5 " * 600}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
     ],
 )
-def test_what_a_chat_cannot_have_is_refused_by_its_name(server: Api, fields: dict[str, Any], param: str) -> None:
+def test_what_a_chat_cannot_have_is_refused_by_its_name(
+    server: Api, fields: dict[str, Any], param: str
+) -> None:
     error = server.refusal(CHATS, {"messages": MESSAGES, **fields})
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
@@ -288,7 +344,8 @@ def test_a_part_that_is_no_text_is_refused_in_one_sentence(server: Api, kind: st
     error = server.refusal(CHATS, {"messages": [{"role": "user", "content": content}]})
     assert error["param"] == "messages[0].content[1].type"
     assert error["message"] == (
-        f"messages[0].content[1].type: a part of type '{kind}' cannot be read, since the model reads text alone: send parts of type 'text'"
+        f"messages[0].content[1].type: a part of type '{kind}' cannot be read, since the model "
+        "reads text alone: send parts of type 'text'"
     )
 
 
@@ -309,11 +366,25 @@ def test_a_part_that_is_no_text_is_refused_in_one_sentence(server: Api, kind: st
         ({}, "prompt"),
     ],
 )
-def test_what_a_text_cannot_have_is_refused_by_its_name(server: Api, fields: dict[str, Any], param: str) -> None:
+def test_what_a_text_cannot_have_is_refused_by_its_name(
+    server: Api, fields: dict[str, Any], param: str
+) -> None:
     assert server.refusal(TEXTS, fields)["param"] == param
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'{"prompt": "w5", "temperature": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'{"prompt": "w5", "temperature": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
 def test_what_is_no_body_is_refused(server: Api, body: bytes) -> None:
     reply = server.client.post(TEXTS, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400
@@ -321,7 +392,15 @@ def test_what_is_no_body_is_refused(server: Api, body: bytes) -> None:
 
 
 def test_what_means_nothing_is_ignored(server: Api) -> None:
-    fields = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "tools": [], "response_format": {"type": "text"}, "unheard_of": None, "store": True}
+    fields = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "tools": [],
+        "response_format": {"type": "text"},
+        "unheard_of": None,
+        "store": True,
+    }
     assert server.chat(max_tokens=5, **fields)["usage"]["completion_tokens"] == 5
 
 
@@ -331,7 +410,7 @@ def test_another_model_is_not_found(server: Api) -> None:
     assert server.chat(max_tokens=2, model="scripted-target")["model"] == "scripted-target"
 
 
-# -- the other routes --------------------------------------------------------------------------------------------------------------------------
+# -- the other routes ------------------------------------------------------------------------------
 
 
 def test_models_are_listed_and_looked_up(server: Api) -> None:
@@ -350,7 +429,9 @@ def test_texts_are_tokenized_and_back(server: Api) -> None:
         "token_strs": ["w5", "w6"],
     }
     assert server.ask("/tokenize", messages=MESSAGES)["tokens"] == list(CHAT)
-    assert server.ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)["tokens"] == list(CHAT[:-1])
+    assert server.ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)[
+        "tokens"
+    ] == list(CHAT[:-1])
     assert server.ask("/detokenize", tokens=[5, 6, END])["prompt"] == "w5 w6 <end>"
     assert server.refusal("/detokenize", {"tokens": [VOCABULARY]})["param"] == "tokens"
     assert server.refusal("/tokenize", {})["param"] == "prompt"
@@ -358,7 +439,14 @@ def test_texts_are_tokenized_and_back(server: Api) -> None:
 
 def test_the_server_says_how_it_is(server: Api) -> None:
     assert server.client.get("/health").content == b""
-    expected = {"ready": True, "status": "ready", "degraded": False, "missing": [], "faults": [], "loading": []}
+    expected = {
+        "ready": True,
+        "status": "ready",
+        "degraded": False,
+        "missing": [],
+        "faults": [],
+        "loading": [],
+    }
     assert server.client.get("/readyz").json() == expected
     assert server.client.get("/load").json() == {"server_load": 0}
     assert "version" in server.client.get("/version").json()
@@ -367,12 +455,27 @@ def test_the_server_says_how_it_is(server: Api) -> None:
 
 
 def test_metrics_count_tokens_and_drafts(server: Api, house: Backend) -> None:
-    before = {name: server.metric(name) for name in ("vllm:generation_tokens_total", "vllm:spec_decode_num_drafts_total", "dovetail_prompt_tokens_total")}
+    before = {
+        name: server.metric(name)
+        for name in (
+            "vllm:generation_tokens_total",
+            "vllm:spec_decode_num_drafts_total",
+            "dovetail_prompt_tokens_total",
+        )
+    }
     reply = server.chat(max_tokens=20)
-    assert server.metric("vllm:generation_tokens_total") - before["vllm:generation_tokens_total"] == 20
-    assert server.metric("dovetail_prompt_tokens_total") - before["dovetail_prompt_tokens_total"] == len(CHAT)
+    assert (
+        server.metric("vllm:generation_tokens_total") - before["vllm:generation_tokens_total"] == 20
+    )
+    assert server.metric("dovetail_prompt_tokens_total") - before[
+        "dovetail_prompt_tokens_total"
+    ] == len(CHAT)
     steps = reply["metrics"]["speculative_decoding"]["num_spec_steps"]
-    assert server.metric("vllm:spec_decode_num_drafts_total") - before["vllm:spec_decode_num_drafts_total"] == steps
+    assert (
+        server.metric("vllm:spec_decode_num_drafts_total")
+        - before["vllm:spec_decode_num_drafts_total"]
+        == steps
+    )
     assert server.metric("vllm:time_to_first_token_seconds_count") > 0
     assert server.metric("vllm:inter_token_latency_seconds_count") > 0
     assert server.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") > 0
@@ -385,5 +488,7 @@ def test_the_document_names_every_error_and_no_other(server: Api) -> None:
         for operation in operations.values():
             assert "422" not in operation["responses"], path
             assert {"200", "401"} <= operation["responses"].keys(), path
-    assert {"400", "404", "413", "429", "500", "503", "504"} <= document["paths"][CHATS]["post"]["responses"].keys()
+    assert {"400", "404", "413", "429", "500", "503", "504"} <= document["paths"][CHATS]["post"][
+        "responses"
+    ].keys()
     assert document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]

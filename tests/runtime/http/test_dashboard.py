@@ -1,4 +1,5 @@
-"""The dashboard's routes: what is served to whom, under which headers, and what is told of other people's texts."""
+"""The dashboard's routes: what is served to whom, under which headers, and what is told of other
+people's texts."""
 
 import json
 import re
@@ -29,7 +30,9 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keyed(house: Backend, key_file: Path) -> Iterator[Api]:
-    with api(house.address, f"--http.api_key_file={key_file}", "--policy=dynamic", "--tree.insist=true") as started:
+    with api(
+        house.address, f"--http.api_key_file={key_file}", "--policy=dynamic", "--tree.insist=true"
+    ) as started:
         yield started
 
 
@@ -53,7 +56,9 @@ def told_of_a_tree(server: Api, client: Api, **options: Any) -> dict[str, Any]:
 
 def texts_of(told: dict[str, Any]) -> list[str]:
     tree = told["tree"]
-    return [text for text in (*(tree["texts"] or ()), tree["bonus"], tree["root"]) if text is not None]
+    return [
+        text for text in (*(tree["texts"] or ()), tree["bonus"], tree["root"]) if text is not None
+    ]
 
 
 def test_the_page_is_there_with_everything_that_it_names(server: Api) -> None:
@@ -62,18 +67,28 @@ def test_the_page_is_there_with_everything_that_it_names(server: Api) -> None:
 
         def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
             self.found |= {value or "" for name, value in attributes if name in ("src", "href")}
-            assert not any(name.startswith("on") or name == "style" for name, _ in attributes), "the policy forbids it"
+            assert not any(name.startswith("on") or name == "style" for name, _ in attributes), (
+                "the policy forbids it"
+            )
 
     page = server.client.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     head = server.client.head("/")
-    assert (head.status_code, head.headers["content-length"], head.content) == (200, str(len(page.content)), b"")
+    assert (head.status_code, head.headers["content-length"], head.content) == (
+        200,
+        str(len(page.content)),
+        b"",
+    )
     names = Names()
     names.found = set()
     names.feed(page.text)
     named = {name for name in names.found if not name.startswith("#")}
     scripts = {name for name, (kind, _) in page_files().items() if "javascript" in kind}
-    imported = {f"dashboard/{name}" for path in scripts for name in re.findall(r'from "\./([\w.]+)"', server.client.get(path).text)}
+    imported = {
+        f"dashboard/{name}"
+        for path in scripts
+        for name in re.findall(r'from "\./([\w.]+)"', server.client.get(path).text)
+    }
     assert {f"/{name}" for name in named | imported} | {"/"} == set(page_files())
     assert all(server.client.get(f"/{name}").status_code == 200 for name in named | imported)
 
@@ -82,17 +97,32 @@ def test_nothing_of_it_comes_from_elsewhere() -> None:
     for path, (_, content) in page_files().items():
         addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[\w./-]*", content.decode()))
         assert addresses <= {"http://www.w3.org/2000/svg"}, path
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser", content.decode()), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser",
+            content.decode(),
+        ), path
 
 
 @pytest.mark.parametrize("path", [*page_files(), STATE_PATH])
 def test_a_browser_is_told_to_run_nothing_else(server: Api, path: str) -> None:
     headers = server.client.get(path).headers
-    policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
-    assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
-    assert (policy["require-trusted-types-for"], policy["trusted-types"], policy["frame-ancestors"]) == ("'script'", "'none'", "'none'")
-    assert (headers["x-content-type-options"], headers["referrer-policy"], headers["cross-origin-resource-policy"]) == ("nosniff", "no-referrer", "same-origin")
+    assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {
+        "'self'"
+    }
+    assert (
+        policy["require-trusted-types-for"],
+        policy["trusted-types"],
+        policy["frame-ancestors"],
+    ) == ("'script'", "'none'", "'none'")
+    assert (
+        headers["x-content-type-options"],
+        headers["referrer-policy"],
+        headers["cross-origin-resource-policy"],
+    ) == ("nosniff", "no-referrer", "same-origin")
     assert headers["cache-control"] == ("no-store" if path == STATE_PATH else "no-cache")
 
 
@@ -103,13 +133,21 @@ def test_a_file_that_is_still_the_same_is_not_sent_again(server: Api) -> None:
 
 
 def test_it_is_no_part_of_the_api_document(server: Api) -> None:
-    assert not [path for path in server.client.get("/openapi.json").json()["paths"] if path == "/" or "dashboard" in path]
+    assert not [
+        path
+        for path in server.client.get("/openapi.json").json()["paths"]
+        if path == "/" or "dashboard" in path
+    ]
 
 
 def test_what_is_shown_has_workers_sessions_tree_and_figures(server: Api) -> None:
     told = told_of_a_tree(server, server)
     assert {worker["name"] for worker in told["workers"]} == {"target", "draft"}
-    assert (told["model"], told["shown"], told["server"]["pid"]) == ("scripted-target", "full", server.process.pid)
+    assert (told["model"], told["shown"], told["server"]["pid"]) == (
+        "scripted-target",
+        "full",
+        server.process.pid,
+    )
     assert told["figures"]["tau"] > 1.0
     tree = told["tree"]
     assert set(tree["fates"]) <= {"a", "r", "n"}
@@ -136,10 +174,14 @@ def test_where_it_is_off_nothing_of_it_is_there(house: Backend) -> None:
         assert {other.client.get(path).status_code for path in (*page_files(), STATE_PATH)} == {404}
 
 
-def test_the_page_asks_for_the_key_so_it_comes_without_one_and_its_figures_do_not(keyed: Api) -> None:
+def test_the_page_asks_for_the_key_so_it_comes_without_one_and_its_figures_do_not(
+    keyed: Api,
+) -> None:
     assert {keyed.client.get(path).status_code for path in page_files()} == {200}
     assert keyed.client.get(STATE_PATH).status_code == 401
-    assert keyed.client.get(STATE_PATH, headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert (
+        keyed.client.get(STATE_PATH, headers={"authorization": "Bearer wrong"}).status_code == 401
+    )
     assert keyed.client.get("/v1/models").status_code == 401
     assert keyed.client.post("/", json={}).status_code == 405
 
@@ -163,7 +205,10 @@ def test_the_coordinator_is_asked_when_somebody_looks_and_twice_a_second_at_most
     with backend() as house, api(house.address) as server:
         with house.still() as coordinator:
             look = coordinator._intake._look
-            coordinator._intake._look = lambda client, request: (asked.append(time.monotonic()), look(client, request))[1]  # type: ignore[method-assign]
+            coordinator._intake._look = lambda client, request: (
+                asked.append(time.monotonic()),
+                look(client, request),
+            )[1]  # type: ignore[method-assign]
         server.client.get("/")
         server.chat(max_tokens=60)
         assert not asked

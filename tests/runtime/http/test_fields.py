@@ -1,4 +1,5 @@
-"""Fields of other servers: what would change a reply and is not done is refused by its name, whatever it is called; what changes none is let pass."""
+"""Fields of other servers: what would change a reply and is not done is refused by its name,
+whatever it is called; what changes none is let pass."""
 
 from typing import Any
 
@@ -97,8 +98,12 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ASKED, ids=lambda name: str(name)[:40] or "no name")
-@pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"])
-def test_what_would_change_a_reply_and_is_not_done_is_refused_by_its_name(kind: type[BaseModel], body: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"]
+)
+def test_what_would_change_a_reply_and_is_not_done_is_refused_by_its_name(
+    kind: type[BaseModel], body: dict[str, Any], name: str
+) -> None:
     with pytest.raises(ApiError) as refused:
         kind.model_validate({**body, name: ASKED[name]})
     assert refused.value.status == 400
@@ -106,7 +111,9 @@ def test_what_would_change_a_reply_and_is_not_done_is_refused_by_its_name(kind: 
     assert refused.value.code in ("unsupported_parameter", "unknown_parameter")
 
 
-@pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    ("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"]
+)
 def test_what_asks_for_nothing_is_let_pass(kind: type[BaseModel], body: dict[str, Any]) -> None:
     for name, nothings in UNSERVED.items():
         for nothing in (None, *nothings):
@@ -125,18 +132,32 @@ def test_what_asks_for_nothing_is_let_pass(kind: type[BaseModel], body: dict[str
         (ChatBody, {**CHAT, "suffix": "x"}, "suffix"),
         (ChatBody, {**CHAT, "stream": True, "stream_options": {"usage": True}}, "stream_options"),
         (ChatBody, {**CHAT, "dovetail": {"draft": True}}, "dovetail"),
-        (ChatBody, {"messages": [{"role": "assistant", "content": "x", "prefix": True}]}, "messages"),
+        (
+            ChatBody,
+            {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
+            "messages",
+        ),
         (ChatBody, {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages"),
         (TokenizeBody, {"content": "x"}, "content"),
         (DetokenizeBody, {"tokens": [1], "skip_special_tokens": False}, "skip_special_tokens"),
     ],
 )
-def test_so_is_what_another_path_or_a_part_of_a_body_knows(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
+def test_so_is_what_another_path_or_a_part_of_a_body_knows(
+    kind: type[BaseModel], body: dict[str, Any], param: str
+) -> None:
     with pytest.raises(ApiError) as refused:
         kind.model_validate(body)
     assert refused.value.param == param
 
 
 def test_a_reply_may_be_sent_back_as_it_came() -> None:
-    said = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": None, "reasoning_content": None, "name": "x"}
+    said = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": None,
+        "reasoning_content": None,
+        "name": "x",
+    }
     ChatBody.model_validate({"messages": [*CHAT["messages"], said, *CHAT["messages"]]})

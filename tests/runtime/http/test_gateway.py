@@ -8,12 +8,25 @@ import pytest
 
 from dovetail.protocol.codec import REQUEST, encode
 from dovetail.protocol.links import QUEUE_MESSAGES, MemoryHub, memory_links
-from dovetail.protocol.messages import Cancel, Describe, Emitted, Failed, Hello, Message, Request, Status, Submit, Welcome
+from dovetail.protocol.messages import (
+    Cancel,
+    Describe,
+    Emitted,
+    Failed,
+    Hello,
+    Message,
+    Request,
+    Status,
+    Submit,
+    Welcome,
+)
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway, Told
 
-SUBMIT = Submit(epoch=0, request=0, tokens=(5, 6), sampling=Sampling(), max_tokens=5, tree=TreeSettings())
+SUBMIT = Submit(
+    epoch=0, request=0, tokens=(5, 6), sampling=Sampling(), max_tokens=5, tree=TreeSettings()
+)
 
 
 class Coordinator:
@@ -78,7 +91,9 @@ def test_replies_are_told_to_who_asked() -> None:
         first, second = (gateway.submit(SUBMIT, heard[name].append) for name in heard)
         assert [(await coordinator.hear()).request for _ in range(2)] == [first, second]  # type: ignore[union-attr]
         for request in (second, first, second):
-            coordinator.say(Emitted(epoch=9, request=request, tokens=(7,), drafted=(False,), text="x"))
+            coordinator.say(
+                Emitted(epoch=9, request=request, tokens=(7,), drafted=(False,), text="x")
+            )
         await until(lambda: len(heard["first"]) + len(heard["second"]) == 3)
         assert [len(told) for told in heard.values()] == [1, 2]
 
@@ -150,7 +165,9 @@ def test_a_coordinator_that_refuses_us_is_asked_again_later() -> None:
         gateway = Gateway(coordinator.hub.connect)
         with keeping(gateway):
             await coordinator.hear()
-            coordinator.say(Failed(epoch=9, code="version", text="run the same release of dovetail on both"))
+            coordinator.say(
+                Failed(epoch=9, code="version", text="run the same release of dovetail on both")
+            )
             await until(lambda: "same release" in gateway.missing)
             async with asyncio.timeout(60):
                 await coordinator.welcome()

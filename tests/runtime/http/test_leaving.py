@@ -1,4 +1,5 @@
-"""What becomes of a request when its client, its deadline, the coordinator, the target or the server itself goes."""
+"""What becomes of a request when its client, its deadline, the coordinator, the target or the
+server itself goes."""
 
 import contextlib
 import json
@@ -37,21 +38,28 @@ def asked(server: Api, **fields: object) -> Iterator[socket.socket]:
     """A connection on which a request has been sent, and nothing been read."""
     body = json.dumps({**BODY, **fields}).encode()
     with socket.create_connection(server.address) as connection:
-        connection.sendall(b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % CHATS.encode())
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            % CHATS.encode()
+        )
         connection.sendall(b"content-length: %d\r\n\r\n%s" % (len(body), body))
         yield connection
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_frees_both_workers(server: Api, slow: Backend, stream: bool, n: int) -> None:
+def test_a_client_that_leaves_frees_both_workers(
+    server: Api, slow: Backend, stream: bool, n: int
+) -> None:
     with asked(server, stream=stream, n=n):
         slow.until(lambda: slow.sessions == n)
     slow.until_idle()
     assert server.client.get("/load").json() == {"server_load": 0}
 
 
-def test_a_client_that_leaves_while_its_prompt_is_read_is_forgotten(server: Api, slow: Backend) -> None:
+def test_a_client_that_leaves_while_its_prompt_is_read_is_forgotten(
+    server: Api, slow: Backend
+) -> None:
     with slow.still():
         slow.held = True
     with asked(server, stream=True):
@@ -98,7 +106,10 @@ def test_without_a_target_nothing_is_served_and_with_one_it_is() -> None:
 
 
 def test_a_target_that_is_lost_and_not_made_good_ends_a_stream_with_an_error() -> None:
-    with backend(settings=CoordinatorSettings(recovery_s=0.0)) as house, api(house.address) as server:
+    with (
+        backend(settings=CoordinatorSettings(recovery_s=0.0)) as house,
+        api(house.address) as server,
+    ):
         house.token_s = 0.02
         with server.client.stream("POST", CHATS, json={**BODY, "stream": True}) as reply:
             said = events(reply)
@@ -111,13 +122,17 @@ def test_a_target_that_is_lost_and_not_made_good_ends_a_stream_with_an_error() -
 
 def test_a_target_of_another_vocabulary_is_asked_in_its_own_tokens() -> None:
     with backend() as house, api(house.address) as server:
-        assert server.chat("w5 w6", max_tokens=5)["choices"][0]["message"]["content"].startswith("w")
+        assert server.chat("w5 w6", max_tokens=5)["choices"][0]["message"]["content"].startswith(
+            "w"
+        )
         for worker in [*house.workers]:
             house.lose(worker)
         house.until(lambda: not house.coordinator.registry.workers)
         house.add(ScriptedTarget, "target", prefix="v", template="")
         reply = server.chat("v5 v6", max_tokens=5)
-        assert reply["choices"][0]["message"]["content"] == " ".join(f"v{token}" for token in continuation((5, 6), 5))
+        assert reply["choices"][0]["message"]["content"] == " ".join(
+            f"v{token}" for token in continuation((5, 6), 5)
+        )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -132,9 +147,13 @@ def test_the_first_reply_of_another_target_is_told_as_its_own(stream: bool) -> N
         if not stream:
             replies = [server.chat(max_tokens=5)]
         else:
-            with server.client.stream("POST", CHATS, json={**BODY, "stream": True, "max_tokens": 5}) as reply:
+            with server.client.stream(
+                "POST", CHATS, json={**BODY, "stream": True, "max_tokens": 5}
+            ) as reply:
                 replies = [chunk for chunk in events(reply) if chunk != "[DONE]"]
-        assert {(reply["system_fingerprint"], reply["model"]) for reply in replies} == {(str(other), "other")}
+        assert {(reply["system_fingerprint"], reply["model"]) for reply in replies} == {
+            (str(other), "other")
+        }
 
 
 def test_a_draft_that_is_missing_degrades_and_is_no_reason_not_to_serve() -> None:
@@ -147,7 +166,9 @@ def test_a_draft_that_is_missing_degrades_and_is_no_reason_not_to_serve() -> Non
         assert server.chat(max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
-def test_a_coordinator_that_comes_back_is_found_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_coordinator_that_comes_back_is_found_again(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     folder = tmp_path_factory.mktemp("hub")
     folder.chmod(0o700)
     address = f"ipc://{folder}/c"
@@ -167,7 +188,9 @@ def test_a_coordinator_that_comes_back_is_found_again(tmp_path_factory: pytest.T
         assert server.metric("dovetail_up") == 0
         second = stack.enter_context(contextlib.closing(Backend(address=address)))
         second.until(lambda: len(second.coordinator.registry.clients) == 1)
-        assert server.chat(max_tokens=5)["choices"][0]["message"]["content"] == " ".join(f"w{token}" for token in continuation(CHAT, 5))
+        assert server.chat(max_tokens=5)["choices"][0]["message"]["content"] == " ".join(
+            f"w{token}" for token in continuation(CHAT, 5)
+        )
 
 
 @pytest.mark.parametrize("path", [CHATS, "/v1/completions"])
@@ -190,7 +213,9 @@ def test_a_stream_that_is_cut_says_by_whose_loss_and_has_told_its_seed(path: str
 
 def test_the_seed_of_the_first_chunk_is_that_of_the_last(server: Api) -> None:
     chunks = server.stream(CHATS, **{**BODY, "max_tokens": 5})
-    told = [chunk["metrics"]["seed"] for chunk in chunks if chunk != "[DONE]" and "metrics" in chunk]
+    told = [
+        chunk["metrics"]["seed"] for chunk in chunks if chunk != "[DONE]" and "metrics" in chunk
+    ]
     assert len(told) == 2
     assert told[0] == told[1]
     given = server.stream(CHATS, **{**BODY, "max_tokens": 5, "seed": 77})
@@ -203,11 +228,19 @@ def test_while_a_service_gives_up_new_requests_hear_why() -> None:
             coordinator.supervised(Supervised(ending="the target worker ended 6 times"))
         refused = server.client.post(CHATS, json=BODY)
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "the service is ending: the target worker ended 6 times"
+        assert (
+            refused.json()["error"]["message"]
+            == "the service is ending: the target worker ended 6 times"
+        )
 
 
 def test_a_signal_lets_what_runs_end(slow: Backend) -> None:
-    with api(slow.address) as server, server.client.stream("POST", CHATS, json={**BODY, "stream": True, "max_tokens": 30}) as reply:
+    with (
+        api(slow.address) as server,
+        server.client.stream(
+            "POST", CHATS, json={**BODY, "stream": True, "max_tokens": 30}
+        ) as reply,
+    ):
         said = events(reply)
         next(said)
         server.process.send_signal(signal.SIGTERM)
@@ -220,7 +253,10 @@ def test_a_signal_lets_what_runs_end(slow: Backend) -> None:
 def test_a_signal_ends_what_does_not_end_by_itself(slow: Backend) -> None:
     with slow.still():
         slow.token_s = 0.2
-    with api(slow.address) as server, server.client.stream("POST", CHATS, json={**BODY, "stream": True}) as reply:
+    with (
+        api(slow.address) as server,
+        server.client.stream("POST", CHATS, json={**BODY, "stream": True}) as reply,
+    ):
         said = events(reply)
         next(said)
         server.process.send_signal(signal.SIGTERM)
@@ -241,4 +277,7 @@ def test_many_clients_at_once_get_their_own_replies(server: Api) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {prompt: " ".join(f"w{token}" for token in continuation(prompt, 12) if token) for prompt in prompts}
+    assert found == {
+        prompt: " ".join(f"w{token}" for token in continuation(prompt, 12) if token)
+        for prompt in prompts
+    }

@@ -24,7 +24,13 @@ def keyed(house: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(f"fedcba9876543210\n{KEY}\n", encoding="utf-8")
     path.chmod(0o600)
-    with api(house.address, f"--http.api_key_file={path}", "--http.body=4KiB", "--http.connections=8", "--http.receive_s=1") as started:
+    with api(
+        house.address,
+        f"--http.api_key_file={path}",
+        "--http.body=4KiB",
+        "--http.connections=8",
+        "--http.receive_s=1",
+    ) as started:
         yield started
 
 
@@ -43,7 +49,15 @@ def closed(connection: socket.socket) -> bytes:
     return said
 
 
-@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}])
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": KEY},
+        {"authorization": f"Basic {KEY}"},
+    ],
+)
 def test_nobody_is_served_without_the_key(keyed: Api, header: dict[str, str]) -> None:
     refused = keyed.client.post(CHATS, json={}, headers=header)
     assert refused.status_code == 401
@@ -53,7 +67,10 @@ def test_nobody_is_served_without_the_key(keyed: Api, header: dict[str, str]) ->
 
 def test_every_key_of_the_file_opens(keyed: Api) -> None:
     for key in (KEY, "fedcba9876543210"):
-        assert keyed.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert (
+            keyed.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+            == 200
+        )
 
 
 def test_a_supervisor_and_a_local_scraper_need_no_key_but_a_proxys_client_does(keyed: Api) -> None:
@@ -81,15 +98,23 @@ def test_other_origins_are_told_nothing(server: Api) -> None:
 def test_a_body_that_is_too_large_is_refused_while_it_arrives(keyed: Api, announced: bool) -> None:
     body = b"x" * 10_000
     content = body if announced else iter([body[:3000], body[3000:]])
-    refused = keyed.client.post(CHATS, content=content, headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"})
+    refused = keyed.client.post(
+        CHATS,
+        content=content,
+        headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
+    )
     assert refused.status_code == 413
     assert refused.json()["error"]["code"] == "request_too_large"
 
 
 @pytest.mark.parametrize(("key", "status"), [(KEY, b"413"), ("wrong", b"401")])
-def test_a_client_that_is_still_sending_hears_why_it_is_refused(keyed: Api, key: str, status: bytes) -> None:
+def test_a_client_that_is_still_sending_hears_why_it_is_refused(
+    keyed: Api, key: str, status: bytes
+) -> None:
     with dial(keyed) as connection:
-        connection.sendall(HEAD + f"authorization: Bearer {key}\r\ncontent-length: {20 << 20}\r\n\r\n".encode())
+        connection.sendall(
+            HEAD + f"authorization: Bearer {key}\r\ncontent-length: {20 << 20}\r\n\r\n".encode()
+        )
         connection.sendall(b"x" * (20 << 20))
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
 
@@ -97,14 +122,18 @@ def test_a_client_that_is_still_sending_hears_why_it_is_refused(keyed: Api, key:
 def test_a_table_of_nonsense_is_refused_at_once(server: Api) -> None:
     biases = {f"a{number}": 1 for number in range(120_000)}
     began_s = server.cpu_s()
-    refused = server.refusal(CHATS, {"messages": [{"role": "user", "content": "w5"}], "logit_bias": biases})
+    refused = server.refusal(
+        CHATS, {"messages": [{"role": "user", "content": "w5"}], "logit_bias": biases}
+    )
     assert refused["param"] == "logit_bias"
     assert server.cpu_s() - began_s < 3
 
 
 def test_a_head_that_is_too_large_is_refused(server: Api) -> None:
     with dial(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: " + b"b" * 70_000 + b"\r\n\r\n")
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: " + b"b" * 70_000 + b"\r\n\r\n"
+        )
         assert closed(connection).startswith(b"HTTP/1.1 431 ")
     assert server.client.get("/health").status_code == 200
 
@@ -115,10 +144,16 @@ def test_what_is_no_http_is_answered_and_closed(server: Api) -> None:
         assert closed(connection).startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", HEAD, HEAD + b'content-length: 100\r\n\r\n{"pro'])
+@pytest.mark.parametrize(
+    "begun", [b"", b"POST /v1/comp", HEAD, HEAD + b'content-length: 100\r\n\r\n{"pro']
+)
 def test_a_request_that_does_not_arrive_is_cut_off(keyed: Api, begun: bytes) -> None:
     with dial(keyed) as connection:
-        connection.sendall(begun.replace(b"content-length", f"authorization: Bearer {KEY}\r\ncontent-length".encode()))
+        connection.sendall(
+            begun.replace(
+                b"content-length", f"authorization: Bearer {KEY}\r\ncontent-length".encode()
+            )
+        )
         closed(connection)
 
 
@@ -153,7 +188,9 @@ def test_a_connection_too_many_is_refused_and_the_others_are_served(keyed: Api) 
 
 def test_a_client_that_reads_nothing_is_cut_off(house: Backend) -> None:
     """It asks for far more than the kernel keeps for it."""
-    body = b'{"prompt": [%s], "max_tokens": 0, "echo": true, "logprobs": 20}' % b",".join(b"%d" % (1 + i % 90) for i in range(500))
+    body = b'{"prompt": [%s], "max_tokens": 0, "echo": true, "logprobs": 20}' % b",".join(
+        b"%d" % (1 + i % 90) for i in range(500)
+    )
     with api(house.address, "--http.receive_s=1") as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(PATIENCE_S)
@@ -167,8 +204,19 @@ def test_a_client_that_reads_nothing_is_cut_off(house: Backend) -> None:
         house.until_idle()
 
 
-def test_a_stream_that_nobody_reads_ends_in_words_which_the_log_and_the_metrics_say_too(house: Backend) -> None:
-    body = json.dumps({"prompt": [5, 6], "max_tokens": 100, "n": 16, "stream": True, "logprobs": 20, "ignore_eos": True}).encode()
+def test_a_stream_that_nobody_reads_ends_in_words_which_the_log_and_the_metrics_say_too(
+    house: Backend,
+) -> None:
+    body = json.dumps(
+        {
+            "prompt": [5, 6],
+            "max_tokens": 100,
+            "n": 16,
+            "stream": True,
+            "logprobs": 20,
+            "ignore_eos": True,
+        }
+    ).encode()
     with api(house.address, "--http.receive_s=2") as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(PATIENCE_S)
@@ -199,13 +247,21 @@ def test_the_servers_files_are_few_again_when_its_clients_have_gone(server: Api)
         connection.close()
     deadline = time.monotonic() + PATIENCE_S
     while len([*folder.iterdir()]) > before + 1:
-        assert time.monotonic() < deadline, f"{len([*folder.iterdir()])} files are open, {before} were"
+        assert time.monotonic() < deadline, (
+            f"{len([*folder.iterdir()])} files are open, {before} were"
+        )
         time.sleep(0.05)
 
 
 def test_addresses_and_names_are_told_apart() -> None:
-    assert [is_loopback(address) for address in ("127.0.0.1", "127.9.9.9", "::1", "10.0.0.1", "localhost", "")] == [True, True, True, False, False, False]
-    assert [host_name(header) for header in (b"localhost:8000", b"[::1]:80", b"127.0.0.1", b"Evil.Example:1")] == [
+    assert [
+        is_loopback(address)
+        for address in ("127.0.0.1", "127.9.9.9", "::1", "10.0.0.1", "localhost", "")
+    ] == [True, True, True, False, False, False]
+    assert [
+        host_name(header)
+        for header in (b"localhost:8000", b"[::1]:80", b"127.0.0.1", b"Evil.Example:1")
+    ] == [
         "localhost",
         "::1",
         "127.0.0.1",

@@ -1,4 +1,5 @@
-"""How far a worker has got with its model is told while it loads, where people and programs look."""
+"""How far a worker has got with its model is told while it loads, where people and programs
+look."""
 
 from collections.abc import Iterator
 
@@ -42,7 +43,9 @@ def told(house: Backend) -> tuple[LoadingState, ...]:
     return house.coordinator.report().loading
 
 
-def test_bytes_rate_and_time_left_are_told_before_the_worker_is_registered(house: Backend, link: Link) -> None:
+def test_bytes_rate_and_time_left_are_told_before_the_worker_is_registered(
+    house: Backend, link: Link
+) -> None:
     clock = Clock()
     tell = Telling(link, "target", ("target",), "demo", clock)
     with api(house.address) as server:
@@ -65,7 +68,9 @@ def test_bytes_rate_and_time_left_are_told_before_the_worker_is_registered(house
         tell("loading", 0, 6 * GB)
         house.until(lambda: [state.doing for state in told(house)] == ["loading"])
         house.add(ScriptedTarget, "target")
-        house.coordinator.registry.hear_loading(b"", told(house)[0], None, house.coordinator.now_ns())
+        house.coordinator.registry.hear_loading(
+            b"", told(house)[0], None, house.coordinator.now_ns()
+        )
         assert server.client.get("/readyz").json()["ready"] is True
 
 
@@ -74,13 +79,17 @@ def test_a_worker_that_is_registered_loads_no_more(house: Backend) -> None:
     registered = house.coordinator.report().workers[0]
     tell = Telling(worker.link, "target", ("target",), "demo")
     tell("loading", 0, 5)
-    house.coordinator.registry.hear_loading(b"other", state(pid=registered.pid, host=registered.host), None, house.coordinator.now_ns())
+    house.coordinator.registry.hear_loading(
+        b"other", state(pid=registered.pid, host=registered.host), None, house.coordinator.now_ns()
+    )
     house.add(ScriptedTarget, "target")  # by now what was told has arrived
     assert told(house) == ()
     assert not house.coordinator.report().refused
 
 
-def test_one_that_loads_beside_those_that_serve_makes_nothing_worse(house: Backend, link: Link) -> None:
+def test_one_that_loads_beside_those_that_serve_makes_nothing_worse(
+    house: Backend, link: Link
+) -> None:
     house.add(ScriptedTarget, "target")
     Telling(link, "target-2", ("target",), "demo")("loading", 1, 5)
     house.until(lambda: told(house) != ())
@@ -91,7 +100,17 @@ def test_one_that_loads_beside_those_that_serve_makes_nothing_worse(house: Backe
 
 
 def state(name: str = "target", *, pid: int = 1, host: str = "here", done: int = 0) -> LoadingState:
-    return LoadingState(name=name, roles=("target",), host=host, pid=pid, model="m", doing="loading", done=done, total=8, bytes_per_s=0.0)
+    return LoadingState(
+        name=name,
+        roles=("target",),
+        host=host,
+        pid=pid,
+        model="m",
+        doing="loading",
+        done=done,
+        total=8,
+        bytes_per_s=0.0,
+    )
 
 
 def test_what_is_not_heard_of_for_long_or_was_started_again_is_not_told() -> None:
