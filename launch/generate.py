@@ -221,7 +221,8 @@ def command(
                 state.decisions if connection.stack is not None else ()
             )  # elsewhere they may be about others' sessions
             failed = "its draft failed" if finished.result.draft_failure is not None else ""
-            missing = _missing_draft(connection.state, state) or failed
+            unwanted = "" if configuration.settings.tree.gamma else "tree.gamma is 0"
+            missing = _missing_draft(connection.state, state) or failed or unwanted
             note(
                 without_speculation(
                     finished.result,
@@ -296,7 +297,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is None or prompt == "-":
         prompt = decode(sys.stdin.buffer.read(), "the prompt on standard input", zeros=True)
     if not prompt.strip():
-        raise UserError("the prompt is empty: write some text")
+        raise UserError("the prompt is empty: write it as an argument, or pipe it in")
     if not is_unicode(prompt):
         raise UserError(
             "the prompt is no valid UTF-8 text: set your terminal to UTF-8, or convert the "
@@ -502,7 +503,7 @@ def without_speculation(
         missing or (about[-1] if about else ""),
     ]
     left = plain - result.control_rounds - full
-    if left and not about and not every and not missing:
+    if left and not about and not missing:
         reasons.append(f"{left} in which {NOTHING_OFFERED if insists else NOTHING_PAID}")
     which = "every round" if every else f"{plain} of {counted(result.rounds, 'round')}"
     told = "; ".join(filter(None, reasons))

@@ -57,8 +57,10 @@ def _show(state: Reported) -> None:
     )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
+    served = any("target" in worker.roles for worker in state.workers)
+    label = "note" if not state.degraded else "degraded" if served else "not ready"
     for reason in state.reasons:
-        click.echo(f"{'degraded' if state.degraded else 'note':<12}{reason}")
+        click.echo(f"{label:<12}{reason}")
     if state.workers:
         print_table(
             ("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"),

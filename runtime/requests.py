@@ -91,8 +91,8 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
     if sampling.min_tokens > submit.max_tokens:
         raise RequestError(
             "settings",
-            f"min_tokens is {sampling.min_tokens} and max_tokens {submit.max_tokens}: the "
-            "reply can never reach it",
+            f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({submit.max_tokens}): "
+            "lower one or raise the other",
         )
 
 

@@ -27,7 +27,7 @@ from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBod
 from dovetail.runtime.http.dashboard import Shown, Watch, add_dashboard, page_files
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.document import describe, documented
-from dovetail.runtime.http.errors import ApiError, place, unavailable, unread
+from dovetail.runtime.http.errors import ApiError, complaint, place, unavailable, unread
 from dovetail.runtime.http.exposition import CONTENT_TYPE, Exposition
 from dovetail.runtime.http.gateway import Gateway, Target
 from dovetail.runtime.http.guard import OPEN_PATHS, OWNER, STRAIGHT, UNREAD, App, Guard
@@ -409,17 +409,17 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = _most_telling(error.errors())
         field = place(first["loc"])
-        said = str(first["msg"]).removeprefix("Value error, ")
-        text = _no_object(request) if field is None else f"{field}: {said}"
+        text = _no_object(request, first) if field is None else f"{field}{complaint(first)}"
         return _json(ApiError(400, text, param=field).body, 400)
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
-        text = (
-            f"{request.method} {request.url.path} is not served here"
-            if error.status_code in (404, 405)
-            else str(error.detail)
-        )
+        if error.status_code in (404, 405):
+            text = f"{request.method} {request.url.path} is not served here{_allowed(error)}"
+        elif error.status_code == 400:  # the framework has nothing else to say of a body
+            text = "the body is not valid JSON in UTF-8, or nested too deeply"
+        else:
+            text = str(error.detail)
         return _json(ApiError(error.status_code, text).body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
@@ -429,11 +429,19 @@ def _add_errors(app: FastAPI) -> None:
         )
 
 
-def _no_object(request: Request) -> str:
+def _allowed(error: HTTPException) -> str:
+    """Return what may be asked instead, of a path that takes other methods."""
+    methods = (error.headers or {}).get("Allow", "")
+    return f": use {methods}" if methods else ""
+
+
+def _no_object(request: Request, error: Any) -> str:
     """Why there are no fields: curl's -d has a header of its own, which is no JSON's."""
     kind = request.headers.get("content-type", "")
+    if "json" in kind and error["type"] == "json_invalid":
+        return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if "json" in kind:
-        return "the body is no JSON object"
+        return "the body is no JSON object: send the fields within { and }"
     return (
         "the body came with the header "
         f"{f'Content-Type: {kind[:80]}' if kind else 'of no type'}: send it with Content-Type: "

@@ -1,7 +1,8 @@
 """What an HTTP client is told when something cannot be done: OpenAI's error object and the status
 that goes with it. Knows no framework."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.protocol.errors import DovetailError
@@ -111,12 +112,70 @@ def of_failure(failed: Failed) -> ApiError:
             return ApiError(500, failed.text, code=failed.code)
 
 
+KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "string": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "an object",
+    "model_attributes": "an object",
+    "model": "an object",
+}
+"""What is wanted, by the beginning of the type of a validation error."""
+MOST_SHOWN = 40
+
+
+def complaint(error: Mapping[str, Any]) -> str:
+    """Return what goes behind a field's name: what is wrong with it, its value, and the remedy."""
+    kind, context = str(error["type"]), error.get("ctx", {})
+    shown = f" is {_shown(error.get('input'))}"
+    bounds = {
+        "greater_than_equal": ("ge", "at least"),
+        "greater_than": ("gt", "more than"),
+        "less_than_equal": ("le", "at most"),
+        "less_than": ("lt", "less than"),
+    }
+    if kind == "missing":
+        return " is missing"
+    if kind in bounds:
+        key, words = bounds[kind]
+        return f"{shown}: send {words} {context[key]:g}"
+    if kind in ("too_short", "string_too_short"):
+        least = context["min_length"]
+        return " is empty" if least == 1 else f" is too short: send at least {least}"
+    if kind in ("too_long", "string_too_long"):
+        of = "characters" if kind == "string_too_long" else "items"
+        return f" is too long: send at most {context['max_length']} {of}"
+    if kind in ("literal_error", "enum"):
+        return f"{shown}: send {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        return f" has {_shown(error.get('input'))}: send what fits {context['pattern']}"
+    wanted = "a finite number" if kind == "finite_number" else None
+    wanted = wanted or KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
+    if kind == "int_from_float":
+        wanted = KINDS["int"]
+    if wanted is not None:
+        return f"{shown}: send {wanted}"
+    return f": {str(error['msg']).removeprefix('Value error, ')}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as JSON, or its beginning."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
 def place(loc: Sequence[str | int]) -> str | None:
     """The field that a validation error is about, as OpenAI writes it: `messages[0].content`."""
     name = ""
     for part in loc[1 : loc.index(KEY) - 1 if KEY in loc else None]:
         if isinstance(part, int):
             name += f"[{part}]" if name else ""
-        elif part.isidentifier() and not part.startswith(BRANCHES):
+        elif part.isidentifier() and part not in BRANCHES:
             name += f".{part}" if name else part
     return name or None

@@ -156,8 +156,8 @@ def _order(
     if sampling.min_tokens > most:
         raise ApiError(
             400,
-            f"min_tokens is {sampling.min_tokens} and max_tokens {most}: the reply can never "
-            "reach it",
+            f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({most}): lower one or "
+            "raise the other",
             param="min_tokens",
         )
     seed = secrets.randbits(63) if body.seed is None else body.seed % (1 << 63)

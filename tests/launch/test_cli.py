@@ -183,8 +183,8 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(run: Run, tmp_pa
         ),
         (
             ("--target", "models/none"),
-            "no draft is named for the target 'models/none', which is no folder here and would "
-            "be looked for at the",
+            "the target model models/none is no folder here and not in the Hugging Face cache, and "
+            "the hub cannot be reached",
         ),
         (
             ("--target", "{file}.gguf"),
@@ -268,8 +268,16 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(
         ("config show <&- 2>&-", 0, ""),
         ("config show --tree.gama 6 2>/dev/full", 2, ""),
         ("config show --tree.gama 6 2>&-", 2, ""),
-        ("generate <&-", 2, "dovetail: the prompt is empty: write some text\n"),
-        ("generate - <&-", 2, "dovetail: the prompt is empty: write some text\n"),
+        (
+            "generate <&-",
+            2,
+            "dovetail: the prompt is empty: write it as an argument, or pipe it in\n",
+        ),
+        (
+            "generate - <&-",
+            2,
+            "dovetail: the prompt is empty: write it as an argument, or pipe it in\n",
+        ),
     ],
 )
 def test_a_standard_stream_that_is_full_or_closed_is_no_traceback(

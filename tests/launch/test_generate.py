@@ -346,7 +346,7 @@ def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_sess
     assert told == "without speculation in 12 of 40 rounds: session 2: drafting stopped"
     assert (
         without_speculation(every, (), insists=False, last=1)
-        == "without speculation in every round"
+        == f"without speculation in every round: 5 in which {NOTHING_PAID}"
     )
     measured = a_result(rounds=14, plain_rounds=2, control_rounds=2)
     told = without_speculation(measured, (), insists=False, last=2)
@@ -463,6 +463,10 @@ def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path
             stack.address,
             "--max-tokens",
             "8",
+            "--policy",
+            "dynamic",
+            "--tree.insist",
+            "true",
             "--trace",
             str(tmp_path / "trace.json"),
         ).returncode

@@ -39,6 +39,7 @@ def wait_until_loaded(*workers: subprocess.Popen[str]) -> None:
         assert any("is loaded" in line for line in worker.stderr)
 
 
+@pytest.mark.slow
 def test_three_machines_give_what_one_gives(
     start: Start, run: Run, stack: Stack, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from dovetail.launch import supervise
 from dovetail.launch.configure import configure
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.errors import DovetailError, UserError
+from support.models import tiny_llama
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -213,7 +214,8 @@ def test_a_worker_that_crashes_is_reported_with_its_last_words() -> None:
             supervisor.check()
 
 
-def test_a_target_without_a_draft_is_not_started_with_the_embedded_one() -> None:
-    configuration = configure(flags={"target.model": "some/model"}, environment={})
+def test_a_target_without_a_draft_is_not_started_with_the_embedded_one(tmp_path: Path) -> None:
+    target = str(tiny_llama(tmp_path / "target"))
+    configuration = configure(flags={"target.model": target}, environment={})
     with Supervisor() as supervisor, pytest.raises(UserError, match="--draft none"):
         start_stack(supervisor, configuration)

@@ -299,7 +299,7 @@ def test_what_a_supervisor_says_of_the_parts_is_reported_as_time_goes_by() -> No
     assert report.degraded
     words = (
         "the draft worker has not been working for 5.0 s: ended with exit code 1: no "
-        "device; next start in 3.0 s"
+        "device; it is started again in 3.0 s"
     )
     assert words in report.reasons
     house.later_ns = 60 * 10**9

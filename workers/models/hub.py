@@ -28,6 +28,7 @@ PICKLED_FILES = ("*.bin",)
 """Fetched besides, where the user allows pickled weights."""
 CONFIG_ALONE = ("config.json",)
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
+ERRNO = re.compile(r"\[Errno -?\d+\] ")
 ASK_S = 5.0
 """The hub has so long to accept a connection, and so long again to answer."""
 
@@ -124,7 +125,8 @@ def _download(source: str, files: Sequence[str]) -> Path:
 def _unreachable(source: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{source} is no folder here and not in the Hugging Face cache, and the hub cannot be "
-        f"asked for it ({why}): name a folder, or run `{_command(source)}` while connected"
+        f"reached ({ERRNO.sub('', why)}): check the name, or run `{_command(source)}` while "
+        "connected"
     )
 
 

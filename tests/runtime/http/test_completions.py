@@ -1,6 +1,7 @@
 """What /v1/chat/completions and /v1/completions say, through a real server and a scripted target,
 whose own continuation is the oracle."""
 
+import re
 from typing import Any
 
 import pytest
@@ -286,6 +287,10 @@ def test_an_echo_is_streamed_before_the_reply(server: Api) -> None:
     ]
 
 
+FOREIGN = re.compile("Input should|validation|Field required|String should|valid string")
+"""Words of a library's, which say neither the value nor the remedy."""
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -336,6 +341,36 @@ def test_what_a_chat_cannot_have_is_refused_by_its_name(
     error = server.refusal(CHATS, {"messages": MESSAGES, **fields})
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+    assert not FOREIGN.search(error["message"]), error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": "hot"}, 'temperature is "hot": send a number'),
+        ({"temperature": -1}, "temperature is -1: send at least 0"),
+        ({"n": 10**9}, "n is 1000000000: send at most 128"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+        ({"seed": 1.5}, "seed is 1.5: send a whole number"),
+        ({"stop": [""]}, "stop[0] is empty"),
+        ({"stream": "perhaps"}, 'stream is "perhaps": send true or false'),
+        (
+            {"min_tokens": 5, "max_tokens": 4},
+            "min_tokens (5) is more than max_tokens (4): lower one or raise the other",
+        ),
+    ],
+)
+def test_a_refusal_says_the_value_and_the_remedy(
+    server: Api, fields: dict[str, Any], words: str
+) -> None:
+    assert server.refusal(CHATS, {"messages": MESSAGES, **fields})["message"] == words
+
+
+def test_a_path_that_takes_another_method_says_which(server: Api) -> None:
+    reply = server.client.get(CHATS)
+    assert reply.status_code == 405
+    assert reply.json()["error"]["message"] == f"GET {CHATS} is not served here: use POST"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal"])
@@ -388,7 +423,10 @@ def test_what_a_text_cannot_have_is_refused_by_its_name(
 def test_what_is_no_body_is_refused(server: Api, body: bytes) -> None:
     reply = server.client.post(TEXTS, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"]
+    words = reply.json()["error"]["message"]
+    whole = ("the body is no JSON object", "the body is not valid JSON")
+    assert words.startswith((*whole, "temperature is NaN: send a finite number", "the prompt has"))
+    assert not FOREIGN.search(words), words
 
 
 def test_what_means_nothing_is_ignored(server: Api) -> None:
