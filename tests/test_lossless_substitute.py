@@ -121,6 +121,7 @@ def check(
     return committed / rounds
 
 
+@pytest.mark.slow
 def test_a_substitute_in_a_process_of_its_own_changes_nothing_and_saves_target_passes(
     client: Client,
 ) -> None:

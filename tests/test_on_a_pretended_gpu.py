@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
-TOKENS = 20
+TOKENS = 14
 SLOW = ("small", "eagle", "substitute")
 
 

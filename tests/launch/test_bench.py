@@ -148,6 +148,7 @@ def report_of(folder: Path, methods: Sequence[str]) -> Mapping[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_a_run_has_a_row_of_the_promised_fields_for_every_method_set_and_temperature(
     tmp_path: Path,
 ) -> None:

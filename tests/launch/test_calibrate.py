@@ -28,6 +28,7 @@ def calibrate(run: Any, tmp_path: Path, environment: dict[str, str]) -> Calibrat
     )  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
     result = calibrate("--json", "--draft.device", "cpu", "--plot", str(tmp_path / "plot.svg"))
     assert result.returncode == 0, result.stderr

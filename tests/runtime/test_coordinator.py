@@ -360,7 +360,7 @@ def test_a_target_without_a_vocabulary_is_refused() -> None:
             f"token id {VOCABULARY} of logit_bias is beyond the target's vocabulary of "
             f"{VOCABULARY}",
         ),
-        (Sampling(min_tokens=61), "min_tokens is 61 and max_tokens 60"),
+        (Sampling(min_tokens=61), "min_tokens (61) is more than max_tokens (60)"),
     ],
 )
 def test_a_sampling_that_does_not_fit_is_refused_by_name(sampling: Sampling, words: str) -> None:
