@@ -31,6 +31,8 @@ are many, where no profile tells it."""
 SURE = 0.8
 """How likely a guess is where text is predictable: to that depth a try goes, whatever was learned
 before."""
+COLD = 2
+"""Rounds of a new pair that are not judged: a draft's first passes find nothing in any cache."""
 EMPTY = 4
 """Proposals of nothing, one after the other, after which what was learned of the draft is
 doubted."""
@@ -436,7 +438,8 @@ class Pilot:
     def _judge(self, switch: Switch, done: Round, seconds: float) -> None:
         """Whether drafting for this session pays, which runs alone."""
         alone_s = self._costs.alone_s(context=done.context, rows=done.other_rows)
-        if alone_s > 0.0:
+        cold = done.drafted is not None and self._pair is not None and self._pair.rounds < COLD
+        if alone_s > 0.0 and not cold:
             self._tell(
                 switch.plain(seconds, alone_s)
                 if done.drafted is None
