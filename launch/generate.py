@@ -503,7 +503,7 @@ def without_speculation(
         missing or (about[-1] if about else ""),
     ]
     left = plain - result.control_rounds - full
-    if left and not about and not missing:
+    if left > 0 and not about and not missing:
         reasons.append(f"{left} in which {NOTHING_OFFERED if insists else NOTHING_PAID}")
     which = "every round" if every else f"{plain} of {counted(result.rounds, 'round')}"
     told = "; ".join(filter(None, reasons))

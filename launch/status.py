@@ -57,7 +57,7 @@ def _show(state: Reported) -> None:
     )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
-    served = any("target" in worker.roles for worker in state.workers)
+    served = any("target" in w.roles and not w.standby for w in state.workers)
     label = "note" if not state.degraded else "degraded" if served else "not ready"
     for reason in state.reasons:
         click.echo(f"{label:<12}{reason}")

@@ -258,8 +258,8 @@ class Live:
 
 
 def load_of(live: Live, lives: Iterable[Live], *, opening: bool = False) -> Load:
-    """How much runs on a session's workers. `opening`: count those whose prompts are being read,
-    too."""
+    """Return how much runs on a session's workers. `opening`: sessions whose prompts are being read
+    count, too."""
     on_target = on_draft = 0
     counted = (*RUNNING, State.OPENING) if opening else RUNNING
     for other in lives:

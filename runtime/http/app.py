@@ -400,6 +400,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return Response(await service.metrics(), headers={"content-type": CONTENT_TYPE})
 
 
+UNPARSED = "There was an error parsing the body"
+"""FastAPI's words for every body that it cannot read for another reason than its JSON's syntax."""
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def known(_: Request, error: ApiError) -> Response:
@@ -416,7 +420,7 @@ def _add_errors(app: FastAPI) -> None:
     async def framework(request: Request, error: HTTPException) -> Response:
         if error.status_code in (404, 405):
             text = f"{request.method} {request.url.path} is not served here{_allowed(error)}"
-        elif error.status_code == 400:  # the framework has nothing else to say of a body
+        elif error.detail == UNPARSED:
             text = "the body is not valid JSON in UTF-8, or nested too deeply"
         else:
             text = str(error.detail)

@@ -116,7 +116,7 @@ KINDS = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "string": "a text",
+    "string": "a string",
     "list": "a list",
     "tuple": "a list",
     "dict": "an object",
@@ -141,10 +141,12 @@ def complaint(error: Mapping[str, Any]) -> str:
         return " is missing"
     if kind in bounds:
         key, words = bounds[kind]
-        return f"{shown}: send {words} {context[key]:g}"
+        return f"{shown}: send {words} {_shown(_exact(context[key]))}"
     if kind in ("too_short", "string_too_short"):
         least = context["min_length"]
-        return " is empty" if least == 1 else f" is too short: send at least {least}"
+        one = "one character" if kind == "string_too_short" else "one item"
+        short = f" is too short: send at least {least}"
+        return f" is empty: send at least {one}" if least == 1 else short
     if kind in ("too_long", "string_too_long"):
         of = "characters" if kind == "string_too_long" else "items"
         return f" is too long: send at most {context['max_length']} {of}"
@@ -159,6 +161,11 @@ def complaint(error: Mapping[str, Any]) -> str:
     if wanted is not None:
         return f"{shown}: send {wanted}"
     return f": {str(error['msg']).removeprefix('Value error, ')}"
+
+
+def _exact(bound: float) -> float:
+    """Return a bound as an integer if it is one."""
+    return int(bound) if bound == int(bound) else bound
 
 
 def _shown(value: object) -> str:

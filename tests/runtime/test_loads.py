@@ -87,6 +87,16 @@ def test_after_a_burst_a_lone_session_is_drafted_for_within_its_first_reply(
     assert rate(streams) > 1.5 * alone
 
 
+def test_a_draft_that_is_slow_at_its_very_first_order_is_not_given_up() -> None:
+    house = Crowded()
+    house.draft.late_s = 0.5
+    house.run(1, 5)
+    assert len(house.draft.orders) == 1
+    house.draft.late_s = 0.0
+    (stream,) = streams = house.run(1)
+    assert drafted(streams) >= 0.8 * stream.result.rounds
+
+
 def test_a_lone_session_that_drafts_says_nothing_of_a_burst() -> None:
     house = Crowded(Pace(pass_s=lambda rows: 0.004 + 0.001 * rows))
     plain = rate(house.run(8, speculate=False))

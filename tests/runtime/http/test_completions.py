@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.protocol.messages import MAX_TOKENS
 from support.scripted import END, VOCABULARY, continuation, logprobs
 from support.web import CHAT, Api, Backend
 
@@ -350,10 +351,11 @@ def test_what_a_chat_cannot_have_is_refused_by_its_name(
         ({"temperature": "hot"}, 'temperature is "hot": send a number'),
         ({"temperature": -1}, "temperature is -1: send at least 0"),
         ({"n": 10**9}, "n is 1000000000: send at most 128"),
-        ({"messages": []}, "messages is empty"),
+        ({"max_tokens": 10**9}, f"max_tokens is 1000000000: send at most {MAX_TOKENS}"),
+        ({"messages": []}, "messages is empty: send at least one item"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"seed": 1.5}, "seed is 1.5: send a whole number"),
-        ({"stop": [""]}, "stop[0] is empty"),
+        ({"stop": [""]}, "stop[0] is empty: send at least one character"),
         ({"stream": "perhaps"}, 'stream is "perhaps": send true or false'),
         (
             {"min_tokens": 5, "max_tokens": 4},
