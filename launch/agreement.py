@@ -1,5 +1,5 @@
-"""What the loaded target says of a long text, beside what transformers' own forward says in fp32 of
-the same checkpoint.
+"""Compare a loaded target with transformers' own forward of the same checkpoint in fp32, over a
+long text.
 
 Whatever stands between a checkpoint and a reply is compared as a user has it: the target scores
 each token of a text and goes on by itself, and log-probabilities and choices are those of the
@@ -195,8 +195,8 @@ def _text(codec: TextCodec, prompts: Sequence[Prompt], count: int) -> tuple[int,
 
 
 def _scored(connection: Connection, ids: Sequence[int]) -> tuple[list[TokenLogprobs], list[int]]:
-    """What the target thinks of the tokens of a text but the first, and of those that it adds, and
-    these."""
+    """Return the target's log-probabilities of a text's tokens but the first and of the tokens that
+    it adds, and the added tokens."""
     client, scores, reply = connection.client, list[TokenLogprobs](), list[int]()
     request = client.submit(
         tokens=ids,

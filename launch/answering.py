@@ -92,8 +92,8 @@ class CoordinatorAnswerer:
             ) from None
 
     def _text_codec(self) -> TextCodec:
-        """What reads and writes the target's tokens; it only colours, the text of a reply is the
-        coordinator's."""
+        """Return the codec of the target's tokens, by which replies are coloured; their text comes
+        from the coordinator."""
         if self._codec is None or self._described is None:
             self._described = self._client.describe()
             self._codec = TextCodec(self._described.tokenizer.data, self._described.vocabulary)

@@ -1,5 +1,4 @@
-"""What came of the turns, in numbers: rows, speed-ups with their intervals, medians, peers,
-differences. Pure.
+"""Figures of a benchmark: rows, speed-ups with their intervals, medians, peers, differences. Pure.
 
 - tokens_per_s is the decoding rate: tokens after the first one over the time after the first one.
   What a prompt costs before is told apart, end to end.
@@ -89,8 +88,8 @@ def peers_told(measured: Sequence[Cell], best: Sequence[Cell]) -> list[dict[str,
 
 
 def against_peers(cells: Sequence[Cell], seed: int) -> list[dict[str, Any]]:
-    """How many times as fast as each peer each method of ours is, with the interval; the same
-    prompts, in turns."""
+    """Return the speed-up of each of our methods over each peer, with its interval, on the same
+    prompts in turns."""
     told = []
     for peer in (cell for cell in cells if not cell.method.ours):
         rivals = (

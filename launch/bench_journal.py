@@ -63,8 +63,8 @@ class Journal:
     known: dict[str, Any] = field(default_factory=dict)
     """Label -> method, threads, identity: of the run that began."""
     tasks: dict[Where, tuple[str, int, Finished]] = field(default_factory=dict)
-    """Where -> the prompt as it is asked, the tokens of its reply, and the reply of `none` that
-    says how far it goes."""
+    """By place: the prompt, the tokens of its reply, and the reply of `none`, which sets the
+    length."""
     replies: dict[tuple[str, Where, int], tuple[Finished, int]] = field(default_factory=dict)
     """Label, where, number -> the reply, and the tokens that came with its first round."""
     peaks: dict[str, float] = field(default_factory=dict)
@@ -265,8 +265,8 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
-    """What an earlier run left; a torn last line is cut off, once all others have been looked
-    at."""
+    """Return the journal of an earlier run, and cut off a torn last line once all others have been
+    checked."""
     file.seek(0)
     lines = file.read().splitlines(keepends=True)
     journal, plain = Journal(file), json.loads(json.dumps(heading))

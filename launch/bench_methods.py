@@ -1,5 +1,5 @@
-"""What is measured side by side: ways to decode, the settings that each means, the processes that
-decode for it, and the prompts.
+"""Methods that a benchmark compares: their settings, the processes that decode for them, and the
+prompts.
 
 Every method has a stack of processes of its own on the same cores as every other, unless it names
 one that it shares: methods that differ in nothing but what travels with a request - the tree,
@@ -74,8 +74,8 @@ class Method:
 
     @property
     def exact(self) -> bool:
-        """Whether a token that is not that of `none` is a fault: it is none where another engine
-        computes with its own types."""
+        """Return whether a token that differs from that of `none` is a fault, as it is unless
+        another engine computes with types of its own."""
         return self.llama is None
 
     @property
@@ -155,8 +155,8 @@ class Contender(Protocol):
         """The most memory that its processes ever held, summed, in 10^6 bytes."""
 
     def identity(self) -> str:
-        """What decodes, so that another model or another engine of the same name is told from
-        it."""
+        """Return an identity of the models and the engine, which differs for others of the same
+        name."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,7 @@ class Theirs:
 
 @cache
 def digest_of(model: str) -> str:
-    """Of a model's folder, what tells its contents from others'; of one that is no folder, its
-    name."""
+    """Return a digest of a model's folder, or the name of a model that is no folder."""
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():
         return model
@@ -342,8 +341,8 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
 def contenders(
     methods: Sequence[Method], *, llama_python: Path | None = None
 ) -> Iterator[dict[str, Contender]]:
-    """What decodes for each method, by the method's label, all on the same cores and all ready; the
-    first method is `none`.
+    """Start the processes of each method on the same cores, and yield them by the methods' labels
+    once all are ready; the first method is `none`.
 
     All methods are looked at before a process is started. `llama_python`: the interpreter that has
     llama.cpp, where it is not ours.
