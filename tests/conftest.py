@@ -27,6 +27,10 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
         filter(None, (str(folder), os.environ.get("PYTHONPATH")))
     )
 
+# The threads of two processes on the same cores spin for each other while they wait; libgomp reads
+# this when torch is imported, here and in child processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # no process of these tests writes to the caches of whoever runs them
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dovetail-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
