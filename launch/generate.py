@@ -1,6 +1,7 @@
 """`dovetail generate`: one prompt, streamed; or a file of prompts, several at a time."""
 
 import json
+import secrets
 import sys
 import time
 from collections import deque
@@ -185,6 +186,7 @@ def command(
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
     text = _read_prompt(prompt)
+    wish = replace(wish, seed=secrets.randbits(63) if seed is None else seed)
     if connect is not None and speaks_http(connect):
         if raw or trace is not None or record is not None:
             raise UserError(
@@ -200,7 +202,7 @@ def command(
     ):
         tell_what_travels(connection)
         finished, last = _decode_one(
-            replace(wish, records=records), connection, text, stream=not as_json
+            replace(wish, records=records), connection, text, as_json=as_json
         )
         for loss in connection.stack.losses() if connection.stack else []:
             note(f"the target went on alone: {loss}")
@@ -209,12 +211,7 @@ def command(
             note(other_targets(finished.result))
         if finished.result.draft_failure is not None:
             note(failure_told(finished.result.draft_failure))
-        most = configuration.settings.sampling.max_tokens
-        if finished.result.finish_reason == "length" and finished.result.completion_tokens < most:
-            note(
-                "the reply ends where the context of the target is full, before --max-tokens "
-                f"{most}: prompt and reply share it"
-            )
+        _tell_full_context(finished.result, configuration.settings.sampling.max_tokens)
         if wish.speculates and finished.result.plain_rounds:
             state = connection.client.status()
             decisions = (
@@ -314,10 +311,10 @@ def _read_prompt(prompt: str | None) -> str:
 
 
 def _decode_one(
-    wish: Wish, connection: Connection, text: str, *, stream: bool
+    wish: Wish, connection: Connection, text: str, *, as_json: bool
 ) -> tuple[Finished, int]:
-    """Decode and, if asked, stream to stdout; the reply, and how many tokens came last. Ctrl-C
-    cancels the request."""
+    """Decode, streamed to stdout unless the whole result is wanted; the reply, and how many tokens
+    came last. Ctrl-C cancels the request, and says what was decoded by then."""
     request = wish.submit(connection, (text,))
     shown, last = "", 0
     asked = waiting = False
@@ -338,22 +335,20 @@ def _decode_one(
                 waiting = bool(reply.totals.waiting)
             elif isinstance(reply, Emitted):
                 last = len(reply.tokens)
-                if stream:
+                if not as_json:
                     click.echo(reply.text, nl=False)
                     shown = reply.text or shown
             elif isinstance(reply, Recorded) and wish.records is not None:
                 wish.records.write("", 0, reply.record)
             elif isinstance(reply, Finished):
-                if stream and not shown.endswith("\n"):
+                if not as_json and not shown.endswith("\n"):
                     click.echo()
                 return reply, last
             elif isinstance(reply, Failed):
-                if shown:
-                    click.echo()
+                _break_off(shown, wish.seed if last else None)
                 raise connection.failure(reply)
     except LinkClosed as lost:
-        if shown:
-            click.echo()
+        _break_off(shown, wish.seed if last else None)
         if connection.stack is not None:
             raise
         raise LinkClosed(
@@ -361,8 +356,21 @@ def _decode_one(
             "(`dovetail serve`)"
         ) from None
     except KeyboardInterrupt:
-        _cancel(connection, [request])
+        cancelled = _cancel(connection, [request])
+        _break_off(shown, None if cancelled else wish.seed)
+        for finished in cancelled:
+            note(f"interrupted: {summary(finished.result, connection.models())}")
+            if as_json:
+                click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
         raise
+
+
+def _break_off(shown: str, seed: int | None) -> None:
+    """End the line of a reply that breaks off, and tell the seed that begins it in the same way."""
+    if shown and not shown.endswith("\n"):
+        click.echo()
+    if seed is not None:
+        note(f"the reply breaks off here; seed {seed}")
 
 
 def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
@@ -378,13 +386,23 @@ def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None
         speculate=wish.speculates,
     )
     server = WebAnswerer(url, api_key(wish.configuration))
-    answer = server.answer(
-        (text,), manner, lambda piece, _: None if as_json else click.echo(piece, nl=False)
-    )
+    shown: list[str] = []
+
+    def show(piece: str, _drafted: bool) -> None:
+        shown.append(piece)
+        if not as_json:
+            click.echo(piece, nl=False)
+
+    try:
+        answer = server.answer((text,), manner, show)
+    except DovetailError:
+        _break_off("" if as_json else "".join(shown), wish.seed if shown else None)
+        raise
+    if answer.interrupted:
+        _break_off("" if as_json else answer.text, wish.seed)
+        raise KeyboardInterrupt
     if not as_json and not answer.text.endswith("\n"):
         click.echo()
-    if answer.interrupted:
-        raise KeyboardInterrupt
     if answer.result is None:
         raise DovetailError(
             f"the server at {url} tells no figures of its replies: it is no dovetail server, "
@@ -395,28 +413,39 @@ def _decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None
         note(other_targets(answer.result))
     if answer.result.draft_failure is not None:
         note(failure_told(answer.result.draft_failure))
+    _tell_full_context(answer.result, manner.max_tokens)
     if as_json:
         click.echo(json.dumps(answer.result.model_dump(), ensure_ascii=False))
 
 
-def _cancel(connection: Connection, requests: list[int]) -> None:
-    """Cancel what is under way and wait until the coordinator has heard it."""
+def _tell_full_context(result: Result, most: int) -> None:
+    """Say so if a reply of at most `most` tokens ended earlier because the context was full."""
+    if result.finish_reason == "length" and result.completion_tokens < most:
+        note(
+            "the reply ends where the context of the target is full, before --max-tokens "
+            f"{most}: prompt and reply share it"
+        )
+
+
+def _cancel(connection: Connection, requests: list[int]) -> list[Finished]:
+    """Cancel what is under way and wait until the coordinator has heard it. Returns the results of
+    what was decoded by then."""
+    finished: list[Finished] = []
     try:
         for request in requests:
             connection.client.cancel(request)
         left = set(requests)
         for reply in connection.client.replies(CANCEL_GRACE_S):
-            left -= (
-                {reply.request}
-                if isinstance(reply, Finished)
-                else {reply.session}
-                if isinstance(reply, Failed)
-                else set()
-            )
+            if isinstance(reply, Finished):
+                finished.append(reply)
+                left.discard(reply.request)
+            elif isinstance(reply, Failed) and reply.session is not None:
+                left.discard(reply.session)
             if not left:
-                return
+                break
     except LinkClosed:
-        return
+        pass
+    return finished
 
 
 def summary(result: Result, models: str) -> str:

@@ -169,6 +169,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
         ("finished", "finished"),
         ("failed", "failed"),
         ("cancelled", "cancelled"),
+        ("refused", "refused_requests"),
     )
     yield _pieces(f"{word} [b]{counts[name]}" for word, name in totals)
     yield Text()

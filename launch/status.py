@@ -47,7 +47,7 @@ def _in_print(state: Reported) -> Reported:
 def _show(state: Reported) -> None:
     counts = (
         f"{state.sessions} running, {state.finished} finished, {state.failed} failed, "
-        f"{state.cancelled} cancelled"
+        f"{state.cancelled} cancelled, {state.totals.refused_requests} refused"
     )
     click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
     click.echo(f"sessions    {counts}")

@@ -164,7 +164,7 @@ class WebAnswerer:
             **sampling,
             **({"stop": list(manner.stop)} if manner.stop else {}),
             **({"seed": manner.seed} if manner.seed is not None else {}),
-            "dovetail": {"drafted": True, "speculate": manner.speculate},
+            "dovetail": {"drafted": True, "speculate": manner.speculate, "fit": True},
         }
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:

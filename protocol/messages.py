@@ -21,7 +21,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 10)
+VERSION = (1, 11)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its
@@ -1146,6 +1146,9 @@ class Totals(Frozen):
         tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)
     ] = ()
     """How requests ended."""
+    refused_requests: Count = 0
+    """Requests that were turned down before anything was decoded: what they asked for is not
+    possible, or there was no room for them."""
     opening: Count = 0
     """Sessions whose prompt has not been read yet."""
     waiting: Count = 0

@@ -286,7 +286,10 @@ class Intake:
             self._house.cancel(live)
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
-        self._tally.ended["error"] += 1
+        if error.code == "internal":
+            self._tally.ended["error"] += 1
+        else:
+            self._tally.refused += 1
         self._house.tell(client, refusal(self._house.epoch, error, submit.request))
 
 

@@ -360,6 +360,7 @@ def _counts(state: Reported, missed: int) -> dict[str, int]:
         **{
             name: getattr(totals, name)
             for name in (
+                "refused_requests",
                 "opening",
                 "waiting",
                 "kept",

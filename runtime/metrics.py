@@ -133,6 +133,8 @@ class Tally:
     accepted_tokens: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     ended: Counter[FinishReason] = field(default_factory=Counter)
+    refused: int = 0
+    """Requests that were turned down before anything was decoded."""
     moves: int = 0
     let_go: int = 0
     """Clients that read nothing."""
@@ -156,6 +158,7 @@ class Tally:
             accepted_tokens=self.accepted_tokens,
             accepted_per_depth=tuple(self.accepted_at_depth),
             reasons=tuple(sorted(self.ended.items())),
+            refused_requests=self.refused,
             opening=opening,
             waiting=waiting,
             moves=self.moves,

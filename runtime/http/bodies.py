@@ -68,6 +68,11 @@ class Wishes(Body):
         False, description="each streamed choice says which of its tokens the draft had proposed"
     )
     speculate: bool = Field(True, description="false: the target alone decodes this request")
+    fit: bool = Field(
+        False,
+        description="a max_tokens that does not fit into the context behind the prompt is lowered "
+        "to what fits; false: such a request is refused",
+    )
 
 
 class Decoding(Body):

@@ -274,7 +274,16 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _counter(
         "dovetail_requests_finished", "Requests that were decoded to their end.", reported.finished
     )
-    yield _counter("dovetail_requests_failed", "Requests that failed.", reported.failed)
+    yield _counter(
+        "dovetail_requests_failed",
+        "Requests that began and could not be decoded to their end.",
+        reported.failed,
+    )
+    yield _counter(
+        "dovetail_requests_refused",
+        "Requests that the coordinator turned down before anything was decoded.",
+        totals.refused_requests,
+    )
     yield _counter(
         "dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled
     )

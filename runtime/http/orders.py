@@ -85,6 +85,7 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
         )
     prompt = _messages(body, target)
     most = body.max_completion_tokens or body.max_tokens or defaults.sampling.max_tokens
+    _check_room(body, [prompt], target, body.max_completion_tokens or body.max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _order(
         "chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs
@@ -105,6 +106,7 @@ def completion_order(
             param="n",
         )
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    _check_room(body, prompts, target, body.max_tokens)
     echo = None
     if body.echo:
         echo = tuple(
@@ -196,6 +198,34 @@ def _order(
         logprobs=logprobs,
         echo=echo,
     )
+
+
+def _check_room(
+    body: Decoding, prompts: Iterable[tuple[int, ...]], target: Target, most: int | None
+) -> None:
+    """Refuse a number of tokens that the request names and that does not fit behind its prompt. A
+    reply whose length is not named ends with the context at the latest."""
+    wishes = body.dovetail or Wishes()
+    longest = max(map(len, prompts))
+    room = target.context - longest
+    named = "min_tokens" if most is None else _length_field(body)
+    asked = body.min_tokens if most is None else most
+    if asked is None or asked <= room or (wishes.fit and most is not None):
+        return
+    raise ApiError(
+        400,
+        f"the prompt has {longest} tokens and {named} is {asked}, which is "
+        f"{longest + asked - target.context} more than the context of {target.context} holds: "
+        f"send at most {room}, or a shorter prompt",
+        param=named,
+        code="context_length_exceeded",
+    )
+
+
+def _length_field(body: Decoding) -> str:
+    """Return the name of the field that says how long a reply may be."""
+    chat = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+    return "max_completion_tokens" if chat else "max_tokens"
 
 
 def _check_best_of(body: Decoding) -> None:

@@ -504,10 +504,10 @@ def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack)
         assert process.stdout.read(1) != ""
         process.send_signal(signal.SIGINT)
         _, complaints = process.communicate()
-        if process.returncode == 130 and not complaints.strip():
+        if process.returncode == 130:
             break
     assert process.returncode == 130
-    assert complaints.strip() == ""
+    assert re.fullmatch(rf"interrupted: \d+ tokens? in .* · seed {seed} · .*\n+", complaints)
     state = json.loads(run("status", "--connect", stack.address, "--json").stdout)
     assert (state["cancelled"], state["sessions"]) == (cancelled + 1, 0)
 
@@ -531,6 +531,19 @@ def test_a_reply_that_waits_for_a_target_says_so_and_goes_on_with_the_next(start
         assert rest.endswith("without speculation in every round: no draft worker is there\n")
 
 
+def test_an_interrupted_result_tells_its_seed_as_a_whole_one_does(start: Start) -> None:
+    with backend(draft=False) as house:
+        house.token_s = 0.05
+        process = start("generate", "--connect", house.address, "--json", "w5 w6")
+        house.until(lambda: house.sessions == 1)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    result = json.loads(said)
+    assert result["finish_reason"] == "cancelled"
+    assert f" · seed {result['seed']} · " in complained
+
+
 def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start: Start) -> None:
     with backend(draft=False) as house:
         house.token_s = 0.05
@@ -543,6 +556,7 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
         "has gone, and the reply is not finished: ask again when there is a coordinator"
         in complained
     )
+    assert re.match(r"the reply breaks off here; seed \d+\n", complained)
 
 
 def test_a_reply_that_fills_the_context_says_so(run: Run) -> None:

@@ -369,6 +369,7 @@ def test_a_sampling_that_does_not_fit_is_refused_by_name(sampling: Sampling, wor
     failed = next(r for r in house.replies() if isinstance(r, Failed))
     assert failed.code == "settings"
     assert words in failed.text
+    assert (house.report().totals.refused_requests, house.report().failed) == (1, 0)
 
 
 @pytest.mark.parametrize("version", [(9, 0), (1, 0)])

@@ -505,6 +505,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             accepted_tokens=98,
             accepted_per_depth=(30, 20, 10),
             reasons=(("stop", 1), ("length", 1), ("cancelled", 1)),
+            refused_requests=2,
             opening=1,
             waiting=1,
             moves=2,

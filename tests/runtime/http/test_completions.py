@@ -369,6 +369,39 @@ def test_a_refusal_says_the_value_and_the_remedy(
     assert server.refusal(CHATS, {"messages": MESSAGES, **fields})["message"] == words
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "asked"),
+    [
+        (CHATS, {"max_tokens": 600}, "max_tokens", 600),
+        (CHATS, {"max_completion_tokens": 509}, "max_completion_tokens", 509),
+        (CHATS, {"max_tokens": 4, "max_completion_tokens": 600}, "max_completion_tokens", 600),
+        (CHATS, {"max_tokens": 600, "stream": True, "n": 2}, "max_tokens", 600),
+        (CHATS, {"min_tokens": 512}, "min_tokens", 512),
+        (TEXTS, {"max_tokens": 600}, "max_tokens", 600),
+    ],
+)
+def test_a_reply_that_cannot_fit_behind_its_prompt_is_refused_with_the_largest_that_does(
+    server: Api, path: str, fields: dict[str, Any], param: str, asked: int
+) -> None:
+    prompts = {CHATS: {"messages": MESSAGES}, TEXTS: {"prompt": ["w5", "w5 w6 w7 w8"]}}
+    error = server.refusal(path, {**prompts[path], **fields})
+    length = {CHATS: len(CHAT), TEXTS: 4}[path]
+    assert error["message"] == (
+        f"the prompt has {length} tokens and {param} is {asked}, which is {length + asked - 512} "
+        f"more than the context of 512 holds: send at most {512 - length}, or a shorter prompt"
+    )
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+def test_a_reply_may_fill_the_context_and_is_cut_there_where_that_is_wanted(server: Api) -> None:
+    room = 512 - len(CHAT)
+    told = [
+        server.chat(ignore_eos=True, **fields)
+        for fields in ({"max_tokens": room}, {"max_tokens": 600, "dovetail": {"fit": True}}, {})
+    ]
+    assert [reply["usage"]["completion_tokens"] for reply in told] == [room] * 3
+
+
 def test_a_path_that_takes_another_method_says_which(server: Api) -> None:
     reply = server.client.get(CHATS)
     assert reply.status_code == 405
