@@ -151,7 +151,7 @@ class Coordinator:
             self._observing,
             later,
             sent=self._sent,
-            worker_lost=self._worker_lost,
+            worker_lost=self._unreachable,
             client_lost=self._client_lost,
             client_deaf=self._client_deaf,
             unsaid=self._unsaid,
@@ -581,20 +581,32 @@ class Coordinator:
             self._aside(self._changes.lost, worker, why)
             self._aside(self._moving.resettle)
 
+    def _unreachable(self, worker: Worker) -> None:
+        """Let a worker go to which nothing can be sent: it has gone, or its key was revoked and it
+        waits for ever unless it is told."""
+        if not self._let_go_if_revoked(worker):
+            self._worker_lost(worker)
+
+    def _let_go_if_revoked(self, worker: Worker) -> bool:
+        """Tell a worker whose key was revoked, or may no longer play its role, and let it go; False
+        if its key is good."""
+        key = self._hub.user(worker.peer)
+        if key is None or key.may_be(worker.hello.roles):
+            return False
+        farewell = Failed(
+            epoch=self.epoch,
+            code="session",
+            text="the coordinator does not allow the key of this worker any more",
+        )
+        self._hub.turn_away(worker.peer, encode(farewell))
+        self._worker_lost(worker, "lost its key")
+        return True
+
     def _let_revoked_go(self) -> None:
         """What a peer says whose key was revoked, or may no longer play its role, does not arrive
         any more: nobody is to wait for it."""
         for worker in list(self.registry.workers.values()):
-            if (key := self._hub.user(worker.peer)) is not None and not key.may_be(
-                worker.hello.roles
-            ):
-                farewell = Failed(
-                    epoch=self.epoch,
-                    code="session",
-                    text="the coordinator does not allow the key of this worker any more",
-                )
-                self._hub.turn_away(worker.peer, encode(farewell))
-                self._worker_lost(worker, "lost its key")
+            self._let_go_if_revoked(worker)
         for client in list(self.registry.clients.values()):
             if (key := self._hub.user(client.peer)) is not None and not key.may_be(
                 client.hello.roles

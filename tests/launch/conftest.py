@@ -1,6 +1,8 @@
 """The command line as users have it: real processes, in a runtime directory and a temporary
-directory of their own."""
+directory of their own; and within this process, where what it refuses or prints is looked at."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from dovetail.launch import cli
 
 # under nohup, or in the background of a script, these are ignored, and every process started here
 # would inherit that
@@ -57,6 +61,34 @@ def run(environment: dict[str, str]) -> Run:
         )
 
     return run
+
+
+@pytest.fixture
+def invoke(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line to its end as `run` does, in this process, which has imported already
+    what a command imports. It is for commands that bind no cores, set no threads, and leave signals
+    to others."""
+
+    def invoke(
+        *arguments: str, env: dict[str, str] = environment
+    ) -> subprocess.CompletedProcess[str]:
+        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            for name in os.environ.keys() - env.keys():
+                patch.delenv(name)
+            for name, value in env.items():
+                patch.setenv(name, value)
+            patch.setattr(tempfile, "tempdir", None)
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+                code = cli.run(arguments)
+        said, complained = (
+            stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+            for stream in streams
+        )
+        return subprocess.CompletedProcess(arguments, code, said, complained)
+
+    return invoke
 
 
 @pytest.fixture

@@ -162,10 +162,12 @@ def test_a_mistake_in_a_process_of_its_own_is_one_line_too(
     one_line(done)
 
 
-def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(run: Run, tmp_path: Path) -> None:
+def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(
+    invoke: Run, tmp_path: Path
+) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a", "turns": ["hello"]}\n{"id": "b", "turns": "hello"}\n')
-    done = run("generate", "--prompts", str(file), "--out", str(tmp_path / "out.jsonl"))
+    done = invoke("generate", "--prompts", str(file), "--out", str(tmp_path / "out.jsonl"))
     assert done.returncode == 2
     assert f"{file} line 2" in one_line(done)
 
@@ -220,8 +222,8 @@ def test_a_draft_that_cannot_be_decoded_is_named_with_what_it_is(run: Run, tmp_p
     )
 
 
-def test_a_missing_model_is_one_line(run: Run) -> None:
-    done = run("generate", "hello", "--target", "/no/such/model", "--draft", "none")
+def test_a_missing_model_is_one_line(invoke: Run) -> None:
+    done = invoke("generate", "hello", "--target", "/no/such/model", "--draft", "none")
     assert done.returncode == 2
     assert "/no/such/model" in one_line(done)
 
@@ -350,57 +352,59 @@ def test_a_closed_terminal_unwinds_a_process_of_ours(start: Start) -> None:
     assert (process.returncode, output) == (0, "cleaned\n")
 
 
-def test_under_nohup_a_closed_terminal_changes_nothing(start: Start, run: Run) -> None:
+def test_under_nohup_a_closed_terminal_changes_nothing(start: Start, invoke: Run) -> None:
     process = start(
         "-P", "-m", "dovetail.launch.cli", "coordinator", command=("nohup", sys.executable)
     )
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     process.send_signal(signal.SIGHUP)
-    assert json.loads(run("status", "--json").stdout)["address"] == address
+    assert json.loads(invoke("status", "--json").stdout)["address"] == address
     process.terminate()
     process.communicate()
     assert process.returncode == 0
 
 
 def test_a_coordinator_is_found_while_it_runs_and_leaves_nothing_behind(
-    start: Start, run: Run, tmp_path: Path
+    start: Start, invoke: Run, tmp_path: Path
 ) -> None:
     process = start("coordinator")
     assert process.stdout is not None
     address = process.stdout.readline().strip()
-    state = json.loads(run("status", "--json").stdout)
+    state = json.loads(invoke("status", "--json").stdout)
     assert (state["address"], state["pid"]) == (address, process.pid)
     assert state["degraded"]
     assert state["workers"] == []
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 0
-    assert run("status").returncode == 2
+    assert invoke("status").returncode == 2
     assert [*(tmp_path / "tmp").iterdir()] == [*(tmp_path / "run" / "dovetail").iterdir()] == []
 
 
-def test_of_two_coordinators_one_has_to_be_chosen(start: Start, run: Run) -> None:
+def test_of_two_coordinators_one_has_to_be_chosen(start: Start, invoke: Run) -> None:
     addresses = []
     for _ in range(2):
         process = start("coordinator")
         assert process.stdout is not None
         addresses.append(process.stdout.readline().strip())
-    done = run("status")
+    done = invoke("status")
     assert done.returncode == 2
     assert all(f"--connect {address}" in one_line(done) for address in addresses)
-    assert run("status", "--connect", addresses[1]).stdout.startswith(f"coordinator {addresses[1]}")
+    assert invoke("status", "--connect", addresses[1]).stdout.startswith(
+        f"coordinator {addresses[1]}"
+    )
 
 
 def test_the_announcement_of_a_coordinator_that_was_killed_is_ignored_and_cleaned(
-    start: Start, run: Run, tmp_path: Path
+    start: Start, invoke: Run, tmp_path: Path
 ) -> None:
     process = start("coordinator")
     assert process.stdout is not None
     process.stdout.readline()
     process.kill()
     process.wait()
-    assert "no coordinator" in one_line(run("status"))
+    assert "no coordinator" in one_line(invoke("status"))
     assert [*(tmp_path / "run" / "dovetail").iterdir()] == []
 
 
@@ -417,10 +421,10 @@ def test_a_second_coordinator_on_a_path_is_refused(start: Start, run: Run, tmp_p
 
 
 def test_over_tcp_keys_are_made_and_what_to_type_elsewhere_is_said(
-    start: Start, run: Run, tmp_path: Path
+    start: Start, invoke: Run, tmp_path: Path
 ) -> None:
     keys = str(tmp_path / "keys")
-    assert run("keygen", "--out", keys).returncode == 0
+    assert invoke("keygen", "--out", keys).returncode == 0
     process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", keys)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -429,15 +433,17 @@ def test_over_tcp_keys_are_made_and_what_to_type_elsewhere_is_said(
         f"  dovetail worker --role target --target MODEL --connect {address} --keys FOLDER"
     )
     assert (
-        json.loads(run("status", "--connect", address, "--keys", keys, "--json").stdout)["address"]
+        json.loads(invoke("status", "--connect", address, "--keys", keys, "--json").stdout)[
+            "address"
+        ]
         == address
     )
-    assert json.loads(run("status", "--json").stdout)["address"] == address, (
+    assert json.loads(invoke("status", "--json").stdout)["address"] == address, (
         "found without --connect, with the keys that it was announced with"
     )
     for name in ("client", "operator"):  # an operator is a client, too
-        assert run("keygen", "--out", keys, "--revoke", name).returncode == 0
-    refused = run("status", "--connect", address, "--keys", keys)
+        assert invoke("keygen", "--out", keys, "--revoke", name).returncode == 0
+    refused = invoke("status", "--connect", address, "--keys", keys)
     assert refused.returncode == 2
     assert (
         f"no client.key; make it with `dovetail keygen --out {keys} --name client --role client`"

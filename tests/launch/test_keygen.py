@@ -20,21 +20,21 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def folder(run: Run, tmp_path: Path) -> Path:
-    assert run("keygen", "--out", str(tmp_path / "keys")).returncode == 0
+def folder(invoke: Run, tmp_path: Path) -> Path:
+    assert invoke("keygen", "--out", str(tmp_path / "keys")).returncode == 0
     return tmp_path / "keys"
 
 
 def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(
-    run: Run, tmp_path: Path
+    invoke: Run, tmp_path: Path
 ) -> None:
     folder = tmp_path / "keys"
     said = [
-        run("keygen", "--out", str(folder)),
-        run("keygen", "--out", str(folder), "--name", "box", "--role", "draft"),
+        invoke("keygen", "--out", str(folder)),
+        invoke("keygen", "--out", str(folder), "--name", "box", "--role", "draft"),
     ]
     said += [
-        run("keygen", "--out", str(folder), option, "box") for option in ("--rotate", "--revoke")
+        invoke("keygen", "--out", str(folder), option, "box") for option in ("--rotate", "--revoke")
     ]
     assert [done.returncode for done in said] == [0] * 4
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -68,13 +68,13 @@ def test_a_key_is_revoked_under_a_running_coordinator(
 
 
 def test_whoever_has_no_operators_key_is_told_so_before_anything_is_asked(
-    run: Run, start: Start, folder: Path, tmp_path: Path
+    invoke: Run, start: Start, folder: Path, tmp_path: Path
 ) -> None:
     address, desk = listening(start, folder), tmp_path / "desk"
     desk.mkdir(mode=0o700)
     for name in ("client.key", "coordinator.pub"):
         shutil.copy2(folder / name, desk)
-    refused = run("drain", "draft", "--connect", address, "--keys", str(desk))
+    refused = invoke("drain", "draft", "--connect", address, "--keys", str(desk))
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert (
         "holds no operator.key; copy it from where `dovetail keygen` made it, or make it there "
@@ -82,14 +82,14 @@ def test_whoever_has_no_operators_key_is_told_so_before_anything_is_asked(
     )
     assert (
         "there is no worker 'draft'"
-        in run("drain", "draft", "--connect", address, "--keys", str(folder)).stderr
+        in invoke("drain", "draft", "--connect", address, "--keys", str(folder)).stderr
     )
 
 
 def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(
-    run: Run, folder: Path
+    invoke: Run, folder: Path
 ) -> None:
-    said = run("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
+    said = invoke("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
     assert (
         "until when it goes by the old key, and bring coordinator.pub to the machine of every peer"
         in said
@@ -97,7 +97,7 @@ def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(
 
 
 def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
-    run: Run, start: Start, folder: Path, tmp_path: Path
+    invoke: Run, start: Start, folder: Path, tmp_path: Path
 ) -> None:
     coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(folder))
     assert coordinator.stdout is not None
@@ -115,7 +115,7 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
     )
     with Client(open_link(address, keys=folder, role="client")) as client:
         until(lambda: bool(client.status().workers), worker.poll)
-    assert run("keygen", "--out", str(folder), "--revoke", "draft").returncode == 0
+    assert invoke("keygen", "--out", str(folder), "--revoke", "draft").returncode == 0
     assert worker.wait(60.0) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
@@ -148,10 +148,10 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
     ],
 )
 def test_a_mistake_is_one_line_and_changes_nothing(
-    run: Run, folder: Path, arguments: tuple[str, ...], words: str
+    invoke: Run, folder: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = run("keygen", "--out", str(folder), *arguments)
+    done = invoke("keygen", "--out", str(folder), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1

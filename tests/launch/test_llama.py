@@ -85,15 +85,15 @@ def test_what_it_would_not_do_as_we_do_is_refused_before_a_process_is_started(
 
 
 def test_where_it_is_not_installed_one_line_says_so_and_how_to_get_it(
-    run: RunCommand, tmp_path: Path
+    invoke: RunCommand, tmp_path: Path
 ) -> None:
     python = tmp_path / "python"
-    missing = run("bench", "--method", "llama.cpp", "--llama-python", str(python))
+    missing = invoke("bench", "--method", "llama.cpp", "--llama-python", str(python))
     assert (missing.returncode, missing.stdout, missing.stderr.count("\n")) == (2, "", 1)
     assert f"--llama-python {python} is not there" in missing.stderr
     python.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
     python.chmod(0o700)
-    done = run("bench", "--method", "llama.cpp", "--llama-python", str(python))
+    done = invoke("bench", "--method", "llama.cpp", "--llama-python", str(python))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert "llama-cpp-python is not installed" in line

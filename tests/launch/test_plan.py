@@ -45,11 +45,11 @@ QWEN = {
 
 
 @pytest.fixture
-def plan(run: Any, tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
+def plan(invoke: Any, tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
     """What the command says with --json, with a cache directory of its own."""
 
     def plan(*arguments: str) -> dict[str, Any]:
-        result = run(
+        result = invoke(
             "plan",
             "--json",
             *arguments,
@@ -131,9 +131,9 @@ def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, An
     assert all("estimated" in origin or "assumed" in origin for origin in found["origins"].values())
 
 
-def test_a_config_alone_gives_a_table(run: Run, tmp_path: Path) -> None:
+def test_a_config_alone_gives_a_table(invoke: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    result = run("plan", "--machine", "subspec-desktop", "--target", str(tmp_path))
+    result = invoke("plan", "--machine", "subspec-desktop", "--target", str(tmp_path))
     assert result.returncode == 0, result.stderr
     for words in (
         "SubSpec",
@@ -191,8 +191,8 @@ def test_a_config_alone_gives_a_table(run: Run, tmp_path: Path) -> None:
         (("--machine", "dovetail-server", "--memory.vram", "much"), "is no size"),
     ],
 )
-def test_what_is_wrong_is_one_line(run: Run, arguments: tuple[str, ...], words: str) -> None:
-    result = run("plan", *arguments)
+def test_what_is_wrong_is_one_line(invoke: Run, arguments: tuple[str, ...], words: str) -> None:
+    result = invoke("plan", *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -259,8 +259,8 @@ def test_rounds_that_were_recorded_take_the_place_of_the_assumption(
     shutil.rmtree(rounds)
 
 
-def test_what_has_no_room_is_named_and_is_not_called_too_slow(run: Run) -> None:
-    shown = run(
+def test_what_has_no_room_is_named_and_is_not_called_too_slow(invoke: Run) -> None:
+    shown = invoke(
         "plan", "--machine", "dovetail-laptop", "--target-size", "7B", "--memory.ram", "10GB"
     )
     assert shown.returncode == 0, shown.stderr
@@ -268,8 +268,8 @@ def test_what_has_no_room_is_named_and_is_not_called_too_slow(run: Run) -> None:
     assert "there is no room for: " in shown.stdout
 
 
-def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(run: Run) -> None:
-    refused = run(
+def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(invoke: Run) -> None:
+    refused = invoke(
         "plan", "--machine", "subspec-desktop", "--draft", "substitute", "--draft.weights", "fp16"
     )
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

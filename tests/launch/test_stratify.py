@@ -296,9 +296,9 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_decoded(
-    run: Run, tmp_path: Path, arguments: tuple[str, ...], complaint: str
+    invoke: Run, tmp_path: Path, arguments: tuple[str, ...], complaint: str
 ) -> None:
-    done = stratified(run, tmp_path, "--prompts", str(DEMO_FOLDER / "prompts.jsonl"), *arguments)
+    done = stratified(invoke, tmp_path, "--prompts", str(DEMO_FOLDER / "prompts.jsonl"), *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert complaint in done.stderr
 

@@ -169,9 +169,9 @@ def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() 
     ],
 )
 def test_options_without_what_they_belong_to_are_refused(
-    run: RunCommand, options: tuple[str, ...], words: str
+    invoke: RunCommand, options: tuple[str, ...], words: str
 ) -> None:
-    done = run("bench", *options)
+    done = invoke("bench", *options)
     assert done.returncode == 2
     assert words in done.stderr
 
