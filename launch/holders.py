@@ -13,6 +13,8 @@ import psutil
 from dovetail.launch.directory import announcements
 from dovetail.protocol.errors import UserError
 
+LAST_PORT = 65535
+
 
 def check_port(host: str, port: int, *, remedy: str) -> None:
     """`UserError` if somebody listens at this port already. What else may be wrong with the address
@@ -40,7 +42,7 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
             f"{found.pid}`, {remedy}"
         )
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
-    if listen.startswith("tcp://") and port.isdigit():
+    if listen.startswith("tcp://") and port.isdigit() and int(port) <= LAST_PORT:
         check_port(host.strip("[]").replace("*", "0.0.0.0"), int(port), remedy=remedy)
 
 

@@ -19,6 +19,7 @@ from dovetail.launch.cli import installed_version
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import ahead_of
 from dovetail.launch.logs import log_to_stderr
+from dovetail.launch.preflight import MORE_FILES, check_files
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link
@@ -63,11 +64,11 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     settings = configuration.settings
-    keys = read_keys(settings.http)
     folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(settings.http.host, settings.http.port))
+        keys = read_keys(settings.http)
         connections = Connections(
             receive_s=settings.http.receive_s, most=_connections(configuration)
         )
@@ -174,14 +175,14 @@ def _connections(configuration: Configuration) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = wanted + OTHER_FILES
+    check_files("the HTTP API", FEWEST_OTHER_FILES + 1)
     others = min(OTHER_FILES, max(FEWEST_OTHER_FILES, hard // 2))
     if wanted + others > hard:
-        if configuration.given("http.connections") or hard <= others:
-            text = (
+        if configuration.given("http.connections"):
+            raise UserError(
                 f"http.connections = {wanted} needs {wanted + others} open files, and this "
-                f"process may have {hard}"
+                f"process may have {hard}: lower it to at most {hard - others}, or {MORE_FILES}"
             )
-            raise UserError(f"{text}: {'lower it, or ' if hard > others else ''}raise `ulimit -Hn`")
         text = (
             "http.connections is %d and not %d, since this process may have %d open files "
             "(`ulimit -Hn`)"

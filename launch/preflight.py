@@ -6,12 +6,13 @@ and fits, its worker finds out. Knows nothing of what is in a file.
 """
 
 import json
+import resource
 from pathlib import Path
 
 import psutil
 
 from dovetail.launch.embedded import with_draft, with_target
-from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
 from dovetail.workers.models import placement
@@ -19,7 +20,21 @@ from dovetail.workers.models.architecture import MODEL_FILES, why_no_folder
 from dovetail.workers.models.placement import Sizes, has_sizes, sizes_of, substitute_bytes
 
 MAX_CONFIG_BYTES = 16 << 20
+MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
+
+
+def check_files(what: str, least: int) -> None:
+    """`UserError` if a process of ours may have fewer than `least` open files, which `what` needs;
+    the soft limit is raised to that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise UserError(
+            f"this process may have {hard} open files, and {what} needs at least {least}: "
+            f"{MORE_FILES}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < least:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
 def check_target(settings: Settings) -> None:
@@ -118,6 +133,16 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
         )
 
 
+def check_whole(source: str) -> None:
+    """Raise `CheckpointError` if a model that is here is damaged or cannot be decoded, as far as
+    its files tell without reading the weights."""
+    from dovetail.workers.models import checkpoint, hub  # torch, for seconds: for refusals alone
+
+    if (folder := hub.local_folder(source)) is not None:
+        checkpoint.stored_tensors(folder)
+        checkpoint.read_tokenizer(folder)
+
+
 def check_source(role: str, source: str, *, pickled: bool = False) -> None:
     """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads
     nothing."""
@@ -144,8 +169,8 @@ def check_inflation(size: str, memory: int) -> None:
         raise SettingsError(f"target.inflate: {error}") from None
     if wanted > memory:
         raise SettingsError(
-            f"target.inflate = {size!r} is {_gib(wanted)} and does not fit into the "
-            f"{_gib(memory)} of memory here: ask for less"
+            f"a target inflated to {size} (target.inflate) does not fit into the {_gib(memory)} "
+            "of memory of this machine: ask for less than that"
         )
 
 

@@ -19,10 +19,12 @@ import click
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import models_of
 from dovetail.launch.holders import check_coordinator, check_port
+from dovetail.launch.http import read_keys
 from dovetail.launch.logs import log_to_stderr
 from dovetail.launch.service import Service
 from dovetail.launch.supervise import Supervisor, check_stack
 from dovetail.launch.terminal import note, spinner
+from dovetail.runtime.http.server import listen
 
 log = logging.getLogger("dovetail.serve")
 
@@ -62,14 +64,18 @@ def command(configuration: Configuration, as_json: bool) -> None:
 
 
 def _check_addresses(configuration: Configuration) -> None:
-    """`UserError` if somebody holds an address that is asked for."""
-    http, listen = configuration.settings.http, configuration.settings.coordinator.listen
+    """`UserError` if nobody can listen at an address that is asked for."""
+    http, coordinator = configuration.settings.http, configuration.settings.coordinator
     check_port(
         http.host,
         http.port,
         remedy="stop it, or choose another port with --http.port (0: any free one)",
     )
-    check_coordinator(listen, remedy="or choose another address with --coordinator.listen")
+    listen(http.host, http.port).close()
+    read_keys(http)
+    check_coordinator(
+        coordinator.listen, remedy="or choose another address with --coordinator.listen"
+    )
 
 
 def _introduce(service: Service, configuration: Configuration, *, as_json: bool) -> None:

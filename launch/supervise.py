@@ -27,7 +27,14 @@ from dovetail.launch import warden
 from dovetail.launch.configure import Configuration
 from dovetail.launch.cores import CoreLayout, lay_out_here
 from dovetail.launch.fit import check_memory, only_node
-from dovetail.launch.preflight import check_draft, check_target, draft_bytes, estimated_bytes
+from dovetail.launch.preflight import (
+    check_draft,
+    check_files,
+    check_target,
+    check_whole,
+    draft_bytes,
+    estimated_bytes,
+)
 from dovetail.launch.terminal import QUANTISED, Intervals, loading_text
 from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
@@ -42,6 +49,8 @@ ORPHANED_S = 8.0
 """Children of a supervisor that was killed have so long to end: a coordinator lets running requests
 end for five seconds, and an HTTP server tells those who still wait for two more."""
 POLL_S = 0.05
+LEAST_FILES = 64
+"""Open files that a worker or the HTTP API needs, with room to spare."""
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
@@ -408,6 +417,7 @@ def start_stack(
 def check_stack(configuration: Configuration) -> None:
     """`UserError` for what these settings ask for and cannot be started, as far as a look at the
     models tells."""
+    check_files("dovetail", LEAST_FILES)
     check_target(configuration.settings)
     _check_pair(configuration)
     if configuration.settings.draft.kind != "none":
@@ -543,6 +553,7 @@ def _check_pair(configuration: Configuration) -> None:
             if there
             else ", which is no folder here and would be looked for at the Hugging Face hub"
         )
+        check_whole(settings.target.model)
         raise UserError(
             f"no draft is named for the target {settings.target.model!r}{looked}: {remedy}"
         )

@@ -6,6 +6,7 @@ second, so that the token path knows nothing of it. The only door to `uvicorn`.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import signal
@@ -33,6 +34,13 @@ GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
 LAST_WORDS_S = 2.0
 """Then they are told, and have so long to hear it."""
+FIRST_FREE_PORT = 1024
+"""Ports below it are the administrator's."""
+OWN_ADDRESS = (
+    "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for those on others "
+    "too"
+)
+OTHER_PORT = "choose another port with --http.port (0: any free one)"
 
 
 class Connections:
@@ -182,9 +190,10 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"http.host = {host!r} is no address of this machine ({error}): write an address "
-            "or a name of one"
+            f"http.host = {host!r} is neither an address nor a name that is known here ({why}): "
+            f"{OWN_ADDRESS}"
         ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,9 +202,27 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        remedy = "stop who listens there, or choose another port with --http.port (0: any free one)"
-        raise UserError(f"cannot listen at {host}:{port} ({error.strerror}): {remedy}") from None
+        raise UserError(refusal(host, port, error)) from None
     return listener
+
+
+def refusal(host: str, port: int, error: OSError) -> str:
+    """Return why nobody can listen at an address, and what to do, in one sentence."""
+    match error.errno:
+        case errno.EADDRNOTAVAIL:
+            return f"http.host = {host!r} is no address of this machine: {OWN_ADDRESS}"
+        case errno.EACCES if port < FIRST_FREE_PORT:
+            return (
+                f"http.port = {port} is below {FIRST_FREE_PORT}, which this user may not listen "
+                f"at: choose a port from {FIRST_FREE_PORT} on with --http.port"
+            )
+        case errno.EADDRINUSE:
+            return f"{host} port {port} is in use: stop the process that has it, or {OTHER_PORT}"
+        case _:
+            return (
+                f"cannot listen at {host} port {port} ({error.strerror}): {OWN_ADDRESS}, or "
+                f"{OTHER_PORT}"
+            )
 
 
 async def serve(

@@ -120,9 +120,15 @@ def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for
         (
             64,
             ("--http.connections=100",),
-            "needs 148 open files, and this process may have 64: lower it, or raise",
+            "needs 148 open files, and this process may have 64: lower it to at most 16, or raise "
+            "the limit with `ulimit -n",
         ),
-        (40, (), "this process may have 40: raise `ulimit -Hn`"),
+        (
+            40,
+            (),
+            "this process may have 40 open files, and the HTTP API needs at least 49: raise the "
+            "limit with `ulimit -n",
+        ),
     ],
 )
 def test_more_connections_than_files_are_refused_where_they_were_asked_for_or_none_is_left(

@@ -1,5 +1,6 @@
 """`dovetail serve`: everything under one roof, kept running, and ended without a trace."""
 
+import errno
 import http.client
 import json
 import os
@@ -26,6 +27,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
+from dovetail.runtime.http.server import refusal
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -374,6 +376,16 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
     ("arguments", "words"),
     [
         (("--http.host", "0.0.0.0", "--http.port", "0"), "which needs a key"),
+        (
+            ("--http.host", "192.0.2.1", "--http.port", "0"),
+            "dovetail: http.host = '192.0.2.1' is no address of this machine: set --http.host to "
+            "127.0.0.1",
+        ),
+        (
+            ("--http.host", "no such name", "--http.port", "0"),
+            "dovetail: http.host = 'no such name' is neither an address nor a name that is known",
+        ),
+        (("--http.port", "70000"), "write a whole number from 0 to 65535"),
         (("--listen", "tcp://127.0.0.1:*", "--http.port", "0"), "needs keys"),
         (("--target", "/no/such/model", "--draft", "none"), "/no/such/model"),
         (("--target", str(DEMO_FOLDER / "target")), "--draft"),
@@ -386,6 +398,23 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert words in done.stderr
     assert_nothing_is_left([], tmp_path)
+
+
+def test_too_few_open_files_are_told_with_how_many_are_needed(run: Run, tmp_path: Path) -> None:
+    limited = ("bash", "-c", 'ulimit -n 40; exec "$@"', "bash")
+    done = run("serve", "--http.port", "0", command_prefix=limited)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert (
+        "this process may have 40 open files, and dovetail needs at least 64: raise the limit"
+        in done.stderr
+    )
+    assert_nothing_is_left([], tmp_path)
+
+
+def test_a_port_of_the_administrators_is_refused_with_those_that_are_free() -> None:
+    words = refusal("127.0.0.1", 80, PermissionError(errno.EACCES, "Permission denied"))
+    assert words.startswith("http.port = 80 is below 1024, which this user may not listen at: ")
+    assert words.endswith("choose a port from 1024 on with --http.port")
 
 
 # -- who holds an address --------------------------------------------------------------------------

@@ -215,6 +215,29 @@ def test_a_worker_that_crashes_is_reported_with_its_last_words() -> None:
             supervisor.check()
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("model.safetensors", "is no whole safetensors file"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("config.json", "config.json"),
+    ],
+)
+def test_a_damaged_target_is_told_before_that_it_has_no_draft(
+    tmp_path: Path, file: str, words: str
+) -> None:
+    target = tiny_llama(tmp_path / "target")
+    damaged = target / file
+    if file == "tokenizer.json":
+        damaged.unlink()
+    else:
+        os.truncate(damaged, damaged.stat().st_size // 2)
+    configuration = configure(flags={"target.model": str(target)}, environment={})
+    with Supervisor() as supervisor, pytest.raises(UserError, match=words) as refused:
+        start_stack(supervisor, configuration)
+    assert "no draft" not in str(refused.value)
+
+
 def test_a_target_without_a_draft_is_not_started_with_the_embedded_one(tmp_path: Path) -> None:
     target = str(tiny_llama(tmp_path / "target"))
     configuration = configure(flags={"target.model": target}, environment={})
