@@ -99,8 +99,15 @@ def check_all(
             assert wrong is None, f"tree {name}, {options}, {turns}: {wrong}"
 
 
-def test_greedy_output_is_the_same_with_any_tree(client: Client) -> None:
-    check_all(client, PROMPTS[:2], TREES)
+EVERYDAY_TREES = {name: TREES[name] for name in ("2/2/1", "64/12/8")}
+MORE_PROMPTS = [
+    pytest.param(number, marks=() if number == 0 else pytest.mark.slow) for number in range(2)
+]
+
+
+@pytest.mark.parametrize("prompt", MORE_PROMPTS)
+def test_greedy_output_is_the_same_with_any_tree(client: Client, prompt: int) -> None:
+    check_all(client, PROMPTS[prompt : prompt + 1], TREES)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +127,9 @@ def test_sampled_output_is_the_same_with_and_without_speculation(
     )  # type: ignore[arg-type]
 
 
-def test_sampled_output_is_the_same_with_any_tree(client: Client) -> None:
-    check_all(client, PROMPTS[:2], TREES, temperature=1.0, seed=11)
+@pytest.mark.parametrize("prompt", MORE_PROMPTS)
+def test_sampled_output_is_the_same_with_any_tree(client: Client, prompt: int) -> None:
+    check_all(client, PROMPTS[prompt : prompt + 1], TREES, temperature=1.0, seed=11)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -129,8 +137,14 @@ def test_sampled_output_is_the_same_with_any_tree(client: Client) -> None:
 def test_output_is_the_same_with_processors_that_look_back(
     client: Client, penalties: str, temperature: float
 ) -> None:
-    trees = {name: TREES[name] for name in ("2/2/1", "15/8/10", "64/12/8")}
-    check_all(client, PROMPTS[3:4], trees, temperature=temperature, seed=6, **PENALTIES[penalties])  # type: ignore[arg-type]
+    check_all(
+        client,
+        PROMPTS[3:4],
+        EVERYDAY_TREES,
+        temperature=temperature,
+        seed=6,
+        **PENALTIES[penalties],
+    )  # type: ignore[arg-type]
 
 
 def test_processors_that_look_back_do_what_they_say(client: Client) -> None:

@@ -1,4 +1,5 @@
-"""Every check and figure that wants a GPU, in one command and under nine minutes, with no network.
+"""Every check and figure that wants a GPU, in one command and under nine minutes unless it is given
+more, with no network.
 
 Each step is a process of its own with a limit of time: one that fails or hangs is named, with its
 last words, and the others go on. What they found is written as they find it.
@@ -23,9 +24,9 @@ from dovetail.protocol.errors import DovetailError
 from gpu.report import Line, Report
 
 LIMIT_S = 525.0
-"""Of the whole command."""
+"""Of the whole command, where nobody gives it another."""
 LIMITS = {"facts": 60.0, "drafts": 240.0, "margins": 150.0, "offload": 300.0, "tests": 240.0}
-"""Of each step; the last one has what is left."""
+"""Of each step in so long a command; the last one has what is left."""
 SHM = Path("/dev/shm")
 NEEDED_BYTES = 40 << 30
 MOST_GB = 1024
@@ -71,6 +72,13 @@ class Step:
     type=click.Path(dir_okay=False, path_type=Path),
     help="File for all results, JSON, written after every step.",
 )
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1.0),
+    default=LIMIT_S,
+    show_default=True,
+    help="Limit of the whole command, and in proportion of its steps.",
+)
 @click.option("--step", hidden=True, type=click.Choice([*LIMITS]))
 @click.option("--work", hidden=True, type=click.Path(file_okay=False, path_type=Path))
 def main(
@@ -79,6 +87,7 @@ def main(
     quick: bool,
     only: Sequence[str],
     out: Path | None,
+    seconds: float,
     step: str | None,
     work: Path | None,
 ) -> None:
@@ -102,8 +111,8 @@ def main(
     done: list[Step] = []
     with _workplace() as place:
         for name in only or LIMITS:
-            left = LIMIT_S - (time.monotonic() - began)
-            limit = min(left, LIMITS[name])
+            left = seconds - (time.monotonic() - began)
+            limit = min(left, LIMITS[name] * seconds / LIMIT_S)
             note(f"{name}: at most {limit:.0f} s, {left:.0f} s left for all")
             done.append(
                 _run(
@@ -164,7 +173,7 @@ def _run(name: str, place: Path, limit: float, flags: Sequence[str]) -> Step:
         while process.poll() is None:
             reader.pass_on()
             if time.monotonic() - start > limit:
-                failure = f"was ended after {limit:.0f} s"
+                failure = f"was ended after {limit:.0f} s: allow more with --seconds"
                 break
             time.sleep(0.2)
         _end(process)

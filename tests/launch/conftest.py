@@ -70,7 +70,7 @@ def invoke(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Run:
     to others."""
 
     def invoke(
-        *arguments: str, env: dict[str, str] = environment
+        *arguments: str, input: str = "", env: dict[str, str] = environment
     ) -> subprocess.CompletedProcess[str]:
         streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
         with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def invoke(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Run:
             for name, value in env.items():
                 patch.setenv(name, value)
             patch.setattr(tempfile, "tempdir", None)
-            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(input.encode()), "utf-8"))
             with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
                 code = cli.run(arguments)
         said, complained = (

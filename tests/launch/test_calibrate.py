@@ -28,6 +28,13 @@ def calibrate(run: Any, tmp_path: Path, environment: dict[str, str]) -> Calibrat
     )  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def refused(invoke: Any, tmp_path: Path, environment: dict[str, str]) -> Calibrate:
+    """Runs the command in this process, to be told what is wrong."""
+    changed = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return lambda *arguments: invoke("calibrate", *arguments, env=changed)  # type: ignore[no-any-return]
+
+
 @pytest.mark.slow
 def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
     result = calibrate("--json", "--draft.device", "cpu", "--plot", str(tmp_path / "plot.svg"))
@@ -176,19 +183,17 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
         (("--seconds", "inf"), "--seconds"),
     ],
 )
-def test_a_mistake_is_one_line(
-    calibrate: Calibrate, arguments: tuple[str, ...], words: str
-) -> None:
-    result = calibrate(*arguments)
+def test_a_mistake_is_one_line(refused: Calibrate, arguments: tuple[str, ...], words: str) -> None:
+    result = refused(*arguments)
     assert result.returncode == 2
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_damaged_profile_file_is_told_by_name(calibrate: Calibrate, tmp_path: Path) -> None:
+def test_a_damaged_profile_file_is_told_by_name(refused: Calibrate, tmp_path: Path) -> None:
     path = tmp_path / "cache/dovetail/profile.json"
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    result = calibrate("--seconds", "3600")  # told before anything is measured
+    result = refused("--seconds", "3600")  # told before anything is measured
     assert result.returncode == 2
     assert f"the profile file {path} is damaged" in result.stderr

@@ -66,12 +66,12 @@ def test_lines_are_answered_as_a_conversation(run: Run, stack: Stack, client: Cl
     )
 
 
-def test_the_results_are_json_lines_on_request(run: Run, stack: Stack) -> None:
+def test_the_results_are_json_lines_on_request(invoke: Run, stack: Stack) -> None:
     script = (
         f"{QUESTIONS[0]}\n/seed 7\n/temperature 0.9\n{QUESTIONS[1]}\n/retry\n/draft "
         f"off\n/clear\n{QUESTIONS[0]}\n"
     )
-    done = run(
+    done = invoke(
         "chat",
         "--connect",
         stack.address,
@@ -99,24 +99,24 @@ def test_the_results_are_json_lines_on_request(run: Run, stack: Stack) -> None:
     ],
 )
 def test_the_first_mistake_in_a_script_ends_it(
-    run: Run, stack: Stack, script: str, words: str
+    invoke: Run, stack: Stack, script: str, words: str
 ) -> None:
-    done = run("chat", "--connect", stack.address, input=script)
+    done = invoke("chat", "--connect", stack.address, input=script)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
 
 
-def test_a_conversation_is_saved_once(run: Run, stack: Stack, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_once(invoke: Run, stack: Stack, tmp_path: Path) -> None:
     script = f"{QUESTIONS[0]}\n/save {tmp_path / 'talk.json'}\n/save {tmp_path / 'talk.json'}\n"
-    done = run("chat", "--connect", stack.address, "--max-tokens", "8", input=script)
+    done = invoke("chat", "--connect", stack.address, "--max-tokens", "8", input=script)
     assert (done.returncode, "is there already" in done.stderr) == (2, True)
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert saved["turns"] == [QUESTIONS[0], done.stdout.removesuffix("\n")]
     assert saved["results"][0]["completion_tokens"] <= 8
 
 
-def test_the_figures_of_replies_are_a_table(run: Run, stack: Stack) -> None:
-    done = run(
+def test_the_figures_of_replies_are_a_table(invoke: Run, stack: Stack) -> None:
+    done = invoke(
         "chat",
         "--connect",
         stack.address,
@@ -444,16 +444,16 @@ def url(stack: Stack) -> Iterator[str]:
         yield child.process.stdout.readline().decode().strip()
 
 
-def test_over_http_a_conversation_is_the_same(run: Run, stack: Stack, url: str) -> None:
+def test_over_http_a_conversation_is_the_same(invoke: Run, stack: Stack, url: str) -> None:
     script = f"{QUESTIONS[0]}\n{QUESTIONS[1]}\n/draft off\n/clear\n{QUESTIONS[0]}\n"
     options = ("--max-tokens", "12", "--temperature", "0.8", "--seed", "3", "--json")
     here = [
         json.loads(line)
-        for line in run(
+        for line in invoke(
             "chat", "--connect", stack.address, *options, *SPECULATED, input=script
         ).stdout.splitlines()
     ]
-    done = run("chat", "--connect", url, *options, input=script)
+    done = invoke("chat", "--connect", url, *options, input=script)
     assert done.returncode == 0, done.stderr
     there = [json.loads(line) for line in done.stdout.splitlines()]
     same = (
@@ -472,10 +472,10 @@ def test_over_http_a_conversation_is_the_same(run: Run, stack: Stack, url: str) 
     assert there[0]["drafted_tokens"] > 0 == there[2]["drafted_tokens"]
 
 
-def test_generate_works_over_http_too(run: Run, stack: Stack, url: str) -> None:
+def test_generate_works_over_http_too(invoke: Run, stack: Stack, url: str) -> None:
     options = (QUESTIONS[0], "--max-tokens", "12", "--seed", "3", "--temperature", "0.8")
-    done = run("generate", *options, "--connect", url)
-    assert done.stdout == run("generate", *options, "--connect", stack.address).stdout
+    done = invoke("generate", *options, "--connect", url)
+    assert done.stdout == invoke("generate", *options, "--connect", stack.address).stdout
     assert f"at {url}" in done.stderr
 
 
@@ -489,14 +489,14 @@ def test_generate_works_over_http_too(run: Run, stack: Stack, url: str) -> None:
     ],
 )
 def test_what_a_url_cannot_do_is_told(
-    run: Run, url: str, arguments: tuple[str, ...], words: str
+    invoke: Run, url: str, arguments: tuple[str, ...], words: str
 ) -> None:
-    done = run(*arguments, "--connect", url, input="Hello.\n")
+    done = invoke(*arguments, "--connect", url, input="Hello.\n")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert words in done.stderr
 
 
-def test_a_server_that_is_not_there_is_one_line(run: Run) -> None:
-    done = run("chat", "--connect", "http://127.0.0.1:1", input="Hello.\n")
+def test_a_server_that_is_not_there_is_one_line(invoke: Run) -> None:
+    done = invoke("chat", "--connect", "http://127.0.0.1:1", input="Hello.\n")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "nobody answers at http://127.0.0.1:1" in done.stderr

@@ -114,9 +114,9 @@ def answers(path: Path) -> dict[str, list[dict[str, object]]]:
     return {line["id"]: line["results"] for line in map(json.loads, path.read_text().splitlines())}
 
 
-def test_penalties_biases_and_a_least_length_are_flags(run: Run, stack: Stack) -> None:
+def test_penalties_biases_and_a_least_length_are_flags(invoke: Run, stack: Stack) -> None:
     def ids(*flags: str) -> list[int]:
-        done = run(
+        done = invoke(
             "generate",
             "Say hello.",
             "--connect",
@@ -192,27 +192,27 @@ def test_the_streamed_text_is_that_of_the_result_and_the_draft_changes_nothing(
 
 
 def test_the_prompt_comes_from_standard_input_and_raw_leaves_the_template_out(
-    run: Run, stack: Stack
+    invoke: Run, stack: Stack
 ) -> None:
     options = ("--connect", stack.address, "--max-tokens", "4", "--json")
-    chat = json.loads(run("generate", *options, input="Once upon a time").stdout)
-    raw = json.loads(run("generate", *options, "--raw", input="Once upon a time").stdout)
+    chat = json.loads(invoke("generate", *options, input="Once upon a time").stdout)
+    raw = json.loads(invoke("generate", *options, "--raw", input="Once upon a time").stdout)
     assert raw["prompt_tokens"] < chat["prompt_tokens"]
 
 
-def test_a_stop_string_ends_the_reply_before_it(run: Run, stack: Stack) -> None:
+def test_a_stop_string_ends_the_reply_before_it(invoke: Run, stack: Stack) -> None:
     options = ("--connect", stack.address, "--max-tokens", "24", "--json", "--seed", "1")
-    whole = json.loads(run("generate", STORY, *options).stdout)["text"]
+    whole = json.loads(invoke("generate", STORY, *options).stdout)["text"]
     stop = whole[5:8]
-    cut = json.loads(run("generate", STORY, *options, "--stop", stop).stdout)
+    cut = json.loads(invoke("generate", STORY, *options, "--stop", stop).stdout)
     assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 
 
 @pytest.mark.parametrize("kind", [("--json",), ()])
 def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(
-    run: Run, stack: Stack, kind: tuple[str, ...]
+    invoke: Run, stack: Stack, kind: tuple[str, ...]
 ) -> None:
-    done = run("generate", "--connect", stack.address, *kind, input="long " * 2000)
+    done = invoke("generate", "--connect", stack.address, *kind, input="long " * 2000)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dovetail: the prompt has ")
     assert done.stderr.count("\n") == 1
@@ -386,9 +386,9 @@ def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_was_a
     )
 
 
-def test_a_reply_that_has_room_for_one_token_more_says_so(run: Run, stack: Stack) -> None:
+def test_a_reply_that_has_room_for_one_token_more_says_so(invoke: Run, stack: Stack) -> None:
     """The first token comes with the prompt, the second is all that is left for the only round."""
-    done = run("generate", STORY, "--connect", stack.address, "--max-tokens", "2")
+    done = invoke("generate", STORY, "--connect", stack.address, "--max-tokens", "2")
     assert (
         done.stderr.splitlines()[-1]
         == "without speculation in every round: the last, which had room for a single token"
@@ -397,7 +397,7 @@ def test_a_reply_that_has_room_for_one_token_more_says_so(run: Run, stack: Stack
 
 
 def test_the_rounds_of_a_request_are_recorded_as_they_were(
-    run: Run, stack: Stack, tmp_path: Path
+    invoke: Run, stack: Stack, tmp_path: Path
 ) -> None:
     options = (
         "--connect",
@@ -408,7 +408,7 @@ def test_the_rounds_of_a_request_are_recorded_as_they_were(
         "--record",
         str(tmp_path / "rounds.jsonl"),
     )
-    result = json.loads(run("generate", STORY, *options, "--draft.ahead", "false").stdout)
+    result = json.loads(invoke("generate", STORY, *options, "--draft.ahead", "false").stdout)
     (reply,) = read_records(tmp_path / "rounds.jsonl")
     assert [one.round for one in reply.rounds] == [*range(1, result["rounds"] + 1)]
     assert sum(one.verified + 1 for one in reply.rounds) == result["verified_rows"]
@@ -422,7 +422,7 @@ def test_the_rounds_of_a_request_are_recorded_as_they_were(
 
 
 def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_the_answers_are(
-    run: Run, stack: Stack, tmp_path: Path
+    invoke: Run, stack: Stack, tmp_path: Path
 ) -> None:
     prompts = write_prompts(
         tmp_path / "prompts.jsonl",
@@ -441,9 +441,9 @@ def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_th
         "--out",
         str(tmp_path / "answers"),
     )
-    refused = run("generate", *options, "--record", str(tmp_path / "answers"))
+    refused = invoke("generate", *options, "--record", str(tmp_path / "answers"))
     assert (refused.returncode, "choose a file for each" in refused.stderr) == (2, True)
-    assert run("generate", *options, "--record", str(tmp_path / "rounds")).returncode == 0
+    assert invoke("generate", *options, "--record", str(tmp_path / "rounds")).returncode == 0
     rounds = {
         (reply.id, reply.turn): len(reply.rounds) for reply in read_records(tmp_path / "rounds")
     }
@@ -454,9 +454,9 @@ def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_th
     }
 
 
-def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path: Path) -> None:
+def test_a_trace_shows_the_spans_of_the_workers(invoke: Run, stack: Stack, tmp_path: Path) -> None:
     assert (
-        run(
+        invoke(
             "generate",
             STORY,
             "--connect",
@@ -480,8 +480,10 @@ def test_a_trace_shows_the_spans_of_the_workers(run: Run, stack: Stack, tmp_path
     )
 
 
-def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack) -> None:
-    cancelled = json.loads(run("status", "--connect", stack.address, "--json").stdout)["cancelled"]
+def test_interrupting_a_request_cancels_it(start: Start, invoke: Run, stack: Stack) -> None:
+    cancelled = json.loads(invoke("status", "--connect", stack.address, "--json").stdout)[
+        "cancelled"
+    ]
     for seed in range(
         1,
         6,
@@ -508,7 +510,7 @@ def test_interrupting_a_request_cancels_it(start: Start, run: Run, stack: Stack)
             break
     assert process.returncode == 130
     assert re.fullmatch(rf"interrupted: \d+ tokens? in .* · seed {seed} · .*\n+", complaints)
-    state = json.loads(run("status", "--connect", stack.address, "--json").stdout)
+    state = json.loads(invoke("status", "--connect", stack.address, "--json").stdout)
     assert (state["cancelled"], state["sessions"]) == (cancelled + 1, 0)
 
 
@@ -559,10 +561,10 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
     assert re.match(r"the reply breaks off here; seed \d+\n", complained)
 
 
-def test_a_reply_that_fills_the_context_says_so(run: Run) -> None:
+def test_a_reply_that_fills_the_context_says_so(invoke: Run) -> None:
     with backend(target=False, draft=False) as house:
         house.add(ScriptedTarget, "target", limits=Limits(context=24))
-        done = run(
+        done = invoke(
             "generate", "--connect", house.address, "--max-tokens=40", "--min-tokens=40", "w5 w6"
         )
     assert done.returncode == 0, done.stderr
@@ -583,7 +585,7 @@ def begun_at(start: Start, house: Backend) -> "subprocess.Popen[str]":
 
 
 def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopped(
-    run: Run, stack: Stack, tmp_path: Path
+    invoke: Run, stack: Stack, tmp_path: Path
 ) -> None:
     prompts = write_prompts(
         tmp_path / "prompts.jsonl",
@@ -607,7 +609,7 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
         "--parallel",
         "2",
     )
-    done = run(*command)
+    done = invoke(*command)
     first = answers(out)
     tokens = sum(result["completion_tokens"] for results in first.values() for result in results)
     assert (
@@ -621,7 +623,7 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
 
     lines = out.read_text().splitlines(keepends=True)
     out.write_text(lines[0] + lines[1] + lines[2][:40])
-    done = run(*command)
+    done = invoke(*command)
     assert done.stderr.startswith("2 of 3 prompts are done already")
     again = answers(out)
     assert {id: [r["token_ids"] for r in results] for id, results in again.items()} == {
@@ -630,12 +632,12 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
 
 
 def test_a_prompt_that_cannot_be_answered_does_not_stop_the_others(
-    run: Run, stack: Stack, tmp_path: Path
+    invoke: Run, stack: Stack, tmp_path: Path
 ) -> None:
     prompts = write_prompts(
         tmp_path / "prompts.jsonl", ("long", ["long " * 2000]), ("short", ["Hello."])
     )
-    done = run(
+    done = invoke(
         "generate",
         "--prompts",
         prompts,

@@ -84,8 +84,8 @@ def test_a_key_does_not_open_another_role(start: Start, run: Run, tmp_path: Path
     assert "'client' may be client, not draft" in refused.stderr
 
 
-def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
-    workers = json.loads(run("status", "--connect", stack.address, "--json").stdout)["workers"]
+def test_workers_say_what_they_are_bound_to(stack: Stack, invoke: Run) -> None:
+    workers = json.loads(invoke("status", "--connect", stack.address, "--json").stdout)["workers"]
     layout = layout_of(stack.configuration.settings)
     places = {"target": layout.target, "draft": layout.draft}
     expected = {
@@ -95,7 +95,7 @@ def test_workers_say_what_they_are_bound_to(stack: Stack, run: Run) -> None:
     assert {w["name"]: re.split(r", memory| \(", w["binding"])[0] for w in workers} == expected
     assert (
         f"binding of target: {next(w['binding'] for w in workers if w['name'] == 'target')}"
-        in run("status", "--connect", stack.address).stdout
+        in invoke("status", "--connect", stack.address).stdout
     )
 
 

@@ -127,9 +127,9 @@ def test_a_server_is_watched_while_somebody_asks_it(
     ],
 )
 def test_a_mistake_is_one_line(
-    run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
+    invoke: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    result = run("profile", "--out", str(tmp_path / "out"), *arguments)
+    result = invoke("profile", "--out", str(tmp_path / "out"), *arguments)
     assert result.returncode == 2
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -137,10 +137,10 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
-    run: Run, tmp_path: Path
+    invoke: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    result = run("profile", "--prompt", "a", "--out", str(tmp_path / "file" / "out"))
+    result = invoke("profile", "--prompt", "a", "--out", str(tmp_path / "file" / "out"))
     assert result.returncode == 2
     assert re.search(r"cannot write the report to .*out: ", result.stderr)
 

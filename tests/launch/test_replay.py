@@ -253,11 +253,11 @@ def test_a_role_that_had_no_part_is_told(tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_plays_a_recording_into_the_session_logic(run: Run) -> None:
-    done = run("replay", str(SKY))
+def test_the_command_plays_a_recording_into_the_session_logic(invoke: Run) -> None:
+    done = invoke("replay", str(SKY))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "the same, from the first to the last"
-    told = json.loads(run("replay", str(SKY), "--json").stdout)
+    told = json.loads(invoke("replay", str(SKY), "--json").stdout)
     assert (told["played"], told["same"], told["difference"], told["whole"], told["tokens"]) == (
         "session",
         True,
@@ -267,17 +267,17 @@ def test_the_command_plays_a_recording_into_the_session_logic(run: Run) -> None:
     )
 
 
-def test_the_command_names_the_first_difference(run: Run, tmp_path: Path) -> None:
+def test_the_command_names_the_first_difference(invoke: Run, tmp_path: Path) -> None:
     content = SKY.read_bytes()
     changed = tmp_path / "changed.messages"
     place = content.index(b"max_width", content.index(b"\xa5draft")) + len(b"max_width")
     changed.write_bytes(content[:place] + bytes([content[place] + 1]) + content[place + 1 :])
-    done = run("replay", str(changed), "--json")
+    done = invoke("replay", str(changed), "--json")
     told = json.loads(done.stdout)
     assert done.returncode == 1
     assert not told["same"]
     assert "max_width" in told["difference"]["where"]
-    assert "the first difference: entry" in run("replay", str(changed)).stdout
+    assert "the first difference: entry" in invoke("replay", str(changed)).stdout
 
 
 def test_the_command_plays_a_recording_to_a_real_target(run: Run) -> None:
@@ -288,9 +288,9 @@ def test_the_command_plays_a_recording_to_a_real_target(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "text"])
-def test_what_is_no_recording_is_told_in_a_line(run: Run, tmp_path: Path, name: str) -> None:
+def test_what_is_no_recording_is_told_in_a_line(invoke: Run, tmp_path: Path, name: str) -> None:
     (tmp_path / "text").write_text("hello")
-    done = run("replay", str(tmp_path / name))
+    done = invoke("replay", str(tmp_path / name))
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert "recording" in done.stderr

@@ -63,8 +63,8 @@ def test_the_embedded_pair_passes_and_its_target_agrees_with_transformers(
     assert 0 < found["largest"] < EXACT
 
 
-def test_the_table_names_the_cases(run: Run, stack: Stack) -> None:
-    done = run(
+def test_the_table_names_the_cases(invoke: Run, stack: Stack) -> None:
+    done = invoke(
         "selftest",
         "--connect",
         stack.address,

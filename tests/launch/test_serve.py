@@ -392,9 +392,9 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
     ],
 )
 def test_a_mistake_is_one_line_before_a_model_is_loaded(
-    run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
+    invoke: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    done = run("serve", *arguments)
+    done = invoke("serve", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert words in done.stderr
     assert_nothing_is_left([], tmp_path)
@@ -434,14 +434,14 @@ def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
 
 
 def test_an_address_that_a_coordinator_has_is_told_with_its_pid(
-    start: Start, run: Run, temporary: Path
+    start: Start, invoke: Run, temporary: Path
 ) -> None:
     (temporary / "private").mkdir(mode=0o700)
     listen = f"ipc://{temporary / 'private' / 'hub'}"
     coordinator = start("coordinator", "--listen", listen)
     assert coordinator.stdout is not None
     coordinator.stdout.readline()
-    done = run("serve", "--listen", listen, "--http.port", "0")
+    done = invoke("serve", "--listen", listen, "--http.port", "0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert (
         f"{listen} is held by a coordinator of yours (pid {coordinator.pid}): stop it with "

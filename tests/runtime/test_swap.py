@@ -596,7 +596,7 @@ def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
     assert sorted(scene.names) == ["draft", "target"]
 
 
-@pytest.mark.parametrize("every", [138, pytest.param(46, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [230, pytest.param(46, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_an_old_worker_that_dies_at_any_moment_of_the_change_costs_no_request(
     role: str, every: int
