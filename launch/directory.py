@@ -5,12 +5,13 @@ An announcement holds an address and the process behind it, and is removed with 
 process has gone is ignored and cleaned away. Knows no sockets.
 """
 
+import fcntl
 import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -70,7 +71,9 @@ def runtime_directory() -> Path:
 def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
     """This process is, or looks after, a coordinator at that address, for as long as the block
     runs."""
-    path = runtime_directory() / f"coordinator-{os.getpid()}.json"
+    folder = runtime_directory()
+    remove_unused_logs(folder)
+    path = folder / f"coordinator-{os.getpid()}.json"
     mine = Announcement(
         address,
         os.getpid(),
@@ -85,6 +88,14 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def remove_unused_logs(folder: Path) -> None:
+    """Remove the logs of workers of their own that have ended, which hold a lock on theirs."""
+    for path in folder.glob("worker-*.log"):
+        with suppress(OSError), path.open("rb") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def profile_path() -> Path:

@@ -5,6 +5,8 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from dovetail.protocol.errors import printable
 
@@ -38,6 +40,15 @@ def keep_stderr_short() -> None:
             cut(STDERR, LONGEST_BYTES)
 
     threading.Thread(target=look, name="log", daemon=True).start()
+
+
+def remove_stderr() -> None:
+    """Remove the file that stderr is appended to: its process ends as it should, and nobody has to
+    read why."""
+    file = Path(f"/proc/self/fd/{STDERR}")
+    with suppress(OSError):
+        if file.is_file():
+            file.readlink().unlink()
 
 
 def cut(descriptor: int, longest_bytes: int) -> None:

@@ -24,7 +24,11 @@ import click
 
 from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import describe, find_coordinator, shorten_model
-from dovetail.launch.directory import only_announcement, runtime_directory
+from dovetail.launch.directory import (
+    only_announcement,
+    remove_unused_logs,
+    runtime_directory,
+)
 from dovetail.launch.drain import figures, named, told, wait_for
 from dovetail.launch.fit import check_memory, only_node
 from dovetail.launch.preflight import check_draft, check_target
@@ -537,7 +541,7 @@ class Newcomer:
     def __enter__(self) -> "Newcomer":
         """It is a session of its own: neither Ctrl-C nor the end of the terminal reaches it."""
         folder = runtime_directory()
-        _remove_unused(folder)
+        remove_unused_logs(folder)
         self._path = folder / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"
         log = self._path.open("a+b")
         fcntl.flock(log, fcntl.LOCK_EX)  # held for as long as the worker has the file open
@@ -571,11 +575,3 @@ class Newcomer:
             self.child.process.kill()
             self.child.process.wait()
         Path(self._path).unlink(missing_ok=True)
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove what workers that have ended said."""
-    for path in folder.glob("worker-*.log"):
-        with path.open("a+b") as log, suppress(BlockingIOError):
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()

@@ -39,8 +39,7 @@ def main() -> None:
             folders.append(os.fsdecode(value))
         elif kind == CHILD:
             children = [*_alive(children, 0.0), *_watched(int(value))]
-    if not (left := _alive(children, 0.0)):
-        return
+    left = _alive(children, 0.0)
     for child in left:
         _signal(child, signal.SIGCONT)  # one that is stopped heeds SIGTERM then
     end_s = time.monotonic() + float(sys.argv[1])

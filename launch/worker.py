@@ -30,7 +30,7 @@ from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import only_announcement, substitutes_path, writable_profile_path
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.fit import check_memory, only_node
-from dovetail.launch.logs import keep_stderr_short
+from dovetail.launch.logs import keep_stderr_short, remove_stderr
 from dovetail.launch.preflight import check_draft, check_target, check_unified, estimated_bytes
 from dovetail.launch.terminal import QUANTISED, counted, counting_bar, note
 from dovetail.launch.topology import format_numbers
@@ -158,6 +158,8 @@ def command(
         say,
         standby=standby,
     )
+    if let_go and own_log:
+        remove_stderr()
     if let_go and parent is not None:
         sys.stderr.flush()
         os._exit(

@@ -55,6 +55,8 @@ WORKERS_SUFFIX = ".w"
 MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
 """sun_path of a Unix socket has 108 bytes and ends with a zero."""
 CONNECT_TIMEOUT_S = 10.0
+ABANDONED_S = 60.0
+"""A folder of sockets that nobody holds is taken for abandoned when it is so old."""
 
 _HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
 _HANDSHAKE_MS = 5000
@@ -717,10 +719,27 @@ class _IpcPlace:
 
 
 def _fresh_path() -> Path:
-    """In a folder under the temporary directory that does not exist yet."""
-    return (
-        Path(tempfile.gettempdir()).absolute() / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
-    )
+    """Return a path in a folder under the temporary directory that does not exist yet. Folders that
+    killed coordinators of this user left there are removed."""
+    place = Path(tempfile.gettempdir()).absolute()
+    for folder in place.glob(f"dovetail-{'[0-9a-f]' * 16}"):
+        with suppress(OSError):
+            _remove_abandoned(folder)
+    return place / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder of sockets if nobody holds its lock; `OSError` if somebody does. One that was
+    made just now may be about to be locked, and stays."""
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or time.time() - status.st_mtime < ABANDONED_S:
+        return
+    lock = os.open(folder / "coordinator.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _host_and_port(address: str) -> tuple[str, str]:

@@ -2,6 +2,8 @@
 tests that only ask it things."""
 
 import atexit
+import contextlib
+import fcntl
 import gc
 import os
 import shutil
@@ -18,13 +20,40 @@ if TYPE_CHECKING:
     from dovetail.launch.supervise import Stack
     from dovetail.runtime.client import Client
 
-if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.modules:
-    folder = Path(tempfile.mkdtemp(prefix="dovetail-import-"))
+
+def _own_folder() -> Path:
+    """Return a folder that goes with this process; those of killed processes go too."""
+    place = Path(tempfile.gettempdir())
+    turn = os.open(place, os.O_RDONLY)
+    fcntl.flock(turn, fcntl.LOCK_EX)  # no folder is seen between its making and its lock
+    for left in place.glob("dovetail-tests-*"):
+        with contextlib.suppress(OSError):
+            _lock(left)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="dovetail-tests-"))
+    _lock(folder)
+    os.close(turn)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "dovetail").symlink_to(root, target_is_directory=True)
-    sys.path.insert(0, str(folder))
+    return folder
+
+
+def _lock(folder: Path) -> None:
+    """Hold a folder as long as this process lives; `OSError` if another one does."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+
+
+own = _own_folder()
+if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.modules:
+    (own / "import").mkdir()
+    (own / "import" / "dovetail").symlink_to(root, target_is_directory=True)
+    sys.path.insert(0, str(own / "import"))
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+        filter(None, (str(own / "import"), os.environ.get("PYTHONPATH")))
     )
 
 # The threads of two processes on the same cores spin for each other while they wait; libgomp reads
@@ -32,8 +61,8 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # no process of these tests writes to the caches of whoever runs them
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dovetail-cache-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = str(own / "cache")
+(own / "cache").mkdir()
 
 # A loaded machine fails no example and no strategy for taking long.
 hypothesis.settings.register_profile(

@@ -1,5 +1,6 @@
 """Which coordinators are alive."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dovetail.launch.directory import (
     history_path,
     only_announcement,
     profile_path,
+    runtime_directory,
     writable_profile_path,
 )
 from dovetail.protocol.errors import UserError
@@ -42,6 +44,19 @@ def test_this_process_is_announced_while_the_block_runs(
             ("ipc:///x", os.getpid(), "http://127.0.0.1:8000")
         ]
     assert announcements() == []
+
+
+def test_logs_of_workers_that_have_ended_are_removed_by_the_next_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = runtime_directory()
+    (folder / "worker-draft-2-1.log").touch()
+    with (folder / "worker-draft-3-1.log").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with announced("ipc:///x"):
+            pass
+        assert [path.name for path in folder.iterdir()] == ["worker-draft-3-1.log"]
 
 
 def test_of_several_coordinators_the_choices_name_what_is_served_over_http(

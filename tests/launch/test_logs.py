@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,15 @@ def test_a_record_is_one_printable_line(words: str) -> None:
     )
     assert line.isprintable()
     assert line.startswith("INFO worker ")
+
+
+def test_a_process_that_ends_as_it_should_removes_its_own_log_and_no_device(tmp_path: Path) -> None:
+    code = "from dovetail.launch.logs import remove_stderr; remove_stderr()"
+    for file in (tmp_path / "log", Path(os.devnull)):
+        with file.open("ab") as log:
+            subprocess.run([sys.executable, "-P", "-c", code], stderr=log, check=True)
+    assert [*tmp_path.iterdir()] == []
+    assert Path(os.devnull).exists()
 
 
 def test_a_file_that_has_become_long_keeps_its_last_lines_and_takes_more(tmp_path: Path) -> None:

@@ -188,6 +188,19 @@ def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
     assert not Path(address.removeprefix("ipc://")).parent.exists()
 
 
+def test_the_folders_of_a_killed_supervisor_go_though_its_children_have_ended_before(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    subprocess.run(
+        [sys.executable, "-I", "-S", supervise.warden.__file__, "1.0"],
+        input=f"folder {folder}\n".encode(),
+        check=True,
+    )
+    assert not folder.exists()
+
+
 def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dovetail.launch.directory import runtime_directory
 from dovetail.launch.drain import named
 from dovetail.launch.supervise import Stack, layout_of, worker_arguments
 from dovetail.launch.swap import free_name
@@ -151,6 +152,7 @@ def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> 
         assert names(client) == ["draft-2", "target"]
         client.stop()
         wait_until_gone(result["pid"])
+        assert not [*runtime_directory().glob("worker-*.log")]
 
 
 @pytest.mark.slow

@@ -493,6 +493,23 @@ def test_ipc_alone_listens_in_a_private_folder_and_leaves_nothing_behind() -> No
     assert not path.parent.exists()
 
 
+def test_the_next_hub_removes_the_folders_of_killed_ones_and_no_others(
+    tmp_path: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, lives, fresh, other = (
+        tmp_path / f"dovetail-{name}" for name in ("0" * 16, "1" * 16, "2" * 16, "notes")
+    )
+    for folder in (killed, fresh, other):
+        folder.mkdir(mode=0o700)
+        (folder / "coordinator.lock").touch()
+    stack.enter_context(contextlib.closing(open_hub(f"ipc://{lives}/coordinator")))
+    for folder in (killed, lives, other):
+        os.utime(folder, (0, 0))
+    open_hub("ipc").close()
+    assert {*tmp_path.iterdir()} == {lives, fresh, other}
+
+
 def test_an_ipc_path_leaves_neither_socket_nor_lock_behind(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     hub = open_hub(f"ipc://{folder / 'socket'}")
