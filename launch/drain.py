@@ -35,6 +35,9 @@ def command(
     """Let WORKER, by its name or pid in `dovetail status`, go: it gets no more sessions, and ends
     when it has none.
 
+    It stays away: `dovetail serve` does not start it again, and `dovetail status` says so until
+    another worker has its role.
+
     Sessions of a draft go on with another one, or with the target alone, from their next round on.
     Those of a target go on on another one that computes the same (where the coordinator has move =
     any: on any of their vocabulary), and end where they are if there is none.
@@ -42,10 +45,16 @@ def command(
     with find_coordinator(configuration, connect, role="operator") as client:
         leaver = named(client.status().workers, worker)
         done = wait_for(client, client.dismiss(leaver.worker_epoch, last=last))
+        empty = [role for role in client.status().drained if role in leaver.roles]
     if as_json:
         click.echo(json.dumps({"worker": leaver.name, "pid": leaver.pid, **figures(done)}))
     else:
         note(f"{leaver.name} (pid {leaver.pid} on {leaver.host}) was let go: {told(done)}")
+        for role in empty:
+            note(
+                f"no other {role} worker is there, and none is started until you do, such as with "
+                f"`dovetail swap --role {role}`"
+            )
 
 
 def named(workers: Sequence[WorkerState], name: str) -> WorkerState:

@@ -54,7 +54,7 @@ from dovetail.launch.watch import (
 from dovetail.protocol.errors import DovetailError, SettingsError, printable
 from dovetail.protocol.links import open_link
 from dovetail.protocol.memory import read_room
-from dovetail.protocol.messages import Fault, Reported, Supervised, WorkerState
+from dovetail.protocol.messages import Fault, Reported, Role, Supervised, WorkerState
 
 log = logging.getLogger("dovetail.serve")
 
@@ -239,11 +239,14 @@ class Service:
         """Have the coordinator know how the other parts are, if that has changed; `ending`: why the
         service ends."""
         child = self._running.get(COORDINATOR)
-        told = (child, self._watch.outages, ending)
+        drained = tuple(self._played(name) for name in self._watch.drained)
+        told = (child, self._watch.outages, drained, ending)
         if child is None or COORDINATOR in self._watch.missing or told == self._told:
             return
         assert child.process.stdin is not None
-        words = Supervised(faults=self.faults(now_s), ending=ending[:MAX_WHY]).model_dump_json()
+        words = Supervised(
+            faults=self.faults(now_s), ending=ending[:MAX_WHY], drained=drained
+        ).model_dump_json()
         with suppress(
             BlockingIOError, BrokenPipeError
         ):  # one that is stuck hears it later, one that has gone is noticed elsewhere
@@ -390,17 +393,18 @@ class Service:
             filled, given = (
                 {
                     name
-                    for name, role in self._workers.items()
-                    if any(
-                        ("target" if role == "unified" else role) in worker.roles
-                        for worker in there
-                    )
+                    for name in self._workers
+                    if any(self._played(name) in worker.roles for worker in there)
                 }
                 for there in (others, [worker for worker in others if worker.swapped_in])
             )
-            self._perform(
-                self._watch.answered(registered(workers, state.workers, host), now_s, filled, given)
-            )
+            drained = [name for name in self._workers if self._played(name) in state.drained]
+            known = registered(workers, state.workers, host)
+            self._perform(self._watch.answered(known, now_s, filled, given, drained))
+
+    def _played(self, name: str) -> Role:
+        """Return the role that a worker plays, the first one of one that plays both."""
+        return "draft" if self._workers[name] == "draft" else "target"
 
     # -- what they say -----------------------------------------------------------------------------
 

@@ -148,6 +148,8 @@ class _State:
     instead of it."""
     losses: int = 0
     """Since it was last healthy."""
+    drained: bool = False
+    """Whether an operator wants it no more, and it has not ended yet."""
     ends: deque[float] = field(default_factory=deque)
     """When it ended, within the last `WITHIN_S`."""
 
@@ -226,6 +228,11 @@ class Watch:
             if state.down_s is not None
         )
 
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """The parts that were let go and in whose place nobody has been since."""
+        return tuple(name for name, away in self._away.items() if away.seen_s is None)
+
     def needs(self, name: str) -> bool:
         """Whether requests cannot be served without this part."""
         return self._states[name].part.needed and name not in self._filled
@@ -286,10 +293,17 @@ class Watch:
         now_s: float,
         filled: Collection[str] = (),
         given: Collection[str] = (),
+        drained: Collection[str] = (),
     ) -> list[Action]:
         """The root has said which of the others it knows, and in which of their places somebody
-        else serves; in those `given`, who was put there on purpose."""
+        else serves; in those `given`, who was put there on purpose. The places that an operator
+        `drained` stay empty."""
         self._states[self._root].heard_s = now_s
+        for name in drained:
+            if name in self._away:
+                self._away[name].seen_s = None
+        for name, state in self._states.items():
+            state.drained = name in drained and name not in known
         self._filled, self._given = filled, given
         actions = self._yield_places(now_s)
         for name, state in self._states.items():
@@ -298,7 +312,7 @@ class Watch:
             if name in known:
                 state.heard_s = now_s
                 actions += self.ready(name, now_s)
-            elif state.ready_s is not None:
+            elif state.ready_s is not None and not state.drained:
                 state.ready_s = None
                 self._lose(name, f"the {self._root} has lost it", now_s)
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
@@ -360,9 +374,9 @@ class Watch:
         state = self._states[name]
         if name == self._root and ending.code == 0:
             return [Tell(f"the {name} was told to stop"), Leave()]
-        if ending.let_go and self.serving:
+        if (ending.let_go or state.drained) and self.serving:
             self._away[name] = _Away(self._states.pop(name).part)
-            return [Tell(f"the {name} was let go")]
+            return [Tell(f"the {name} was let go, and is not started again")]
         needed = self.needs(name)
         if not self.serving and (needed or ending.mistake):
             return [GiveUp(name)]

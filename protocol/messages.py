@@ -1192,6 +1192,8 @@ class Supervised(Frozen):
     """Of the parts that it looks after."""
     ending: Name = ""
     """Why the service ends: a part that it needs is lost for good. Empty: it does not."""
+    drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
+    """Roles whose worker was drained, so that it is not started again."""
 
 
 class Reported(Message):
@@ -1223,6 +1225,8 @@ class Reported(Message):
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
     """The last changes of how is speculated, oldest first, each with its reason."""
     totals: Totals = Totals()
+    drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
+    """Roles that nobody plays since an operator drained their last worker."""
 
 
 Command = (

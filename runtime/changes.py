@@ -89,6 +89,9 @@ class House(Protocol):
     def tell(self, client: ClientPeer, message: Message) -> None:
         """Send to a client."""
 
+    def drained(self, worker: Worker) -> None:
+        """An operator had a worker go, without another one in its place."""
+
     def joined(self, worker: Worker) -> None:
         """A worker is there for sessions from now on."""
 
@@ -477,6 +480,8 @@ class Changes:
         elif self._newcomer is not None:
             self._answer(Swapped.model_validate({**about, **what}))
         else:
+            if self._old is not None:
+                self._house.drained(self._old)
             self._house.decide(
                 f"{self._old.name if self._old is not None else 'a worker'} was let go"
             )

@@ -45,6 +45,7 @@ from dovetail.protocol.messages import (
     PromptScored,
     Recorded,
     Reported,
+    Role,
     Submit,
     Supervised,
     Totals,
@@ -75,6 +76,11 @@ log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
 
 MAX_STRUCK_PEERS = 4096
+WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
+DRAINED = (
+    "the {role} worker was drained by an operator and is not started again: `dovetail swap --role "
+    "{role}` starts another one"
+)
 MAX_REASONS = 64
 MAX_WORDS = 512
 """Characters of a reason or a decision; the names in it are a worker's own."""
@@ -135,6 +141,8 @@ class Coordinator:
         self._dropped = Dropped()
         self._rounds = self._round_tokens = 0
         self._lost_drafts: dict[str, tuple[str, int]] = {}
+        self._drained: set[Role] = set()
+        """Roles of which an operator let a worker go, until the next one comes."""
         """By the names of those that were lost and that no other draft has replaced: what became of
         them, and when."""
         self._supervised, self._supervised_ns = Supervised(), clock_ns()
@@ -384,7 +392,22 @@ class Coordinator:
         """A worker is there for sessions from now on."""
         if worker.plays("draft"):
             self._lost_drafts.clear()
+        self._drained.difference_update(worker.hello.roles)
         self._moving.resettle()
+
+    def drained(self, worker: Worker) -> None:
+        """Keep that a worker went because an operator wanted it, so that nobody brings it back."""
+        self._drained.update(worker.hello.roles)
+
+    def _unplayed(self) -> tuple[Role, ...]:
+        """Return the roles that nobody plays since an operator drained their last worker, as we
+        know and as whoever started us says."""
+        return tuple(
+            role
+            for role in WORKER_ROLES
+            if role in {*self._drained, *self._supervised.drained}
+            and not any(worker.plays(role) for worker in self.registry.workers.values())
+        )
 
     def _refuse(self, peer: bytes, error: RequestError) -> None:
         self._dropped.refused += 1
@@ -847,6 +870,8 @@ class Coordinator:
         reasons += [fault.words[:MAX_WORDS] for fault in faults]
         reasons += [words[:MAX_WORDS] for words in self._moving.words()]
         degraded = bool(reasons)
+        drained = self._unplayed()
+        reasons += [DRAINED.format(role=role) for role in drained]
         reasons += [state.words[:MAX_WORDS] for state in loading]
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [medley[:MAX_WORDS]] if (medley := self.registry.medley()) else []
@@ -875,6 +900,7 @@ class Coordinator:
             pairs=tuple(self._placement.states()[:MAX_PAIRS]),
             decisions=tuple(self._decisions),
             totals=self._totals(),
+            drained=drained,
         )
 
     def _totals(self) -> Totals:

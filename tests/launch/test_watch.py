@@ -349,8 +349,9 @@ def test_before_all_was_ready_nothing_is_replaced() -> None:
 def test_a_worker_that_was_let_go_stays_away() -> None:
     watch = serving()
     assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [
-        Tell("the draft was let go")
+        Tell("the draft was let go, and is not started again")
     ]
+    assert watch.drained == ("draft",)
     assert look(watch, 11.0, 60.0, ["target"]) == []
     assert watch.missing == ()
 
@@ -365,6 +366,32 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     ]
     assert watch.due(20.0 + STUCK_S) == [Start("draft")]
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
+
+
+def test_a_worker_stays_away_when_the_one_in_its_place_was_drained() -> None:
+    watch = serving()
+    watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0)
+    assert look(watch, 11.0, 20.0, ["target"], ["target", "draft"]) == []
+    assert watch.drained == ()
+    assert watch.answered(["target"], 21.0, drained=["draft"]) == []
+    assert look(watch, 22.0, 900.0, ["target"]) == []
+    assert watch.drained == ("draft",)
+
+
+def test_a_drained_worker_that_does_not_end_is_ended_and_stays_away() -> None:
+    watch = serving()
+    assert watch.answered(["target"], 10.0, drained=["draft"]) == []
+    assert watch.outages == ()
+    actions = [
+        action
+        for second in range(11, 30)
+        for action in [*watch.answered(["target"], second, drained=["draft"]), *watch.due(second)]
+    ]
+    assert without_words(actions) == [Replace("draft")]
+    assert watch.ended("draft", KILLED, 30.0) == [
+        Tell("the draft was let go, and is not started again")
+    ]
+    assert look(watch, 31.0, 900.0, ["target"]) == []
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["waiting", "on its way back"])

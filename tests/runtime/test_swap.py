@@ -26,6 +26,7 @@ from dovetail.protocol.messages import (
     Opened,
     Reads,
     States,
+    Supervised,
     Swapped,
     Verified,
     Verify,
@@ -301,6 +302,7 @@ def test_a_target_that_leaves_hands_its_sessions_to_another() -> None:
     assert dismissed.stayed == 0
     assert scene.names == ["draft", "target-2"]
     assert "target was let go" in scene.house.coordinator.report().decisions
+    assert scene.house.coordinator.report().drained == (), "another one plays the role"
     scene.check_replies()
 
 
@@ -320,6 +322,24 @@ def test_the_only_target_leaves_where_that_is_said_and_ends_what_it_has() -> Non
     assert dismissed.moved == 0
     with pytest.raises(RequestError, match="no target worker is registered"):
         scene.house.complete()
+
+
+def test_a_role_that_nobody_plays_since_its_worker_was_drained_is_told_until_another_one_comes() -> (  # noqa: E501
+    None
+):
+    scene = Scene()
+    coordinator, old = scene.house.coordinator, scene.house.draft
+    assert old is not None
+    words = "the draft worker was drained by an operator and is not started again"
+    scene.end(scene.admin.dismiss(old.epoch))
+    told = coordinator.report()
+    assert (told.drained, told.degraded) == (("draft",), False)
+    assert any(reason.startswith(words) for reason in told.reasons)
+    scene.house.add(ScriptedDraft, "draft")
+    scene.house.run()
+    assert coordinator.report().drained == ()
+    coordinator.supervised(Supervised(drained=("draft", "target")))
+    assert coordinator.report().drained == (), "whoever supervises knows less of other workers"
 
 
 def test_requests_that_come_while_their_target_leaves_are_served() -> None:

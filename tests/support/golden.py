@@ -514,6 +514,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             occupied=0.125,
             draft_failures=3,
         ),
+        drained=("draft",),
     )
 
 
