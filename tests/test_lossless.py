@@ -414,7 +414,7 @@ def test_the_embedded_head_and_half_weights_on_the_kernels_change_nothing(client
         "target.weights": "half",
         "target.backend": "kernels",
     }
-    replies = check_combination(client, flags, tree="15/8/10")
+    replies = check_combination(client, flags, tree="15/8/10", tokens=32)
     assert sum(reply.result.accepted_tokens for reply in replies) > 0.5 * sum(
         reply.result.rounds for reply in replies
     )

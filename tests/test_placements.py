@@ -93,7 +93,7 @@ def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_sam
     client: Client,
 ) -> None:
     with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
-        assert told_by(spread, TREE) == told_by(client, None)
+        assert told_by(spread, TREE, prompts=1) == told_by(client, None, prompts=1)
         (target,) = [worker for worker in spread.status().workers if "target" in worker.roles]
         assert (
             target.placement

@@ -173,7 +173,7 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
     ("arguments", "words"),
     [
         (("--target", "/nowhere"), "has no config.json"),
-        (("--target.device", "cuda:99"), "there is no cuda:99"),
+        pytest.param(("--target.device", "cuda:99"), "there is no cuda:99", marks=pytest.mark.slow),
         (("--target.resident", "3"), "leave it out"),
         (("--plot", "plot.png"), "plot.svg"),
         (("--target.numa", "7"), "there is no node 7"),

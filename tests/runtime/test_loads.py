@@ -49,8 +49,17 @@ def middle(ratios: list[float]) -> float:
     return sorted(ratios)[len(ratios) // 2]
 
 
-@pytest.mark.parametrize("tree", [GOODPUT, FIXED], ids=lambda tree: tree.policy)
-@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize(
+    ("pace", "tree"),
+    [
+        *((pace, GOODPUT) for pace in PACES),
+        *(
+            pytest.param(pace, FIXED, marks=() if PACES[pace] is DEAR else pytest.mark.slow)
+            for pace in PACES
+        ),
+    ],
+    ids=lambda value: getattr(value, "policy", value),
+)
 def test_at_no_load_a_draft_makes_streams_slower(pace: str, tree: TreeSettings) -> None:
     house = Crowded(PACES[pace])
     for streams in (3, 8):

@@ -120,7 +120,7 @@ def check_truth(text: str, folder: Path) -> None:
         assert config_class.sub_configs
 
 
-@pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
+@pytest.mark.parametrize("weights", ["fp32", pytest.param("half", marks=pytest.mark.slow), "int8"])
 @pytest.mark.parametrize("kind", some(classes()))
 def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence(
     kind: str, weights: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

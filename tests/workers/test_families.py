@@ -39,6 +39,8 @@ WAYS = {
 }
 """Back end, weights, type of the checkpoint, and how far logits may lie from transformers' eager
 fp32 ones, relative to their norm."""
+RARE = ("library half", "kernels half of bf16")
+"""Ways of which others here have the back end, and others the weights."""
 ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
 KEY = bytes(range(16))
 LONG = 640
@@ -47,7 +49,19 @@ LENGTHS = {"short": (150, (1, 7, 128)), "long": (530, (1, 7, 64, 256, 512))}
 a long one token by token."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-EVERY_WAY = [pytest.param(way, marks=needs_kernels) if way in ON_KERNELS else way for way in WAYS]
+EVERY_WAY = [
+    pytest.param(
+        way,
+        marks=[
+            *([needs_kernels] if way in ON_KERNELS else []),
+            *([pytest.mark.slow] if way in RARE else []),
+        ],
+    )
+    for way in WAYS
+]
+EVERY_WAY_ON_KERNELS = [
+    pytest.param(way, marks=[pytest.mark.slow] if way in RARE else []) for way in ON_KERNELS
+]
 
 
 class Models:
@@ -221,7 +235,7 @@ def chunks_of(size: int, total: int) -> list[int]:
 
 @needs_kernels
 @pytest.mark.parametrize("length", ["short", pytest.param("long", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ON_KERNELS)
+@pytest.mark.parametrize("way", EVERY_WAY_ON_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
     family: str, way: str, length: str, models: Models, every_isa: list[kernels.Isa]
@@ -241,7 +255,7 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_
 
 
 @needs_kernels
-@pytest.mark.parametrize("way", ON_KERNELS)
+@pytest.mark.parametrize("way", EVERY_WAY_ON_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_has_the_same_bytes_in_any_slot_of_a_tree_with_any_neighbours_and_sessions_beside_it(  # noqa: E501
     model: LanguageModel, way: str, every_isa: list[kernels.Isa]
@@ -295,7 +309,7 @@ def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.
 
 
 @needs_kernels
-@pytest.mark.parametrize("way", ON_KERNELS)
+@pytest.mark.parametrize("way", EVERY_WAY_ON_KERNELS)
 def test_a_token_has_the_same_bytes_with_any_number_of_threads(way: str, models: Models) -> None:
     model = models.get("qwen3", way)
     numbers = random.Random(5)

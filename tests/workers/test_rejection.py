@@ -251,7 +251,16 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("samples", [500, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("shape", "p"), [*(("uneven", p) for p in SAMPLINGS), ("a chain", "cold"), ("siblings", "hot")]
+    ("shape", "p"),
+    [
+        *(("uneven", p) for p in ("plain", "hot", "cold")),
+        *(
+            pytest.param("uneven", p, marks=pytest.mark.slow)  # hardly anything is drawn
+            for p in ("nearly greedy", "one token")
+        ),
+        ("a chain", "cold"),
+        ("siblings", "hot"),
+    ],
 )
 def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(
     shape: str, p: str, samples: int

@@ -119,7 +119,7 @@ def test_every_family_can_be_split_and_streamed(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.usefixtures("by_torch")
-@pytest.mark.parametrize("weights", TYPES)
+@pytest.mark.parametrize("weights", [pytest.param("fp32", marks=pytest.mark.slow), "half", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch_computes_the_same_function_up_to_rounding(
     tmp_path: Path, family: str, weights: str
