@@ -181,14 +181,16 @@ class Answers:
         if live.draft is not None and not live.session.complete:
             self.go_on_alone(live, worker, "fewer features than were asked for")
         times = live.round_ended() if live.session.round else None
-        self._believe(live, lambda: live.session.opened(event, now_ns, times), asked=True)
+        self._believe(
+            live, lambda: live.give(live.session.opened, event, now_ns, times), asked=True
+        )
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
         """Features of a part of a prompt; the answer to Open is still owed."""
         live = self._live.get(event.session)
         if live is None or live.target is not worker:
             raise StaleError(f"session {event.session} reads nothing of {worker.name}")
-        actions = self._sensible(live, worker, lambda: live.session.prefilled(event))
+        actions = self._sensible(live, worker, lambda: live.give(live.session.prefilled, event))
         live.passed_on(size)
         self._house.perform(live, actions)
 
@@ -198,7 +200,7 @@ class Answers:
         if live is None or live.target is not worker:
             raise StaleError(f"session {event.session} asks {worker.name} nothing")
         live.passed_on(size)
-        self._believe(live, lambda: live.session.scored(event))
+        self._believe(live, lambda: live.give(live.session.scored, event))
 
     def _believe(
         self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False
@@ -228,7 +230,9 @@ class Answers:
     def _refed(self, worker: Worker, event: Refed, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
         live.passed_on(size)
-        self._house.perform(live, self._sensible(live, worker, lambda: live.session.refed(event)))
+        self._house.perform(
+            live, self._sensible(live, worker, lambda: live.give(live.session.refed, event))
+        )
 
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
@@ -238,7 +242,9 @@ class Answers:
             )
         worker.traffic.answered(size, 1)
         live.answered(worker, now_ns, size, event.spans)
-        self._house.perform(live, self._sensible(live, worker, lambda: live.session.drafted(event)))
+        self._house.perform(
+            live, self._sensible(live, worker, lambda: live.give(live.session.drafted, event))
+        )
 
     def _sensible(
         self, live: Live, worker: Worker, handle: Callable[[], list[Action]]
@@ -307,7 +313,7 @@ class Answers:
                 worker,
                 f"features {features and features.shape} with a path of {len(item.accepted)}",
             )
-        self._house.perform(live, live.session.verified(item, features, times))
+        self._house.perform(live, live.give(live.session.verified, item, features, times))
         self._relieve(live)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
@@ -426,10 +432,10 @@ class Answers:
             return False
         if role == "target":
             live.interrupted(self._house.now_ns())
-            self._house.perform(live, live.session.base_refused(role))
+            self._house.perform(live, live.give(live.session.base_refused, role))
             return True
         orders = worker.turns.withdraw(live.session.number, Draft)
-        self._house.perform(live, live.session.base_refused(role))
+        self._house.perform(live, live.give(live.session.base_refused, role))
         for order in orders:  # it may have been waiting for the prompt to be read
             worker.turns.resume(live.session.number)
             worker.turns.ask(live.session.number, order)
@@ -441,7 +447,7 @@ class Answers:
         if live.draft is not None:
             self.go_on_alone(live, live.draft, why)
         live.interrupted(self._house.now_ns())
-        self._house.perform(live, live.session.tree_refused())
+        self._house.perform(live, live.give(live.session.tree_refused))
 
     def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
         worker.awaiting_probe = False

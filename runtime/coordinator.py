@@ -70,7 +70,17 @@ from dovetail.runtime.post import Later, Post
 from dovetail.runtime.recording import Recorder
 from dovetail.runtime.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.requests import attempt
-from dovetail.runtime.session import Action, Ask, Emit, Finish, Note, Request, Score, State
+from dovetail.runtime.session import (
+    Action,
+    Ask,
+    Emit,
+    Finish,
+    NextRound,
+    Note,
+    Request,
+    Score,
+    State,
+)
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
@@ -449,13 +459,12 @@ class Coordinator:
         self.attempt(live, lambda: self._start(live))
 
     def _start(self, live: Live) -> None:
-        live.session.plan = partial(self.plan, live)
         self._observing.begin(live.session, trace=live.trace)
         live.observing = self._observing
         self.observe()
         if not live.trial:
             self._record(lambda recorder: recorder.begin(live))
-        self.perform(live, live.session.begin())
+        self.perform(live, live.give(live.session.begin))
 
     def perform(self, live: Live, actions: Sequence[Action]) -> None:
         """Carry out what a session decided; nothing is raised."""
@@ -465,6 +474,8 @@ class Coordinator:
         """Workers before the client, so that they begin; at the end the client before the
         workers."""
         live.tell_round()
+        if actions and isinstance(actions[-1], NextRound):
+            actions = [*actions[:-1], *self._next_round(live)]
         asks = [a for a in actions if isinstance(a, Ask)]
         ended = live.session.state is State.DONE
         if not ended:
@@ -495,6 +506,12 @@ class Coordinator:
                 self._finish(live, action)
         if ended:
             self._dispatch.ask(live, asks)
+
+    def _next_round(self, live: Live) -> Sequence[Action]:
+        """Begin a session's next round, with another draft if there is one that it should get."""
+        joining = self._moving.seek(live)
+        plan = self.plan(live) if joining is None and live.session.may_draft else None
+        return live.give(live.session.next_round, plan, joining)
 
     def _emit(self, live: Live, emit: Emit) -> None:
         if live.told_ns is not None and not live.trial:
@@ -558,7 +575,7 @@ class Coordinator:
         """Nobody waits for a session any more: it is over here and on its workers, whatever state
         it was in."""
         self._aside(self._forget, live)
-        self._aside(live.session.abandon)
+        self._aside(live.give, live.session.abandon)
         for role in ("target", "draft"):
             self._aside(self._dispatch.end, live, role)
 
@@ -575,7 +592,7 @@ class Coordinator:
 
         def end() -> None:
             live.interrupted(self.now_ns())
-            self.perform(live, live.session.cancel())
+            self.perform(live, live.give(live.session.cancel))
 
         self.attempt(live, end)
 

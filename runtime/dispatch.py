@@ -296,6 +296,6 @@ class Dispatch:
 def _passing(live: Live, item: VerifyItem, rows: int) -> None:
     """A pass of so many rows begins: a session knows what of its own is in it, and what it is
     expected to take."""
-    live.session.sent(len(item.tokens))
+    live.give(live.session.sent, len(item.tokens))
     live.other_rows = rows - len(item.tokens)
     live.pilot.sends(item.prefix, live.session.scores, rows)

@@ -7,7 +7,6 @@ Knows who may ask what; what becomes of a session is the coordinator's business.
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Protocol
 
 from dovetail.protocol.errors import RequestError, StaleError
@@ -277,7 +276,6 @@ class Intake:
             self._turn_down(client, submit, settled)
             return
         live = self._placement.house(client, submit, settled, request, self._tally, now_ns)
-        live.session.seek = partial(self._moving.seek, live)
         client.sessions[submit.request] = live.session.number
         self._house.start(live)
         if settled.peer not in self._registry.workers:

@@ -4,8 +4,9 @@ Every nanosecond from the request's arrival on is put down to one account; `mark
 to which that has been done. Times are handed in.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
 from dovetail.protocol.spans import Span
@@ -14,13 +15,20 @@ from dovetail.runtime.metrics import Account, RoundTimes
 from dovetail.runtime.observing import Observing, Waits, offset
 from dovetail.runtime.pilot import Pilot
 from dovetail.runtime.registry import ClientPeer, Worker
-from dovetail.runtime.session import Session, State
+from dovetail.runtime.session import Action, Session, State
+
+P = ParamSpec("P")
+Actions = TypeVar("Actions", bound=Sequence[Action])
+Heard = Callable[[str, Sequence[Any], Sequence[Action], Exception | None], None]
+"""Hears of an event of a session: its name, its arguments, the actions that followed, and the
+exception that it ended with instead."""
 
 ACCOUNT_OF: dict[State, Account] = {
     State.WAITING: "queue",
     State.OPENING: "prefill",
     State.DRAFTING: "draft_exposed",
     State.VERIFYING: "verify",
+    State.BETWEEN: "coordinator",
 }
 SPAN_OF: dict[Account, str] = {
     "coordinator": "handle",
@@ -37,7 +45,7 @@ between."""
 MOST_BREAKS = 12
 """Targets that may be lost so in any way: what only a connection did not survive was more likely
 the connection's fault."""
-RUNNING = State.DRAFTING, State.VERIFYING
+RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, type[Message]] = {
     State.OPENING: Open,
     State.DRAFTING: Draft,
@@ -71,6 +79,8 @@ class Live:
     sent: bool = False
     observing: Observing | None = None
     """Hears where its time goes."""
+    recorded: Heard | None = None
+    """Hears of every event of the session."""
     times: RoundTimes = field(default_factory=RoundTimes)
     """Of the round that runs."""
     opened_ns: int | None = None
@@ -95,6 +105,22 @@ class Live:
     """When its client was last told a token."""
     _prompts: int = 0
     """That its workers had been given to read when the round began."""
+
+    def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
+        """Give the session an event, which is one of its methods; the actions that follow. All of
+        its events pass here."""
+        if self.recorded is None:
+            return event(*what, **named)
+        actions: Sequence[Action] = ()
+        error = None
+        try:
+            actions = event(*what, **named)
+        except Exception as raised:
+            error = raised
+            raise
+        finally:
+            self.recorded(event.__name__, what, actions, error)
+        return actions
 
     @property
     def running(self) -> bool:

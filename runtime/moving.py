@@ -88,7 +88,7 @@ class Moving:
         self._forget_draft(live)
         if draft is None:
             live.pilot.leave()
-            live.session.draft_lost()
+            live.give(live.session.draft_lost)
             return None
         live.draft, live.joining = draft, True
         draft.sessions += draft is not live.target
@@ -107,7 +107,7 @@ class Moving:
         live.pilot.leave()
         if live.session.state is State.DRAFTING and (live.sent or live.queued):
             live.interrupted(self._house.now_ns())
-        self._house.perform(live, live.session.draft_lost())
+        self._house.perform(live, live.give(live.session.draft_lost))
 
     def draft_failed(self, live: Live, why: str) -> None:
         """Go on with the target alone, since a session's draft cannot do what is asked of it: that
@@ -158,7 +158,7 @@ class Moving:
         live.interrupted(now_ns)
         live.target.sessions -= 1
         self._house.close_on(live.target, live)
-        self._house.perform(live, live.session.target_lost())
+        self._house.perform(live, live.give(live.session.target_lost))
 
     def resettle(self) -> None:
         """Have every session that waits for a target go on where it can, and end those that have
@@ -214,8 +214,10 @@ class Moving:
         )
         self._house.perform(
             live,
-            live.session.recovered(
-                str(target.hello.fingerprint), self._placement.target_base(live, target)
+            live.give(
+                live.session.recovered,
+                str(target.hello.fingerprint),
+                self._placement.target_base(live, target),
             ),
         )
 

@@ -35,7 +35,7 @@ from dovetail.runtime.metrics import Accounts, RoundTimes
 from dovetail.runtime.pilot import Plan
 from dovetail.runtime.recording import MAX_WORDS, STEPS, outline
 from dovetail.runtime.session import Action, Ask, Emit, Note, Request, Score, Session
-from dovetail.runtime.tape import Entry, From, Recording, Said, Step
+from dovetail.runtime.tape import Entry, From, Joined, Recording, Said, Step
 from dovetail.runtime.text import open_detokenizer
 
 Asked = Open | Feed | Refeed | Draft | Verify
@@ -127,37 +127,18 @@ class Playback:
 
     def _step(self, step: Step) -> None:
         """Take a step again."""
-        if unknown := {step.name, *step.within} - {*STEPS}:
+        if step.name not in STEPS:
             raise UserError(
-                f"{self.recording.path} has a step {min(unknown)[:64]!r} that this release "
-                "does not know: use the one that wrote it"
+                f"{self.recording.path} has a step {step.name[:64]!r} that this release does not "
+                "know: use the one that wrote it"
             )
-        plans, joins, within = list(step.plans), list(step.joins), list(step.within)
-        asked: list[dict[str, Any] | None] = []
-
-        def plan() -> Plan | None:
-            chosen = (
-                plans.pop(0) if plans else vars(Plan())
-            )  # where nobody was asked then, what follows differs anyway
-            asked.append(chosen)
-            return None if chosen is None else Plan(**chosen)
-
-        def seek() -> Joining | None:
-            while within:
-                getattr(self.session, within.pop(0))()
-            joined = joins.pop(0) if joins else None
-            return None if joined is None else Joining(joined.reads, _base(joined.base))
-
-        self.session.plan, self.session.seek = plan, seek
         raised, actions = None, list[Action]()
         method, arguments = getattr(self.session, step.name), self._arguments(step)
         try:
-            actions = method(*arguments) or []
+            actions = method(*arguments)
         except Exception as error:
             raised = (type(error).__name__, str(error)[:MAX_WORDS])
-        today = step.model_copy(
-            update={"plans": tuple(asked), "actions": tuple(map(whole, actions)), "raised": raised}
-        )
+        today = step.model_copy(update={"actions": tuple(map(whole, actions)), "raised": raised})
         self.taken.append(Taken(today, actions))
         self._compare(step, actions, raised)
         self._asked += [
@@ -197,6 +178,9 @@ class Playback:
                 return [item, features, *map(_times, plain[2:])]
             case "recovered":
                 return [plain[0], *(_base(base and From(**base)) for base in plain[1:])]
+            case "next_round":
+                plan, joined = plain[0] and Plan(**plain[0]), plain[1] and Joined(**plain[1])
+                return [plan, joined and Joining(joined.reads, _base(joined.base))]
             case _:
                 return plain
 

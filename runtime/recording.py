@@ -1,5 +1,5 @@
-"""Records sessions: each into a file of its own, with all that was said about it and every step
-that its logic took.
+"""Records sessions: each into a file of its own, with all that was said about it and every event
+that it was given.
 
 Nothing waits for it. What happens is remembered, packed when the workers have been told what they
 wait for, and every quarter of a second handed to a thread, which writes it (`scribe.py`). What a
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,16 @@ from dovetail.runtime.metrics import RoundTimes
 from dovetail.runtime.pilot import Plan
 from dovetail.runtime.registry import ClientPeer, Worker
 from dovetail.runtime.scribe import MAX_WAITING_BYTES, Scribe
-from dovetail.runtime.session import Action, Ask, Emit, Note, Score, Session
+from dovetail.runtime.session import (
+    Action,
+    Ask,
+    Emit,
+    Finish,
+    NextRound,
+    Note,
+    Score,
+    Session,
+)
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -54,6 +64,7 @@ STEPS = (
     "target_lost",
     "recovered",
     "tree_refused",
+    "next_round",
     "cancel",
     "abandon",
 )
@@ -100,7 +111,7 @@ class Recorder:
             f"{began:%Y%m%dT%H%M%S}-{session.epoch & 0xFFFFFFFF:08x}-{session.number}{tape.SUFFIX}"
         )
         new = _Tape(self._folder / name, self._scribe, self._now(), timed=session.request.record)
-        self._watch(session, new)
+        live.recorded = partial(self._step, new)
         self._note(
             self._begin,
             new,
@@ -121,56 +132,16 @@ class Recorder:
         """A message has been sent."""
         self._note(self._say, "out", self._now(), peer, message, frames)
 
-    def _watch(self, session: Session, about: "_Tape") -> None:
-        """Note every step that the session takes from now on."""
-        plans: list[Plan | None] = []
-        joins: list[Joining] = []
-        within: list[str] = []
-        under_way: list[str] = []
-        plan, seek = session.plan, session.seek
-
-        def noted_plan() -> Plan | None:
-            plans.append(chosen := plan())
-            return chosen
-
-        def noted_seek() -> Joining | None:
-            if (found := seek()) is not None:
-                joins.append(found)
-            return found
-
-        def noted(
-            name: str, method: Callable[..., Sequence[Action] | None]
-        ) -> Callable[..., Sequence[Action] | None]:
-            def step(*arguments: Any) -> Sequence[Action] | None:
-                if under_way:
-                    within.append(name)
-                    return method(*arguments)
-                error, actions = None, None
-                under_way.append(name)
-                try:
-                    actions = method(*arguments)
-                except Exception as raised:
-                    error = raised
-                    raise
-                finally:
-                    self._note(
-                        about.add_step,
-                        self._now(),
-                        name,
-                        arguments,
-                        ((*plans,), (*joins,), (*within,)),
-                        actions or (),
-                        error,
-                    )
-                    for decided in (plans, joins, within, under_way):
-                        decided.clear()
-                return actions
-
-            return step
-
-        session.plan, session.seek = noted_plan, noted_seek
-        for name in STEPS:
-            setattr(session, name, noted(name, getattr(session, name)))
+    def _step(
+        self,
+        about: "_Tape",
+        name: str,
+        arguments: Sequence[Any],
+        actions: Sequence[Action],
+        error: Exception | None,
+    ) -> None:
+        """A session was given an event."""
+        self._note(about.add_step, self._now(), name, arguments, actions, error)
 
     def _note(self, write: Callable[..., None], *what: Any) -> None:
         self._notes.append((write, what))
@@ -325,27 +296,16 @@ class _Tape:
         at_ns: int,
         name: str,
         arguments: Sequence[Any],
-        decided: tuple[Sequence[Plan | None], Sequence[Joining], Sequence[str]],
         actions: Sequence[Action],
         error: Exception | None,
     ) -> None:
-        """A step, what was decided in it, and what followed."""
-        plans, joins, within = decided
+        """A step, and what followed."""
         entry: dict[str, Any] = {
             "type": "step",
             "at": self._since(at_ns),
             "name": name,
             "arguments": [self._plain(value) for value in arguments],
         }
-        if plans:
-            entry["plans"] = [None if plan is None else vars(plan) for plan in plans]
-        if joins:
-            entry["joins"] = [
-                {"reads": join.reads and join.reads.model_dump(), "base": _base(join.base)}
-                for join in joins
-            ]
-        if within:
-            entry["within"] = within
         if actions:
             entry["actions"] = [outline(action) for action in actions]
         if error is not None:
@@ -365,8 +325,13 @@ class _Tape:
                 return value.round
             case RoundTimes():
                 return vars(value) if self._timed else None
-            case Base():
-                return _base(value)
+            case Base() | Plan():
+                return vars(value)
+            case Joining():
+                return {
+                    "reads": value.reads and value.reads.model_dump(),
+                    "base": _base(value.base),
+                }
             case _:
                 return value
 
@@ -448,5 +413,7 @@ def outline(action: Action) -> tuple[Any, ...]:
             return ("score", action.start, len(action.logprobs))
         case Note():
             return ("note", action.record.round)
-        case _:
+        case NextRound():
+            return ("next_round",)
+        case Finish():
             return ("finish", action.reason)

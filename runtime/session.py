@@ -1,23 +1,21 @@
 """One request's life as a state machine: an event in, actions out.
 
 The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt
-from it. A round asks the draft worker for a tree, the target worker for its verdict, commits the
-accepted tokens and the bonus one by one - an end token, a stop string or the length limit cuts
-inside an accepted path, so the output does not depend on how many tokens a round brought - and
-begins the next round. What a draft reads of its target is handed on as it comes, the prompt's
-features by Feed and those of verdicts with the next Draft; nothing looks into it.
+from it. A round asks the draft worker for a tree, the target worker for its verdict, and commits
+the accepted tokens and the bonus one by one. An end token, a stop string or the length limit cuts
+inside an accepted path, so the output does not depend on how many tokens a round brought. Then the
+session asks for its next round, which begins when it is told how to draft. What a draft reads of
+its target is handed on as it comes, the prompt's features by Feed and those of verdicts with the
+next Draft; nothing looks into it.
 
-A session outlives its workers. Without its draft it goes on with the target alone, and takes
-another draft at the beginning of a round: that one reads the log, and its features if it reads the
-target, which computes them anew. Without its target it waits; another one reads the log, and the
-token that it chooses behind it is the verdict of the round that was lost: none of its proposal is
-accepted. Then the token is the one that would have come anyway.
+An event is a call of a method that returns actions; nothing is called back, so the events of a
+session and their arguments are all that its actions depend on.
 
 Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for
 which role it is, the scheduler decides when it leaves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -86,6 +84,12 @@ class Score:
 
 
 @dataclass(frozen=True)
+class NextRound:
+    """A round is over and the request is not: the session waits for `next_round`. The last of its
+    actions."""
+
+
+@dataclass(frozen=True)
 class Finish:
     """The request is done."""
 
@@ -99,7 +103,7 @@ class Note:
     record: RoundRecord
 
 
-Action = Ask | Emit | Score | Note | Finish
+Action = Ask | Emit | Score | Note | NextRound | Finish
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class State(Enum):
     """The target reads the prompt, or another one the log."""
     DRAFTING = "drafting"
     VERIFYING = "verifying"
+    BETWEEN = "between"
+    """Two rounds."""
     DONE = "done"
 
 
@@ -165,11 +171,6 @@ class Session:
     target_base: Base | None = None
     """What the target goes on from; the same number of tokens as the draft where that reads its
     target."""
-    plan: Callable[[], Plan | None] = Plan
-    """How to draft for the next round; None: not at all."""
-    seek: Callable[[], Joining | None] = lambda: None
-    """Asked before a round: a draft that the session gets now, in place of the one that it has or
-    in the midst; None: everything stays."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -515,11 +516,12 @@ class Session:
             self.brief.rows = self.length - 1
         return self._verify(tree, drawn)
 
-    def sent(self, nodes: int) -> None:
+    def sent(self, nodes: int) -> list[Action]:
         """Of the proposal the first so many nodes have gone to the target: the verdict is about
         these."""
         if nodes < len(self._tree):
             self._tree = self._tree.prefix(nodes)
+        return []
 
     def readable(self, features: Array | None, accepted: int) -> bool:
         """Whether features that came with a verdict, or that none came, are what the draft needs to
@@ -582,6 +584,25 @@ class Session:
             if self.request.record
             else actions
         )
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next round can be drafted for, by the draft that it has."""
+        return self.brief is not None and self.request.tree.gamma > 0 and self.room > 1
+
+    def next_round(self, plan: Plan | None, joining: Joining | None = None) -> list[Action]:
+        """Begin the next round, drafted as in `plan`; None: not at all. `joining`: a draft that the
+        session gets now, and which this round does without."""
+        if self.state is not State.BETWEEN:
+            raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
+        if joining is not None:
+            return [*self._join(joining), *self._verify(NO_TREE)]
+        brief = self.brief if self.may_draft else None
+        self._ordered = brief is not None and plan is not None
+        if brief is None or plan is None:
+            return self._verify(NO_TREE)
+        self.state = State.DRAFTING
+        return [Ask("draft", self._order(brief, plan))]
 
     @property
     def verifying(self) -> int:
@@ -705,7 +726,8 @@ class Session:
         *,
         drafted: int,
     ) -> list[Action]:
-        """Append to the token log until something ends the reply, then stream and go on."""
+        """Append to the token log until something ends the reply, then stream and ask for the next
+        round."""
         begin, shown, reason = len(self.tokens), "", None
         for token, margin in zip(tokens, margins, strict=True):
             self.tokens.append(token)
@@ -719,9 +741,11 @@ class Session:
         if reason:
             return self._finish(reason, begin, drafted, shown)
         self._shown.append(shown)
+        self.state, self.proposal = State.BETWEEN, None
+        self.round += 1
         return [
             Emit(tuple(self.tokens[begin:]), drafted, shown, tuple(self.logprobs[begin:])),
-            *self._next_round(),
+            NextRound(),
         ]
 
     def _read(self, token: int) -> tuple[str, FinishReason | None]:
@@ -735,23 +759,6 @@ class Session:
         if stopped:
             return text, "stop"
         return text, "length" if len(self.tokens) >= self.request.max_tokens else None
-
-    def _next_round(self) -> list[Action]:
-        self.round += 1
-        self.proposal = None
-        joining = self.seek()
-        if joining is not None:
-            return [*self._join(joining), *self._verify(NO_TREE)]
-        plan = (
-            self.plan()
-            if self.brief is not None and self.request.tree.gamma and self.room > 1
-            else None
-        )
-        self._ordered = plan is not None
-        if self.brief is None or plan is None:
-            return self._verify(NO_TREE)
-        self.state = State.DRAFTING
-        return [Ask("draft", self._order(self.brief, plan))]
 
     @property
     def room(self) -> int:

@@ -2,8 +2,8 @@
 
 A recording is a file of MessagePack maps, one behind the other: the session as it began, the
 tokenizer of its target, the peers as they are first heard of or spoken to, then in order every
-message (its frames as they were), every step of the session logic with what was handed to it beside
-the message, and at last why it ends. A coordinator that was killed leaves a file that ends
+message (its frames as they were), every event of the session with what it was handed beside the
+message, and at last why it ends. A coordinator that was killed leaves a file that ends
 anywhere. Written by `recording.py`, one entry at a time; knows no sessions that run.
 
 A recording holds what the user and the models said. The keys of links are in no message, and the
@@ -25,7 +25,7 @@ from dovetail.protocol.errors import UserError, printable
 from dovetail.protocol.messages import Count, Ends, Hello, Name, Reads, Role, Text, Version
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".messages"
 MAX_FILE_BYTES = 64 << 20
 """Of one recording, without its tokenizer."""
@@ -123,20 +123,13 @@ class Said(Frozen):
 
 
 class Step(Frozen):
-    """A call of a method of `session.Session`. What it was handed of a message, it was handed of
-    the last one that came in."""
+    """An event of the session: a call of a method of `session.Session`. What it was handed of a
+    message, it was handed of the last one that came in."""
 
     type: Literal["step"] = "step"
     at: Count
     name: Name
     arguments: tuple[Any, ...] = ()
-    plans: tuple[dict[str, Any] | None, ...] = ()
-    """How the rounds were drafted that began in it: fields of `pilot.Plan`, or None for not at
-    all."""
-    joins: tuple[Joined, ...] = ()
-    """Drafts that it was given."""
-    within: tuple[Name, ...] = ()
-    """Steps that were taken in the midst of it, when a draft was looked for."""
     actions: tuple[tuple[Any, ...], ...] = ()
     """What followed, as `recording.outline` has it."""
     raised: tuple[Name, Text] | None = None

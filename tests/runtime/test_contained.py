@@ -1,6 +1,7 @@
 """A fault of the coordinator's about one session ends that session with one error, and nobody else
 notices; a worker that will not answer is lost."""
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ def in_step(
     def sabotage(patch: pytest.MonkeyPatch) -> None:
         real = getattr(Session, name)
 
+        @functools.wraps(real)
         def step(session: Session, *arguments: Any, **named: Any) -> Any:
             if is_guilty(session) and session.round >= rounds:
                 raise error
@@ -191,7 +193,7 @@ def test_whatever_a_step_of_a_session_raises_ends_that_session_alone(
         "opened",
         "prefilled",
         "_commit",
-        "_next_round",
+        "next_round",
         "_verify",
         "_for_target",
         "_for_draft",

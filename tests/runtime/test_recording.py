@@ -62,12 +62,12 @@ def test_every_method_that_changes_a_session_is_a_step() -> None:
     methods = {
         name: method
         for name, method in vars(Session).items()
-        if inspect.isfunction(method) and not name.startswith("_") and name != "seek"
+        if inspect.isfunction(method) and not name.startswith("_")
     }
     returned = {name: get_type_hints(method)["return"] for name, method in methods.items()}
-    assert {
-        name for name, what in returned.items() if what in (list[Action], list[Ask], type(None))
-    } == set(STEPS)
+    assert {name for name, what in returned.items() if what in (list[Action], list[Ask])} == set(
+        STEPS
+    )
 
 
 @pytest.mark.parametrize("reads", [None, READS])
@@ -364,3 +364,26 @@ def test_something_else_is_no_recording(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(UserError, match="recording"):
         read_recording(tmp_path / "x")
+
+
+def test_a_recording_of_another_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(tape.pack_entry({"type": "recording", "format": 1}))
+    with pytest.raises(UserError) as refused:
+        read_recording(tmp_path / "x")
+    assert str(refused.value) == (
+        f"the recording {tmp_path / 'x'} is of format 1, this release reads {tape.FORMAT}: use the "
+        "one that wrote it"
+    )
+
+
+def test_a_recording_is_the_list_of_a_sessions_events(tmp_path: Path) -> None:
+    """Each round ends with the question for the next one, which is an event of its own."""
+    with recording(tmp_path) as house:
+        house.complete(max_tokens=9)
+    (found,) = read_all(tmp_path)
+    steps = [entry for entry in found.entries if isinstance(entry, Step)]
+    asked = [step.actions[-1:] == (("next_round",),) for step in steps]
+    answered = [step.name == "next_round" for step in steps]
+    assert sum(asked) >= 2
+    assert asked[:-1] == answered[1:]
+    assert all(step.arguments[0] for step in steps if step.name == "next_round")

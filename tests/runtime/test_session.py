@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
 from dovetail.protocol.messages import (
     Close,
@@ -26,9 +27,11 @@ from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.briefing import Briefing, Joining
 from dovetail.runtime.metrics import Accounts
 from dovetail.runtime.pilot import Plan
-from dovetail.runtime.session import Ask, Emit, Finish, Request, Score, Session, State
+from dovetail.runtime.session import Ask, Emit, Finish, NextRound, Request, Score, Session, State
 from dovetail.runtime.text import Detokenizer
 from support.scripted import END, READS, VOCABULARY, features, tokenizer_bytes
+
+PLAN = Plan()
 
 
 def new_session(
@@ -67,8 +70,29 @@ def new_session(
     )
 
 
-def opened(session: Session, bonus: int = 3) -> list[object]:
-    return list(session.opened(Opened(epoch=1, session=1, bonus=bonus, margin=0.5), 10))
+def going_on(
+    session: Session,
+    actions: Sequence[object],
+    plan: Plan | None = PLAN,
+    joining: Joining | None = None,
+) -> list[object]:
+    """These actions, and in place of the question for the next round those that begin it."""
+    if not isinstance(actions[-1], NextRound):
+        return [*actions]
+    assert session.state is State.BETWEEN
+    return [*actions[:-1], *session.next_round(plan, joining)]
+
+
+def opened(
+    session: Session,
+    bonus: int = 3,
+    *,
+    round: int = 0,
+    margin: float = 0.5,
+    plan: Plan | None = PLAN,
+) -> list[object]:
+    event = Opened(epoch=1, session=1, round=round, bonus=bonus, margin=margin)
+    return going_on(session, session.opened(event, 10), plan)
 
 
 def drafted(session: Session, tokens: tuple[int, ...], parents: tuple[int, ...]) -> list[object]:
@@ -85,18 +109,23 @@ def drafted(session: Session, tokens: tuple[int, ...], parents: tuple[int, ...])
     return list(session.drafted(event))
 
 
-def verdict(session: Session, accepted: tuple[int, ...], bonus: int) -> list[object]:
-    return list(
-        session.verified(
-            VerifiedItem(
-                session=1,
-                round=session.round,
-                accepted=accepted,
-                bonus=bonus,
-                margins=(0.1,) * (len(accepted) + 1),
-            )
-        )
+def verdict(
+    session: Session,
+    accepted: tuple[int, ...],
+    bonus: int,
+    *,
+    features: Array | None = None,
+    plan: Plan | None = PLAN,
+    joining: Joining | None = None,
+) -> list[object]:
+    item = VerifiedItem(
+        session=1,
+        round=session.round,
+        accepted=accepted,
+        bonus=bonus,
+        margins=(0.1,) * (len(accepted) + 1),
     )
+    return going_on(session, session.verified(item, features), plan, joining)
 
 
 def test_begin_opens_both_workers_and_only_the_target_without_a_draft() -> None:
@@ -306,6 +335,22 @@ def test_cancelling_twice_does_nothing_the_second_time() -> None:
     assert session.cancel() == []
 
 
+def test_a_session_between_two_rounds_waits_to_be_told_how_the_next_is_drafted() -> None:
+    session = new_session()
+    with pytest.raises(RuntimeError, match="not between rounds"):
+        session.next_round(PLAN)
+    session.begin()
+    *_, last = session.opened(Opened(epoch=1, session=1, bonus=3, margin=0.5), 10)
+    assert last == NextRound()
+    assert (session.state, session.round) == (State.BETWEEN, 1)
+    with pytest.raises(StaleError):
+        drafted(session, (4,), (-1,))
+    ((role, order),) = commands(session.next_round(Plan(deadline_ms=7.0)))
+    assert role == "draft"
+    assert isinstance(order, Draft)
+    assert order.deadline_ms == 7.0
+
+
 # -- workers that are lost and found ---------------------------------------------------------------
 
 
@@ -336,7 +381,7 @@ def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_
     )
     with pytest.raises(StaleError):
         session.opened(Opened(epoch=2, session=1, round=0, bonus=4), 20)
-    emitted, ask = session.opened(Opened(epoch=2, session=1, round=1, bonus=4, margin=0.25), 20)
+    emitted, ask = opened(session, 4, round=1, margin=0.25)
     assert isinstance(emitted, Emit)
     assert (emitted.tokens, emitted.drafted) == ((4,), 0)
     assert isinstance(ask, Ask)
@@ -354,13 +399,11 @@ def test_the_first_token_of_another_target_is_the_verdict_of_the_round_that_was_
 def test_what_was_committed_without_an_order_still_reaches_the_draft_behind_a_move() -> None:
     session = new_session()
     session.begin()
-    plans: list[Plan | None] = [None, None, Plan()]
-    session.plan = lambda: plans.pop(0)
-    opened(session)
-    verdict(session, (), 4)
+    opened(session, plan=None)
+    verdict(session, (), 4, plan=None)
     session.target_lost()
     session.recovered("another")
-    *_, ask = session.opened(Opened(epoch=2, session=1, round=2, bonus=5), 20)
+    *_, ask = opened(session, 5, round=2)
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
     assert (ask.command.round, ask.command.prefix, ask.command.bonus, ask.command.more) == (
@@ -398,15 +441,12 @@ def test_nothing_that_the_lost_target_was_to_say_is_listened_to_any_more() -> No
 def test_a_draft_that_is_found_reads_the_log_up_to_the_root_while_a_round_goes_by() -> None:
     session = new_session(speculating=False)
     session.begin()
-    session.plan = lambda: None
     opened(session)
-    session.seek = lambda: Joining()
-    (_, opening), (role, verify) = commands(verdict(session, (), 4))
+    (_, opening), (role, verify) = commands(verdict(session, (), 4, joining=Joining()))
     assert isinstance(opening, Open)
     assert (opening.prompt, opening.replied, opening.round) == ((9, 8, 3), 1, 1)
     assert role == "target"
     assert isinstance(verify, Verify)
-    session.seek, session.plan = lambda: None, Plan
     ((_, order),) = commands(verdict(session, (), 5))
     assert isinstance(order, Draft)
     assert (order.round, order.prefix, order.accepted, order.bonus, order.more) == (
@@ -424,14 +464,14 @@ def test_a_draft_that_reads_its_target_is_fed_what_is_computed_anew_and_has_the_
     session = new_session(speculating=False)
     session.begin()
     opened(session)
-    session.seek = lambda: Joining(READS)
-    (_, opening), (_, refeed), (_, verify) = commands(verdict(session, (), 4))
+    (_, opening), (_, refeed), (_, verify) = commands(
+        verdict(session, (), 4, joining=Joining(READS))
+    )
     assert isinstance(opening, Open)
     assert isinstance(refeed, Refeed)
     assert isinstance(verify, Verify)
     assert (refeed.round, refeed.start, refeed.prefix, refeed.features) == (2, 0, 4, READS)
     log = (9, 8, 3, 4, 5)
-    session.seek = lambda: None
     ((_, feed),) = commands(
         session.prefilled(
             Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 2, READS))
@@ -447,8 +487,7 @@ def test_a_draft_that_reads_its_target_is_fed_what_is_computed_anew_and_has_the_
         Prefilled(epoch=1, session=1, round=2, start=2, features=features(log, 2, 3, READS))
     )
     assert session.refed(Refed(epoch=1, session=1, round=2)) == []
-    item = VerifiedItem(session=1, round=2, accepted=(), bonus=5, margins=(0.1,))
-    ((_, order),) = commands(session.verified(item, features(log, 3, 4, READS)))
+    ((_, order),) = commands(verdict(session, (), 5, features=features(log, 3, 4, READS)))
     assert isinstance(order, Draft)
     assert (order.bonus, order.more, order.features) == (4, (5,), features(log, 3, 4, READS))
 
@@ -457,8 +496,7 @@ def test_features_that_do_not_cover_the_log_are_not_taken_for_all_of_them() -> N
     session = new_session(speculating=False)
     session.begin()
     opened(session)
-    session.seek = lambda: Joining(READS)
-    verdict(session, (), 4)
+    verdict(session, (), 4, joining=Joining(READS))
     session.prefilled(
         Prefilled(epoch=1, session=1, round=2, start=0, features=features((9, 8, 3), 0, 2, READS))
     )
@@ -471,9 +509,7 @@ def test_another_target_shows_what_the_lost_one_had_not() -> None:
     session = new_session(speculating=False)
     session.begin()
     opened(session)
-    session.seek = lambda: Joining(READS)
-    verdict(session, (), 4)
-    session.seek = lambda: None
+    verdict(session, (), 4, joining=Joining(READS))
     session.prefilled(
         Prefilled(epoch=1, session=1, round=2, start=0, features=features(log, 0, 1, READS))
     )
@@ -494,7 +530,7 @@ def test_another_target_shows_what_the_lost_one_had_not() -> None:
     assert isinstance(feed, Feed)
     assert feed.features == features(log, 1, 3, READS), "the root's row belongs to the verdict"
     assert session.complete
-    ((_, order),) = commands(session.opened(Opened(epoch=2, session=1, round=2, bonus=5), 20))
+    ((_, order),) = commands(opened(session, 5, round=2))
     assert isinstance(order, Draft)
     assert (order.bonus, order.more, order.features) == (4, (5,), features(log, 3, 4, READS))
 
@@ -525,7 +561,7 @@ def test_a_reply_names_the_targets_that_differ_in_the_order_in_which_they_served
     for served, fingerprint in enumerate(("one", "two", "two", "one")):
         session.target_lost()
         session.recovered(fingerprint)
-        session.opened(Opened(epoch=2, session=1, round=1 + served, bonus=4), 20)
+        opened(session, 4, round=1 + served)
     session.target_lost()
     session.recovered("three")
     result = session.result(30, "cancelled")

@@ -462,6 +462,7 @@ class World:
         def fail(*_: object, **__: object) -> None:
             raise error
 
+        fail.__name__ = name
         setattr(about, name, fail)
         if live.client.peer == self.reader.peer:
             self.reader.told[live.request].sabotaged = True
@@ -645,11 +646,9 @@ SABOTAGED = (
     *(
         ("session", name)
         for name in (
-            "plan",
-            "seek",
+            "next_round",
             "_commit",
             "_read",
-            "_next_round",
             "_verify",
             "_order",
             "_finish",
