@@ -28,6 +28,7 @@ ACCOUNT_OF: dict[State, Account] = {
     State.OPENING: "prefill",
     State.DRAFTING: "draft_exposed",
     State.VERIFYING: "verify",
+    State.READY: "coordinator",
     State.BETWEEN: "coordinator",
 }
 SPAN_OF: dict[Account, str] = {

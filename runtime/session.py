@@ -150,6 +150,8 @@ class State(Enum):
     """The target reads the prompt, or another one the log."""
     DRAFTING = "drafting"
     VERIFYING = "verifying"
+    READY = "ready"
+    """For its next round, since a target has just read the log."""
     BETWEEN = "between"
     """Two rounds."""
     DONE = "done"
@@ -593,7 +595,7 @@ class Session:
     def next_round(self, plan: Plan | None, joining: Joining | None = None) -> list[Action]:
         """Begin the next round, drafted as in `plan`; None: not at all. `joining`: a draft that the
         session gets now, and which this round does without."""
-        if self.state is not State.BETWEEN:
+        if self.state not in (State.READY, State.BETWEEN):
             raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
         if joining is not None:
             return [*self._join(joining), *self._verify(NO_TREE)]
@@ -741,8 +743,8 @@ class Session:
         if reason:
             return self._finish(reason, begin, drafted, shown)
         self._shown.append(shown)
-        self.state, self.proposal = State.BETWEEN, None
-        self.round += 1
+        self.state = State.BETWEEN if self.state is State.VERIFYING else State.READY
+        self.round, self.proposal = self.round + 1, None
         return [
             Emit(tuple(self.tokens[begin:]), drafted, shown, tuple(self.logprobs[begin:])),
             NextRound(),

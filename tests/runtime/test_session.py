@@ -79,7 +79,7 @@ def going_on(
     """These actions, and in place of the question for the next round those that begin it."""
     if not isinstance(actions[-1], NextRound):
         return [*actions]
-    assert session.state is State.BETWEEN
+    assert session.state in (State.READY, State.BETWEEN)
     return [*actions[:-1], *session.next_round(plan, joining)]
 
 
@@ -342,7 +342,7 @@ def test_a_session_between_two_rounds_waits_to_be_told_how_the_next_is_drafted()
     session.begin()
     *_, last = session.opened(Opened(epoch=1, session=1, bonus=3, margin=0.5), 10)
     assert last == NextRound()
-    assert (session.state, session.round) == (State.BETWEEN, 1)
+    assert (session.state, session.round) == (State.READY, 1)
     with pytest.raises(StaleError):
         drafted(session, (4,), (-1,))
     ((role, order),) = commands(session.next_round(Plan(deadline_ms=7.0)))
