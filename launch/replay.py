@@ -36,8 +36,8 @@ def command(
     another way than it went.
 
     Without --worker the session logic is given the recorded events again, and the same actions have
-    to follow. With it a worker is asked what was asked then, and has to answer the same: the tokens in
-    any case, margins and features where its fingerprint is the recorded one. A draft need not
+    to follow. With it a worker is asked what was asked then, and has to answer the same: the tokens
+    in any case, margins and features where its fingerprint is the recorded one. A draft need not
     propose the same where its proposals hung on its time and on what it had learned: under the
     policy goodput, drafting ahead, or with tree.sharpening = auto.
     """
