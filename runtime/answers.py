@@ -33,6 +33,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.changes import Changes
+from dovetail.runtime.effects import Effects
 from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
@@ -56,6 +57,9 @@ class House(Protocol):
 
     def perform(self, live: Live, actions: Sequence[Action]) -> None:
         """Carry out what a session decided."""
+
+    def carry_out(self, effects: Effects[None]) -> None:
+        """Carry out what is to be done about sessions."""
 
     def fail(self, live: Live, error: RequestError) -> None:
         """End a request with an error."""
@@ -267,7 +271,9 @@ class Answers:
             live.session.number,
         )
         self._dropped.refused += 1
-        self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
+        self._house.carry_out(
+            self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
+        )
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
@@ -349,7 +355,7 @@ class Answers:
                 f"session {live.session.number} gives its draft up: "
                 f"{live.session.held_bytes >> 20} MiB of features wait for it"
             )
-            self._moving.drop_draft(live, shun=True)
+            self._house.carry_out(self._moving.drop_draft(live, shun=True))
 
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
@@ -387,22 +393,28 @@ class Answers:
             return
         if self._changes.failed(live, worker, event.text):
             if worker is live.target and worker.peer in self._registry.workers:
-                self._moving.lose_target(live, "could not do what was asked of it")
-                self._moving.resettle()
+                self._house.carry_out(
+                    self._moving.lose_target(live, "could not do what was asked of it")
+                )
+                self._house.carry_out(self._moving.resettle())
             return
         if worker is live.draft and worker is not live.target:
-            self._moving.draft_failed(live, event.text)
+            self._house.carry_out(self._moving.draft_failed(live, event.text))
         elif owed.type is Refed:
-            self._moving.draft_failed(
-                live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
+            self._house.carry_out(
+                self._moving.draft_failed(
+                    live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
+                )
             )
         elif worker is live.target and event.code == "protocol" and live.session.doubtful:
             self._verify_without_tree(live, event.text)
         elif (
             worker is live.target and event.code in ("session", "prefix") and owed.type is Verified
         ):
-            self._moving.lose_target(live, "does not have its session any more")
-            self._moving.resettle()
+            self._house.carry_out(
+                self._moving.lose_target(live, "does not have its session any more")
+            )
+            self._house.carry_out(self._moving.resettle())
         elif worker is live.target:
             self._house.fail(live, RequestError(event.code, event.text))
 

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
 from dovetail.protocol.errors import DecodeError, ProtocolError, RequestError, StaleError
@@ -56,6 +56,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.answers import Answers
 from dovetail.runtime.changes import Changes
 from dovetail.runtime.dispatch import Dispatch
+from dovetail.runtime.effects import Break, Effects, Fail, Follow, Forget, Say
 from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
@@ -84,6 +85,7 @@ from dovetail.runtime.session import (
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_STRUCK_PEERS = 4096
 WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
@@ -140,9 +142,6 @@ class Coordinator:
             self.registry, self.epoch, reuse=settings.reuse, say=self.decide
         )
         self.ending = False
-        self.given_up = ""
-        """Why whoever started us ends the service: what is missing does not come back. Empty: it
-        does not end it."""
         self._live: dict[int, Live] = {}
         self._strikes: dict[bytes, int] = {}
         self._settings = settings
@@ -162,7 +161,9 @@ class Coordinator:
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
         self._observing = Observing(clock_ns)
         self._failing = FailingDrafts()
-        self._moving = Moving(self, self.registry, self._placement, self._failing, settings)
+        self._moving = Moving(
+            self._live, self.registry, self._placement, self._failing, settings, clock_ns
+        )
         self._changes = Changes(self, self.registry, self._placement)
         self._post = Post(
             hub,
@@ -403,7 +404,7 @@ class Coordinator:
         if worker.plays("draft"):
             self._lost_drafts.clear()
         self._drained.difference_update(worker.hello.roles)
-        self._moving.resettle()
+        self.carry_out(self._moving.resettle())
 
     def drained(self, worker: Worker) -> None:
         """Keep that a worker went because an operator wanted it, so that nobody brings it back."""
@@ -509,9 +510,30 @@ class Coordinator:
 
     def _next_round(self, live: Live) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
-        joining = self._moving.seek(live)
+        joining = self.carry_out(self._moving.seek(live))
         plan = self.plan(live) if joining is None and live.session.may_draft else None
         return live.give(live.session.next_round, plan, joining)
+
+    def carry_out(self, effects: Effects[T]) -> T:
+        """Do what is to be done about sessions, one thing after the other; what came of it. A
+        fault of ours at a session ends that session."""
+        while True:
+            try:
+                effect = next(effects)
+            except StopIteration as end:
+                outcome: T = end.value
+                return outcome
+            match effect:
+                case Follow():
+                    self.perform(effect.live, effect.actions)
+                case Forget():
+                    self.attempt(effect.live, partial(self._close_on, effect.worker, effect.live))
+                case Fail():
+                    self.fail(effect.live, effect.error)
+                case Break():
+                    self.broken(effect.live, effect.error)
+                case Say():
+                    self.decide(effect.words)
 
     def _emit(self, live: Live, emit: Emit) -> None:
         if live.told_ns is not None and not live.trial:
@@ -617,9 +639,9 @@ class Coordinator:
         """Have the sessions of workers that have gone do without them."""
         while self._gone:
             worker, why = self._gone.popleft()
-            self._aside(self._moving.part_with, worker, why)
+            self._aside(self.carry_out, self._moving.part_with(worker, why))
             self._aside(self._changes.lost, worker, why)
-            self._aside(self._moving.resettle)
+            self._aside(self.carry_out, self._moving.resettle())
 
     def _unreachable(self, worker: Worker) -> None:
         """Let a worker go to which nothing can be sent: it has gone, or its key was revoked and it
@@ -695,7 +717,7 @@ class Coordinator:
             self._aside(self._look_after, worker, now_ns - before_ns)
         self._aside(self.observe)
         self._step_change(self.now_ns())
-        self._aside(self._moving.tick)
+        self._aside(self.carry_out, self._moving.tick())
         self.part()
         for live in [*self._live.values()]:
             awaited = live.awaited()
@@ -755,7 +777,7 @@ class Coordinator:
     def lives(self) -> Collection[Live]:
         return self._live.values()
 
-    def close_on(self, worker: Worker, live: Live) -> None:
+    def _close_on(self, worker: Worker, live: Live) -> None:
         if worker.peer in self.registry.workers:
             self._dispatch.forget(worker, Close(epoch=self.epoch, session=live.session.number))
 
@@ -763,10 +785,10 @@ class Coordinator:
         return self._moving.refuge(live)
 
     def move(self, live: Live, target: Worker) -> None:
-        self._moving.move(live, target)
+        self.carry_out(self._moving.move(live, target))
 
     def change_draft(self, live: Live) -> None:
-        self._moving.change_draft(live)
+        self.carry_out(self._moving.change_draft(live))
 
     def try_out(
         self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
@@ -833,6 +855,12 @@ class Coordinator:
         self._record(lambda recorder: recorder.sent(peer, message, frames))
 
     @property
+    def given_up(self) -> str:
+        """Why whoever started us ends the service: what is missing does not come back. Empty: it
+        does not end it."""
+        return self._moving.given_up
+
+    @property
     def idle(self) -> bool:
         return not self._live
 
@@ -840,8 +868,8 @@ class Coordinator:
         """Heed what whoever started us says of the other parts."""
         self._supervised, self._supervised_ns = told, self.now_ns()
         if told.ending:
-            self.given_up, self.ending = told.ending, True
-            self._moving.resettle()
+            self._moving.given_up, self.ending = told.ending, True
+            self.carry_out(self._moving.resettle())
 
     def _faults(self, now_ns: int) -> tuple[Fault, ...]:
         """The parts that do not do their work, as we know and as whoever started us says, who knows

@@ -29,6 +29,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.changes import Changes
+from dovetail.runtime.effects import Effects
 from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import Live, waits
 from dovetail.runtime.metrics import Tally
@@ -51,8 +52,10 @@ class House(Protocol):
 
     epoch: int
     ending: bool
-    given_up: str
-    """Why it is ending, where that is for good; else empty."""
+
+    @property
+    def given_up(self) -> str:
+        """Why it is ending, where that is for good; else empty."""
 
     @property
     def lives(self) -> Collection[Live]:
@@ -73,6 +76,9 @@ class House(Protocol):
 
     def attempt(self, live: Live, action: Callable[[], object]) -> None:
         """Do something about one session; whatever goes wrong ends it."""
+
+    def carry_out(self, effects: Effects[None]) -> None:
+        """Carry out what is to be done about sessions."""
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """What a client asks for could not be done, for our own fault."""
@@ -279,7 +285,9 @@ class Intake:
         client.sessions[submit.request] = live.session.number
         self._house.start(live)
         if settled.peer not in self._registry.workers:
-            self._house.attempt(live, lambda: self._moving.lose_target(live, "has gone"))
+            self._house.attempt(
+                live, lambda: self._house.carry_out(self._moving.lose_target(live, "has gone"))
+            )
         if not wanted:
             self._house.cancel(live)
 

@@ -1,0 +1,60 @@
+"""What is to be done about sessions, as values: a part of the coordinator decides, and one loop
+carries out what it yields.
+
+An effect is carried out before what comes behind it is decided, so that a decision sees the state
+of things as it is by then.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dovetail.protocol.errors import RequestError
+from dovetail.runtime.live import Live
+from dovetail.runtime.registry import Worker
+from dovetail.runtime.session import Action
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Carry out the actions of a session."""
+
+    live: Live
+    actions: Sequence[Action]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Have a worker forget a session, if the worker is still there."""
+
+    live: Live
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End a request with an error."""
+
+    live: Live
+    error: RequestError
+
+
+@dataclass(frozen=True)
+class Break:
+    """End a request for a fault of the coordinator's."""
+
+    live: Live
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Say:
+    """Log a decision, and keep it for `status`."""
+
+    words: str
+
+
+Effect = Follow | Forget | Fail | Break | Say
+T = TypeVar("T")
+Effects = Generator[Effect, None, T]
+"""Effects one after the other, and at the end what came of them."""
