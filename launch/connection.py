@@ -111,7 +111,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
     models_named = names_models(configuration)
     if address is not None and models_named:
         raise UserError(
-            f"{models_named} is a matter of the workers and does nothing with --connect: leave "
+            f"{models_named} is a setting of the workers and has no effect with --connect: leave "
             "one of the two out"
         )
     if address is None and not models_named and (found := only_announcement()) is not None:

@@ -40,7 +40,7 @@ SECONDS = 10.0
 RESULT, REPORT, TRACE = "profile.json", "report.html", "trace.json"
 WORDS = {
     "busy": "share of the time in which a process worked, by its spans",
-    "of it ahead": "of the time, not of busy: drafting that nobody waited for",
+    "drafting ahead": "of the time, not of busy: drafting that nobody waited for",
     "waits for X": "it had nothing to do until X was done; transport: a message",
     "no work": "no reply was under way",
     "its process": "CPU time by the kernel's count over that of its threads, or",
@@ -273,7 +273,7 @@ def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ..
     """A line a figure, a column a device."""
     every = devices.values()
     yield "busy", *(f"{device['busy']:.0%}" for device in every)
-    yield "of it ahead", *(f"{device['ahead']:.0%}" for device in every)
+    yield "drafting ahead", *(f"{device['ahead']:.0%}" for device in every)
     for cause in report.WAITS:
         name = cause if cause == "no work" else f"waits for {cause}"
         yield name, *(f"{device['waiting'].get(cause, 0.0):.0%}" for device in every)

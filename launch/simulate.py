@@ -666,7 +666,7 @@ def _show_beside(rows: Sequence[Row]) -> None:
     type=click.Choice(list(SIZES)),
     default="7B",
     show_default=True,
-    help="Whose passes are told.",
+    help="Size of the target whose pass times are shown.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table; seconds."

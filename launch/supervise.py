@@ -153,7 +153,7 @@ class Child:
             "\n  ".join(
                 (
                     f"the {self.name} {self.how_it_ended()}"
-                    + (":" if words else " and said nothing"),
+                    + (":" if words else " and left no message"),
                     *words,
                     *advice,
                 )

@@ -258,11 +258,9 @@ class Watch:
                 actions.append(Start(name))
             elif self.serving and self._is_stuck(state, now_s):
                 state.heard_s, state.stuck = None, True
-                self._lose(name, f"nothing was heard of it for {self._stuck_s:g} s", now_s)
+                self._lose(name, f"it did not respond for {self._stuck_s:g} s", now_s)
                 actions += [
-                    Tell(
-                        f"the {name} is alive, and nothing was heard of it for {self._stuck_s:g} s"
-                    ),
+                    Tell(f"the {name} is alive, and it did not respond for {self._stuck_s:g} s"),
                     Replace(name),
                 ]
         return actions
@@ -338,7 +336,7 @@ class Watch:
             self._away[name] = _Away(self._states.pop(name).part, seen_s=now_s)
             actions.append(
                 Tell(
-                    f"another worker was put in the place of the {name}, which is not started "
+                    f"another worker has replaced the {name}, which is not started "
                     "again while it serves"
                 )
             )
@@ -352,9 +350,7 @@ class Watch:
         for name, away in [*self._away.items()]:
             if name in filled:
                 actions += (
-                    [Tell(f"another worker is in the place of the {name}")]
-                    if away.seen_s is None
-                    else []
+                    [Tell(f"another worker replaces the {name}")] if away.seen_s is None else []
                 )
                 away.seen_s = now_s
             elif (
@@ -364,9 +360,7 @@ class Watch:
             ):
                 del self._away[name]
                 self._states[name] = _State(away.part, now_s)
-                actions.append(
-                    Tell(f"nobody is in the place of the {name} any more; it is started again")
-                )
+                actions.append(Tell(f"no worker replaces the {name} any more; it is started again"))
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
@@ -408,7 +402,7 @@ class Watch:
         )
         self._lose(name, f"it was not started: {why}", now_s)
         state.stop(now_s + pause_s)
-        return [Tell(f"the {name} was not started, which is tried again in {pause_s:g} s: {why}")]
+        return [Tell(f"the {name} was not started; the next attempt is in {pause_s:g} s: {why}")]
 
     def _expect_back(self) -> None:
         """The root is lost: those that it knew have to come back to the next one."""

@@ -121,7 +121,7 @@ class Site:
         except OSError as error:
             connection.close()
             raise UserError(
-                f"nobody answers at {self.url} ({error.strerror or error}): start `dovetail "
+                f"no server answers at {self.url} ({error.strerror or error}): start `dovetail "
                 "serve` there, or correct the URL"
             ) from None
         connection.sock.settimeout(self._silence_s)

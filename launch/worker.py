@@ -280,10 +280,15 @@ def _serve(
             watchdog=watchdog,
         )
         end_undisturbed()
-        say(f"{role} worker {name} ends: its coordinator {'let it go' if let_go else 'has gone'}")
+        say(f"{role} worker {name} ends: its coordinator {_parted(let_go)}")
         return let_go
     finally:
         link.close()
+
+
+def _parted(let_go: bool) -> str:
+    """Return what a worker's coordinator did when the worker ended."""
+    return "released it" if let_go else "disconnected"
 
 
 def _serve_both(
@@ -367,7 +372,7 @@ def _serve_both(
         let_go = work("target")
         end_undisturbed()
         beside.join(ANSWER_S)
-        say(f"unified worker {name} ends: its coordinator {'let it go' if let_go else 'has gone'}")
+        say(f"unified worker {name} ends: its coordinator {_parted(let_go)}")
         return let_go
     finally:
         over.set()

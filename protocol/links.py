@@ -517,7 +517,7 @@ class ZmqLink:
                 event != zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _value in self._monitor.take()
             )
         ):
-            self._gone = f"the coordinator at {self._address} has gone"
+            self._gone = f"the coordinator at {self._address} disconnected"
 
     def check(self) -> None:
         self._notice()
@@ -829,7 +829,7 @@ class MemoryHub:
         """A new link; `user` is what the hub will say of its key."""
         with self.changed:
             if self.closed:
-                raise LinkClosed("the coordinator has gone")
+                raise LinkClosed("the coordinator disconnected")
             self._made += 1
             peer = struct.pack(">BI", 0, self._made)
             self._links[peer] = link = MemoryLink(self, peer)
@@ -984,7 +984,7 @@ class MemoryLink:
         if self._closed:
             raise LinkClosed("the link was closed here")
         if self._hub.closed:
-            raise LinkClosed("the coordinator has gone")
+            raise LinkClosed("the coordinator disconnected")
 
     def close(self) -> None:
         if not self._closed:

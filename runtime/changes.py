@@ -383,7 +383,7 @@ class Changes:
                 (
                     trial.name,
                     Failed(
-                        epoch=self._house.epoch, code="worker_lost", text="its partner has gone"
+                        epoch=self._house.epoch, code="worker_lost", text="its partner disconnected"
                     ),
                     False,
                 )

@@ -620,7 +620,7 @@ class Coordinator:
 
     # -- peers that go -----------------------------------------------------------------------------
 
-    def _worker_lost(self, worker: Worker, why: str = "has gone") -> None:
+    def _worker_lost(self, worker: Worker, why: str = "disconnected") -> None:
         """It is spoken to no more; its sessions are seen to when what is being handled has been."""
         if self.registry.workers.pop(worker.peer, None) is None:
             return
@@ -691,10 +691,12 @@ class Coordinator:
             "it, and is let go with its requests: say Hello anew"
         )
         log.warning(
-            "client %s (pid %d) reads nothing and is let go", client.hello.name, client.hello.pid
+            "client %s (pid %d) reads nothing and is disconnected",
+            client.hello.name,
+            client.hello.pid,
         )
         self.decide(
-            f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is let go"
+            f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is disconnected"
         )
         self._tally.let_go += 1
         requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
@@ -752,11 +754,11 @@ class Coordinator:
         worker.liveness.missed(since_ns)
         silent_s, stuck_s = worker.liveness.silent_ns / 1e9, max(LEAST_S, self._settings.stuck_s)
         if silent_s > DEAF * stuck_s:
-            self.lose(worker, f"has said nothing for {silent_s:.0f} s")
+            self.lose(worker, f"has not responded for {silent_s:.0f} s")
         elif silent_s > stuck_s and not worker.silent:
             worker.silent = True
             log.warning(
-                "%s has said nothing for %.0f s: it gets no more sessions until it does",
+                "%s has not responded for %.0f s: it gets no more sessions until it does",
                 worker.whereabouts,
                 silent_s,
             )
@@ -900,7 +902,7 @@ class Coordinator:
         reasons = [self.given_up] if self.given_up else []
         silent = [worker for worker in self.registry.workers.values() if worker.silent]
         reasons += [
-            f"{worker.whereabouts} has said nothing for {worker.liveness.silent_ns / 1e9:.0f} s"[
+            f"{worker.whereabouts} has not responded for {worker.liveness.silent_ns / 1e9:.0f} s"[
                 -MAX_WORDS:
             ]
             for worker in silent

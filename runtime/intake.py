@@ -286,7 +286,7 @@ class Intake:
         self._house.start(live)
         if settled.peer not in self._registry.workers:
             self._house.attempt(
-                live, lambda: self._house.carry_out(self._moving.lose_target(live, "has gone"))
+                live, lambda: self._house.carry_out(self._moving.lose_target(live, "disconnected"))
             )
         if not wanted:
             self._house.cancel(live)

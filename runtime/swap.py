@@ -155,13 +155,13 @@ class Change:
         if self.newcomer is None:
             return f"{self._leaves} leaves"
         place = f" takes the place of {self.old.name}" if self.old is not None else " joins"
-        return f"{self.newcomer.name}{place}{', it is being tried' if self.phase is Phase.TRYING else ''}"  # noqa: E501
+        return f"{self.newcomer.name}{place}{', it is being tested' if self.phase is Phase.TRYING else ''}"  # noqa: E501
 
     def begin(self, now_ns: int) -> list[Action]:
         self._heard_ns = now_ns
         if self.newcomer is None:
             return self._move_over()
-        return [Say(f"{self.newcomer.name} is tried"), *map(Try, self.trials)]
+        return [Say(f"{self.newcomer.name} is tested"), *map(Try, self.trials)]
 
     # -- the trials --------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Change:
         """Whoever asked for it has gone. What has been begun for the sessions is brought to its
         end."""
         return (
-            self._fail("whoever asked for it has gone")
+            self._fail("the client that asked for it disconnected")
             if self.phase is Phase.TRYING and self.newcomer is not None
             else []
         )
@@ -314,7 +314,7 @@ class Change:
         """What became of the newcomer, and why."""
         assert self.newcomer is not None
         what = (
-            "was in place and is let go again"
+            "was in place and was removed again"
             if self.phase is Phase.MOVING
             else "was not put in place"
         )

@@ -127,9 +127,9 @@ class Switch:
             return None
         without = f"{self._rounds:.0f} rounds without a draft"
         if self._experience.rate:
-            words = f"drafting is tried again after {without}: {self.last_rates(alone_s)}"
+            words = f"drafting is tested again after {without}: {self.last_rates(alone_s)}"
         else:
-            words = f"drafting is tried after {without}, which bring {1 / alone_s:.1f} tokens/s"
+            words = f"drafting is tested after {without}, which bring {1 / alone_s:.1f} tokens/s"
         self._enter("try")
         return words
 

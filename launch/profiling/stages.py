@@ -171,7 +171,7 @@ def attached(
     meanwhile."""
     if named := names_models(configuration):
         raise UserError(
-            f"{named} is a matter of the workers and does nothing with --connect: leave one of "
+            f"{named} is a setting of the workers and has no effect with --connect: leave one of "
             "the two out"
         )
     address = _behind(address)

@@ -162,7 +162,7 @@ class PatientProtocol(HttpToolsProtocol):
         if self._told_s is None:
             self.shared.let_go += 1
             log.warning(
-                "the client at %s has read nothing for %g s (http.receive_s) and is let go",
+                "the client at %s has read nothing for %g s (http.receive_s) and is disconnected",
                 self.client,
                 self.shared.receive_s,
             )

@@ -499,4 +499,4 @@ def test_what_a_url_cannot_do_is_told(
 def test_a_server_that_is_not_there_is_one_line(invoke: Run) -> None:
     done = invoke("chat", "--connect", "http://127.0.0.1:1", input="Hello.\n")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "nobody answers at http://127.0.0.1:1" in done.stderr
+    assert "no server answers at http://127.0.0.1:1" in done.stderr

@@ -31,7 +31,7 @@ WAYS = {
     "in_feed": "IndexError: the index is on another device",
     "out_of_memory": "the worker's memory is exhausted: CUDA out of memory",
     "no_numbers": "FloatingPointError: the draft's logits are not numbers",
-    "dies": "it has gone",
+    "dies": "it disconnected",
 }
 """How a draft fails, and what is said of it."""
 

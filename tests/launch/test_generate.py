@@ -555,7 +555,7 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
     assert process.returncode == 1
     assert said.endswith("\n")
     assert (
-        "has gone, and the reply is not finished: ask again when there is a coordinator"
+        "disconnected, and the reply is not finished: ask again when there is a coordinator"
         in complained
     )
     assert re.match(r"the reply breaks off here; seed \d+\n", complained)

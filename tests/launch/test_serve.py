@@ -269,7 +269,7 @@ def test_a_part_that_is_alive_and_gone_is_replaced(name: str, start: Start, tmp_
     process = start("serve", *PAIR, "--draft", "ngram", "--coordinator.stuck_s", "3")
     found = ready(process)
     os.kill(found["pids"][name], signal.SIGSTOP)
-    told(process, f"the {name} is alive, and nothing was heard of it for 3 s")
+    told(process, f"the {name} is alive, and it did not respond for 3 s")
     told(process, f"the {name} was killed by SIGKILL; it is started again")
     for _ in range(3 if name == "coordinator" else 1):  # its workers come back to it
         told(process, "is ready again")
@@ -460,9 +460,9 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
     address = ready(process)["address"]
     swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={address}", "--json")
     assert swapped.returncode == 0, swapped.stderr
-    told(process, "another worker is in the place of the draft worker")
+    told(process, "another worker replaces the draft worker")
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "nobody is in the place of the draft worker any more; it is started again")
+    told(process, "no worker replaces the draft worker any more; it is started again")
     told(process, "the draft worker is ready again")
 
 
@@ -489,7 +489,7 @@ def test_a_worker_is_not_started_again_into_memory_that_it_does_not_fit_into(
     os.kill(found["pids"]["target worker"], signal.SIGKILL)
     told(
         process,
-        "the target worker was not started, which is tried again in",
+        "the target worker was not started; the next attempt is in",
         "GB of memory, and there are 0.1 GB available on this machine",
     )
     why = ""
@@ -533,8 +533,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert swapped.returncode == 0, swapped.stderr
     told(
         process,
-        "another worker was put in the place of the draft worker, which is not started again "
-        "while it serves",
+        "another worker has replaced the draft worker, which is not started again while it serves",
     )
     workers = json.loads(run("status", "--json").stdout)["workers"]
     assert [worker["pid"] for worker in workers if "draft" in worker["roles"]] == [
@@ -543,7 +542,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert not ask(found["url"], "/readyz")[1]["degraded"]
 
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "nobody is in the place of the draft worker any more; it is started again")
+    told(process, "no worker replaces the draft worker any more; it is started again")
     told(process, "the draft worker is ready again")
 
 

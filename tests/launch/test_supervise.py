@@ -103,7 +103,7 @@ def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
         supervisor.children[0].process.wait()
         assert [*temporary.iterdir()] != []
         with pytest.raises(
-            DovetailError, match="the coordinator was killed by SIGKILL and said nothing"
+            DovetailError, match="the coordinator was killed by SIGKILL and left no message"
         ):
             supervisor.check()
     assert [*temporary.iterdir()] == []

@@ -216,7 +216,7 @@ def test_a_stuck_part_that_was_ended_is_told_to_have_been_stuck() -> None:
     assert look(watch, 6.0, 16.0, ["target"])[-1][1] == Replace("draft")
     watch.ended("draft", KILLED, 16.0)
     (outage,) = watch.outages
-    assert (outage.why, outage.since_s) == ("nothing was heard of it for 10 s", 6.0)
+    assert (outage.why, outage.since_s) == ("it did not respond for 10 s", 6.0)
 
 
 def test_two_parts_that_are_lost_at_once_are_both_told() -> None:
@@ -362,7 +362,7 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     assert look(watch, 1.0, 20.0, ["target"], ["target", "draft"]) == []
     assert look(watch, 21.0, 29.0, ["target"]) == []
     assert watch.answered(["target"], 20.0 + STUCK_S) == [
-        Tell("nobody is in the place of the draft any more; it is started again")
+        Tell("no worker replaces the draft any more; it is started again")
     ]
     assert watch.due(20.0 + STUCK_S) == [Start("draft")]
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
@@ -406,15 +406,14 @@ def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_besid
     known = WORKERS if back else others  # it may have registered just now
     (told, *actions) = watch.answered(known, 11.5, [name], [name])
     assert told == Tell(
-        f"another worker was put in the place of the {name}, which is not started again while "
-        "it serves"
+        f"another worker has replaced the {name}, which is not started again while it serves"
     )
     assert actions == ([Stop(name)] if back else [])
     assert watch.outages == ()
     for second in range(12, 900):
         assert [*watch.answered(others, second, [name], [name]), *watch.due(second)] == []
     assert watch.answered(others, 900.0 + STUCK_S) == [
-        Tell(f"nobody is in the place of the {name} any more; it is started again")
+        Tell(f"no worker replaces the {name} any more; it is started again")
     ]
     assert watch.due(900.0 + STUCK_S) == [Start(name)]
 
@@ -471,7 +470,7 @@ def test_a_worker_that_cannot_be_started_at_present_is_tried_ever_more_rarely_en
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
         at_s += wait_s(watch, "target", at_s)
         assert watch.refused("target", "too big", at_s) == [
-            Tell(f"the target was not started, which is tried again in {pause_s:g} s: too big")
+            Tell(f"the target was not started; the next attempt is in {pause_s:g} s: too big")
         ]
         assert watch.outages[-1] == Outage(
             "target", "it was not started: too big", 10.0, at_s + pause_s

@@ -103,9 +103,9 @@ def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_end
     assert (coordinator.wait(BACK_S), worker.wait(BACK_S)) == (0, 0)
     assert worker.stderr is not None
     said = worker.stderr.read()
-    assert f"the coordinator at {address} has gone; looking for it for up to 300 s" in said
+    assert f"the coordinator at {address} disconnected; looking for it for up to 300 s" in said
     assert "registered anew" in said
-    assert said.endswith("draft worker draft ends: its coordinator let it go\n")
+    assert said.endswith("draft worker draft ends: its coordinator released it\n")
 
 
 def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(
@@ -177,7 +177,7 @@ def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(
     coordinator.kill()
     assert worker.wait(BACK_S) == 0
     assert worker.stderr is not None
-    assert worker.stderr.read().endswith("draft worker draft ends: its coordinator has gone\n")
+    assert worker.stderr.read().endswith("draft worker draft ends: its coordinator disconnected\n")
 
 
 STUCK = """

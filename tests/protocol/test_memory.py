@@ -281,7 +281,7 @@ def test_in_a_real_control_group_a_process_that_takes_too_much_is_said_to_have_d
     )
     taken, _, killed, told, room = done.stdout.splitlines()
     assert taken.startswith("the target worker was killed by SIGKILL (memory ran out: the kernel")
-    assert killed == "the draft worker was killed by SIGKILL and said nothing"
+    assert killed == "the draft worker was killed by SIGKILL and left no message"
     assert told.strip().startswith(
         "the kernel's log (dmesg, journalctl -k) says so if memory ran out"
     )

@@ -666,7 +666,7 @@ def test_a_worker_that_says_nothing_gets_no_sessions_and_in_the_end_is_lost(owin
     beats(house, DEFAULTS.stuck_s - 1)
     assert not house.report().degraded
     beats(house, 3)
-    assert any("has said nothing for 1" in reason for reason in house.report().reasons)
+    assert any("has not responded for 1" in reason for reason in house.report().reasons)
     assert house.report().workers[0].stuck
     assert len(house.coordinator.registry.workers) == 1
     beats(house, DEAF * DEFAULTS.stuck_s)

@@ -125,4 +125,4 @@ def test_a_draft_that_is_lost_is_in_the_result_of_its_request() -> None:
     house.coordinator.look_around()
     failure = finished_of(house).result.draft_failure
     assert failure is not None
-    assert failure.error == "it has gone"
+    assert failure.error == "it disconnected"

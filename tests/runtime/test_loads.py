@@ -223,7 +223,9 @@ def test_many_begin_without_a_draft_and_are_told_what_a_try_of_all_of_them_broug
         )
         words += [said] if said else []
         assert (switch.state != state) == (said is not None)
-    assert words[0] == "drafting is tried after 2 rounds without a draft, which bring 50.0 tokens/s"
+    assert (
+        words[0] == "drafting is tested after 2 rounds without a draft, which bring 50.0 tokens/s"
+    )
     assert words[1].startswith("drafting resumed because it is faster: 100.0 tokens/s")
     assert switch.state == "on"
 

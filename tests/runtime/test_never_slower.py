@@ -120,7 +120,7 @@ def test_drafting_comes_back_where_text_becomes_predictable_and_every_change_is_
     changes = [line for line in house.client.status().decisions if "session 1" in line]
     assert "drafting stopped because it" in changes[0]
     assert "drafting resumed because it is faster" in changes[-1]
-    assert any("drafting is tried" in line for line in changes)
+    assert any("drafting is tested" in line for line in changes)
     assert finished.result.plain_rounds == sum(record.verified == 0 for record in records)
 
 

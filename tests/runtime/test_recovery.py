@@ -245,7 +245,7 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
         for reason in report.reasons
         if reason.startswith("session 1 waits for a target, for ")
     )
-    assert "the target worker target (pid 1 on here) has gone after" in waits
+    assert "the target worker target (pid 1 on here) disconnected after" in waits
     house.submit()
     house.later_ns = 19 * 10**9
     house.coordinator.tick()
@@ -318,7 +318,7 @@ def test_a_draft_that_nobody_looks_after_is_a_fault_from_its_loss_until_there_is
     (fault,) = house.report().faults
     assert (fault.part, fault.why, round(fault.since_s), fault.retry_s) == (
         "draft worker",
-        "has gone",
+        "disconnected",
         7,
         None,
     )

@@ -169,7 +169,7 @@ def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(
     assert isinstance(swapped, Swapped)
     assert (swapped.moved, swapped.stayed) == (len(PROMPTS), 0)
     assert swapped.longest_pause_s > 0.0
-    assert said == ["draft-2 is tried", "draft-2 is in place"]
+    assert said == ["draft-2 is tested", "draft-2 is in place"]
     assert old.drained
     assert scene.names == ["target", "draft-2"]
     replies = scene.check_replies()
@@ -482,7 +482,7 @@ def test_a_newcomer_of_which_nothing_is_heard_is_let_go_after_a_while() -> None:
     request = scene.swap(newcomer, scene.house.target)
     scene.house.run()
     assert (
-        "target-2 takes the place of target, it is being tried" in scene.onlooker.status().reasons
+        "target-2 takes the place of target, it is being tested" in scene.onlooker.status().reasons
     )
     scene.house.later_ns = SILENT_NS + 10**9
     scene.house.coordinator.tick()
@@ -529,8 +529,8 @@ def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str, every: i
             assert another in scene.house.workers
         scene.check_replies()
     whys = [
-        f"{role}-2 {what}: it has gone; {role} stays"
-        for what in ("was not put in place", "was in place and is let go again")
+        f"{role}-2 {what}: it disconnected; {role} stays"
+        for what in ("was not put in place", "was in place and was removed again")
     ]
     assert seen == {*whys, "in place"}
 
@@ -561,7 +561,7 @@ def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_re
     scene.begin()
     with pytest.raises(
         RequestError,
-        match=rf"{role}-2 was in place and is let go again: it failed in session \d+: no room; "
+        match=rf"{role}-2 was in place and was removed again: it failed in session \d+: no room; "
         rf"{role} stays",
     ):
         scene.end(scene.swap(newcomer, old))
@@ -604,7 +604,7 @@ def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
     scene.requests[scene.house.submit(PROMPTS[3], max_tokens=LONG)] = PROMPTS[3]
     with pytest.raises(
         RequestError,
-        match=r"target-2 was in place and is let go again: it failed in session \d+: no room; "
+        match=r"target-2 was in place and was removed again: it failed in session \d+: no room; "
         r"target stays",
     ):
         scene.end(request)
@@ -715,7 +715,7 @@ def test_what_cannot_be_changed_is_said() -> None:
     scene.house.run()
     with pytest.raises(
         RequestError,
-        match="a change is under way, target-2 takes the place of target, it is being tried: "
+        match="a change is under way, target-2 takes the place of target, it is being tested: "
         "wait until it is over",
     ):
         scene.end(scene.admin.dismiss(old.epoch))

@@ -107,7 +107,7 @@ def test_every_change_is_told_with_both_rates() -> None:
     assert {"on", "off", "try"} == {*states}
     assert told[:3] == [
         "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without",
-        "drafting is tried again after 8 rounds without a draft: it last brought 31.2 "
+        "drafting is tested again after 8 rounds without a draft: it last brought 31.2 "
         "tokens/s, and 50.0 come without it",
         "drafting was tried for 3 rounds and stopped because it was slower: 31.2 tokens/s with "
         "a draft, 50.0 without",

@@ -675,7 +675,7 @@ def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_
     coordinators.send(Drain(epoch=EPOCH + 1))
     assert coordinators.end() is True
     assert coordinators.news == [
-        "the coordinator has gone; looking for it for up to 30 s",
+        "the coordinator disconnected; looking for it for up to 30 s",
         "registered anew",
     ]
 
