@@ -406,18 +406,28 @@ def check_combination(
 
 
 @needs_kernels
-def test_the_embedded_head_and_half_weights_on_the_kernels_change_nothing(client: Client) -> None:
-    """The checkpoint is in fp16, so that half weights are the same function."""
+def test_the_embedded_head_and_half_weights_that_are_split_and_streamed_change_nothing(
+    client: Client,
+) -> None:
+    """The checkpoint is in fp16, so that half weights are the same function. The CPU stands for the
+    device that has some layers, streams others, and reads prompts."""
     flags = {
         "draft.kind": "dovetail",
         "draft.device": "cpu",
         "target.weights": "half",
-        "target.backend": "kernels",
+        "target.split.device": "cpu",
+        "target.split.layers": "4",
+        "target.resident": "1",
+        "target.prefill": "cpu",
     }
     replies = check_combination(client, flags, tree="15/8/10", tokens=32)
     assert sum(reply.result.accepted_tokens for reply in replies) > 0.5 * sum(
         reply.result.rounds for reply in replies
     )
+    assert {reply.result.placement for reply in replies} == {
+        "cpu 0-3, cpu 4-7 (1 resident, 3 streamed) and head; prompts read by cpu"
+    }
+    assert "cpu" in {reply.result.prefill for reply in replies}
 
 
 @needs_kernels

@@ -89,6 +89,7 @@ def whole(request: pytest.FixtureRequest) -> Iterator[tuple[str, Told]]:
         yield request.param, told_by(client, None)
 
 
+@pytest.mark.slow
 def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_same(
     client: Client,
 ) -> None:

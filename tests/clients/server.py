@@ -30,6 +30,10 @@ def serving(*flags: str) -> Iterator[str]:
             "dovetail",
             "--draft.device",
             "cpu",
+            "--policy",
+            "dynamic",
+            "--tree.insist",  # a busy machine, where drafting does not pay, is drafted for too
+            "true",
             *flags,
         ]
         process = subprocess.Popen(

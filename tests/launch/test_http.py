@@ -23,7 +23,7 @@ def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[st
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run(["http", "--connect=ipc:///tmp/nobody/there", f"--http.port={port}"]) == 2
-    assert re.search(rf"127\.0\.0\.1:{port}.*--http\.port", capsys.readouterr().err)
+    assert re.search(rf"127\.0\.0\.1 port {port} .*--http\.port", capsys.readouterr().err)
 
 
 def test_a_host_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

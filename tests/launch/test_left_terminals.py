@@ -166,6 +166,7 @@ def test_an_error_of_our_own_leaves_the_terminal_as_it_was_and_is_told(
         assert shown.said.rfind(b"no page") > shown.said.rfind(LEAVE_SCREEN)
 
 
+@pytest.mark.slow
 def test_a_reply_that_a_signal_breaks_off_leaves_no_process_of_the_conversation(
     environment: dict[str, str],
 ) -> None:

@@ -240,6 +240,7 @@ def test_every_part_comes_back_and_the_url_stays(start: Start, run: Run, tmp_pat
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to_it(
     start: Start, run: Run, tmp_path: Path
 ) -> None:

@@ -140,8 +140,8 @@ def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
     ("number", "code"),
     [
         (signal.SIGTERM, 143),
-        (signal.SIGHUP, 129),
-        (signal.SIGINT, -signal.SIGINT),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
         (signal.SIGKILL, -signal.SIGKILL),
     ],
 )
