@@ -42,6 +42,8 @@ class Briefing:
     """What was committed behind that in rounds without an order."""
     features: list[Array] = field(default_factory=list)
     """Of the verdicts since the last order."""
+    held_bytes: int = 0
+    """Of these."""
     rows: int = 0
     """What it had of the log when it made its last proposal; 0: it has made none."""
     fed: int = field(init=False)
@@ -54,11 +56,6 @@ class Briefing:
     def complete(self) -> bool:
         """Whether it has been fed all that it was opened with."""
         return self.reads is None or self.fed == self.tokens
-
-    @property
-    def held_bytes(self) -> int:
-        """Features that wait for its next order."""
-        return sum(len(features.data) for features in self.features)
 
     def fits(self, features: Array | None, rows: int) -> bool:
         """Whether these are so many rows of what it reads. What one that reads nothing is sent, a
@@ -77,6 +74,7 @@ class Briefing:
         time; `features`: of the root and the accepted nodes."""
         if self.reads is not None and features is not None:
             self.features.append(features)
+            self.held_bytes += len(features.data)
         if ordered:
             self.accepted, self.bonus = accepted, bonus
         else:
@@ -86,5 +84,5 @@ class Briefing:
         """For an order: what was committed behind the bonus, and the features of all of it; it has
         them from now on."""
         taken = tuple(self.more), stack(self.features) if self.features else None
-        self.more, self.features = [], []
+        self.more, self.features, self.held_bytes = [], [], 0
         return taken

@@ -23,8 +23,9 @@ Knows sessions as token logs and caches; nothing of messages about them beyond a
 nothing of links.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -91,18 +92,20 @@ class Verdict:
 
     item: VerifiedItem
     reads: Reads | None
-    features: Tensor | None
+    features: Tensor | None = None
     """[1 + accepted, row] of the root and the accepted nodes, if the session's draft reads them."""
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What a pass computed for one session: row 0 is the root's, row i + 1 node i's."""
+class _Pass:
+    """What a pass computed: for each item in turn a row of its root, then one of each node."""
 
-    logits: Tensor
-    """[M, V]."""
+    logits: Sequence[Tensor]
+    """[M, V] for each item."""
     states: Mapping[int, Tensor]
-    """[M, hidden] of every place that one of the sessions reads."""
+    """[rows, hidden] of every place that one of the sessions reads."""
+    starts: Sequence[int]
+    """The row of each item's root."""
 
 
 @dataclass
@@ -340,9 +343,10 @@ class Verifier:
             passed = self._forward(items)
             with self._spans.finely("choose"):
                 verdicts = [
-                    self._judge(item, rows, drawn.get(item.session))
-                    for item, rows in zip(items, passed, strict=True)
+                    self._judge(item, logits, drawn.get(item.session))
+                    for item, logits in zip(items, passed.logits, strict=True)
                 ]
+                verdicts = _with_features(verdicts, passed)
         with self._spans.measure("commit"):
             return [
                 self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict
@@ -507,11 +511,12 @@ class Verifier:
                     torch.tensor(tokens), positions, [segment], wanted=places, rows=rows
                 )
         cache.keep(range(start, start + count), count)
-        features = _features(reads, states, slice(unwanted, None)) if places else None
-        return logits, None if features is None else Part(start + unwanted, features)
+        if reads is None or not places:
+            return logits, None
+        return logits, Part(start + unwanted, _features(reads, states, slice(unwanted, None)))
 
-    def _forward(self, items: Sequence[VerifyItem]) -> list[_Rows]:
-        """What one pass computes for each item."""
+    def _forward(self, items: Sequence[VerifyItem]) -> _Pass:
+        """Compute the roots and trees of all items in one pass."""
         tokens: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
@@ -533,23 +538,19 @@ class Verifier:
                 torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted
             )
         counts = [segment.count for segment in segments]
-        parts = {place: torch.split(kept, counts) for place, kept in states.items()}
-        return [
-            _Rows(rows, {place: parts[place][index] for place in wanted})
-            for index, rows in enumerate(torch.split(logits, counts))
-        ]
+        starts = [0, *itertools.accumulate(counts)][:-1]
+        return _Pass(torch.split(logits, counts), states, starts)
 
-    def _judge(self, item: VerifyItem, rows: _Rows, drawn: Drawn | None) -> Verdict | RequestError:
+    def _judge(
+        self, item: VerifyItem, logits: Tensor, drawn: Drawn | None
+    ) -> Verdict | RequestError:
+        """Return the verdict of an item from the logits [M, V] of its root and nodes, without
+        features, or why there is none."""
         session, tree = self._sessions[item.session], item.tree
         try:
-            accepted, bonus, margins = _outcome(
-                session, rows.logits, tree, drawn or Drawn.nothing()
-            )
-            path = [0, *(node + 1 for node in accepted)]
-            features = _features(session.reads, rows.states, path)
-            logprobs = session.scores(
-                rows.logits, path, [*(tree.tokens[node] for node in accepted), bonus]
-            )
+            accepted, bonus, margins = _outcome(session, logits, tree, drawn or Drawn.nothing())
+            tokens = [*(tree.tokens[node] for node in accepted), bonus]
+            logprobs = session.scores(logits, _path(accepted), tokens)
         except Exception as error:  # the other sessions of the pass have their verdicts
             return as_request_error(error)
         verdict = VerifiedItem(
@@ -560,7 +561,7 @@ class Verifier:
             margins=margins,
             logprobs=logprobs,
         )
-        return Verdict(verdict, session.reads, features)
+        return Verdict(verdict, session.reads)
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
         try:
@@ -592,12 +593,44 @@ def _places(reads: Reads | None) -> Sequence[int]:
     return () if reads is None else reads.taps or (LAST,)
 
 
-def _features(
-    reads: Reads | None, states: Mapping[int, Tensor], rows: Sequence[int] | slice
-) -> Tensor | None:
-    """What a draft reads of some rows of a pass."""
-    if reads is None:
-        return None
+def _path(accepted: Sequence[int]) -> list[int]:
+    """Return the rows of an item that lie on the accepted path: its root's, row i + 1 of node i."""
+    return [0, *(node + 1 for node in accepted)]
+
+
+def _with_features(
+    verdicts: Sequence[Verdict | RequestError], passed: _Pass
+) -> list[Verdict | RequestError]:
+    """Return the verdicts with what the sessions' drafts read of the target. Verdicts whose drafts
+    read the same are served at once: a gather for each session costs more than the numbers."""
+    shown = list(verdicts)
+    readers: dict[Reads, list[int]] = {}
+    for place, verdict in enumerate(verdicts):
+        if isinstance(verdict, Verdict) and verdict.reads is not None:
+            readers.setdefault(verdict.reads, []).append(place)
+    for reads, places in readers.items():
+        own = [verdict for place in places if isinstance(verdict := verdicts[place], Verdict)]
+        paths = [_path(verdict.item.accepted) for verdict in own]
+        rows = [
+            passed.starts[place] + row
+            for place, path in zip(places, paths, strict=True)
+            for row in path
+        ]
+        try:
+            device = passed.states[_places(reads)[0]].device
+            features = _features(reads, passed.states, torch.tensor(rows, device=device))
+        except Exception as error:
+            for place in places:
+                shown[place] = as_request_error(error)
+            continue
+        parts = torch.split(features, [len(path) for path in paths])
+        for place, verdict, part in zip(places, own, parts, strict=True):
+            shown[place] = replace(verdict, features=part)
+    return shown
+
+
+def _features(reads: Reads, states: Mapping[int, Tensor], rows: Tensor | slice) -> Tensor:
+    """Return what a draft reads of some rows of a pass, [n, row] on the CPU."""
     return narrowed(
         torch.cat([states[place][rows] for place in _places(reads)], dim=1), reads.dtype
     ).cpu()
