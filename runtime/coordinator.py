@@ -431,7 +431,7 @@ class Coordinator:
             return None
         session, pilot = live.session, live.pilot
         load = load_of(live, self._live.values())
-        if not pilot.drafts_at(load):
+        if not self._dispatch.can_draft(live):
             return pilot.plan(session.length, load=load, ready=False)
         self._dispatch.resume(live)
         ready = not live.draft.turns.busy_with(session.number)

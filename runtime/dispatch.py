@@ -30,6 +30,8 @@ from dovetail.runtime.session import Ask, State
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass is held up for so many times as long as a proposal is expected to take, and so much
 longer."""
+BURST_S = 0.02
+"""Requests that come within this time are taken to come together."""
 LATE = 0.25
 """A proposal that is overdue is expected to take such a share of what it has taken yet."""
 
@@ -86,6 +88,8 @@ class Dispatch:
         ):
             worker.turns.postpone(live.session.number, ask.command)
             live.joining = False  # nobody waits for it, not even a change of drafts
+            if live.session.state is State.OPENING:
+                self._post.later(BURST_S, lambda: self._read_after_all(live))
         else:
             if isinstance(ask.command, Draft):
                 worker.turns.resume(live.session.number)  # whoever is to draft has read the prompt
@@ -93,17 +97,37 @@ class Dispatch:
             self.next(worker)
 
     def _can_wait(self, live: Live, command: Open) -> bool:
-        """Whether a draft need not read a prompt yet, since it is not asked at this load. One that
-        reads its target's features gets them as they come."""
-        return command.features is None and not live.pilot.drafts_at(
-            load_of(live, self._live.values(), opening=True)
+        """Return whether a draft need not read a prompt yet: with the first ones of a burst until
+        it is known how many there are, and as long as it is not asked at this load. One that reads
+        its target's features gets them as they come."""
+        return command.features is None and (
+            live.session.state is State.OPENING or not self._drafts_soon(live)
+        )
+
+    def _drafts_soon(self, live: Live) -> bool:
+        """Return whether a session is drafted for once all prompts that are being read are."""
+        return live.pilot.drafts_at(load_of(live, self._live.values(), opening=True))
+
+    def _read_after_all(self, live: Live) -> None:
+        """Have the draft read the prompt of a session that it will be asked about."""
+        if live.session.number in self._live and self._drafts_soon(live):
+            self.resume(live)
+
+    def can_draft(self, live: Live) -> bool:
+        """Return whether a draft is asked about a session at this load. One that has not begun with
+        the prompt is not where so many others are about to run that it will not be asked."""
+        return live.pilot.drafts_at(load_of(live, self._live.values())) and (
+            live.draft is None
+            or live.session.number not in live.draft.turns.postponed
+            or self._drafts_soon(live)
         )
 
     def resume(self, live: Live) -> None:
-        """Have a session's draft read the prompt, if that was put off: the session joins in when it
-        has."""
+        """Have a session's draft read the prompt, if that was put off; a session that has begun
+        without it joins in when it has."""
         if live.draft is not None and live.draft.turns.resume(live.session.number):
-            live.joining, live.opened_ns = True, None
+            if live.session.state is not State.OPENING:
+                live.joining, live.opened_ns = True, None
             self.next(live.draft)
 
     def _close(self, live: Live, worker: Worker, role: str, command: Close) -> None:
