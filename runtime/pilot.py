@@ -306,12 +306,17 @@ class Pilot:
             self.controls += 1
             return None
         self._exposed_s = self.order_s if pair.costs.exposed_s.known else None
-        ahead = (
-            pair.trial.ahead
-            if self._ahead is None and pair.ahead_in_doubt
-            else self._ahead is not False
-        )
+        ahead = self._grows_ahead(pair)
         return Plan(ahead=ahead) if switch is None else self._priced(context, switch, ahead)
+
+    def _grows_ahead(self, pair: Pair) -> bool:
+        """Return whether the draft goes on while the target verifies. Where both share a device and
+        other sessions run, that takes from somebody's pass and is not tried."""
+        if self._ahead is not None:
+            return self._ahead
+        if not pair.ahead_in_doubt:
+            return True
+        return pair.trial.ahead and (self._load.alone or not pair.shared)
 
     def _meet(self, load: Load) -> None:
         """A round begins at this load: what others brought at another level says nothing of it."""
