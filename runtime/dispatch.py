@@ -21,7 +21,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.runtime.faults import reraise_exits
-from dovetail.runtime.live import Live, load_of
+from dovetail.runtime.live import JOIN_WORTH, Live, load_of
 from dovetail.runtime.policies import cut, worth_waiting
 from dovetail.runtime.post import Post
 from dovetail.runtime.registry import Registry, Worker
@@ -115,12 +115,14 @@ class Dispatch:
 
     def can_draft(self, live: Live) -> bool:
         """Return whether a draft is asked about a session at this load. One that has not begun with
-        the prompt is not where so many others are about to run that it will not be asked."""
-        return live.pilot.drafts_at(load_of(live, self._live.values())) and (
-            live.draft is None
-            or live.session.number not in live.draft.turns.postponed
-            or self._drafts_soon(live)
-        )
+        the prompt is not where so many others are about to run that it will not be asked, nor
+        where the reply is about to end."""
+        if not live.pilot.drafts_at(load_of(live, self._live.values())):
+            return False
+        if live.draft is None or live.session.number not in live.draft.turns.postponed:
+            return True
+        begins = live.session.round <= 1
+        return self._drafts_soon(live) and (begins or live.session.room >= JOIN_WORTH)
 
     def resume(self, live: Live) -> None:
         """Have a session's draft read the prompt, if that was put off; a session that has begun

@@ -46,6 +46,9 @@ between."""
 MOST_BREAKS = 12
 """Targets that may be lost so in any way: what only a connection did not survive was more likely
 the connection's fault."""
+JOIN_WORTH = 16
+"""Tokens that must still be able to come for a draft to read the log of a session in its midst: a
+few rounds."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, type[Message]] = {
     State.OPENING: Open,

@@ -13,7 +13,7 @@ from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.briefing import Briefing
 from dovetail.runtime.costs import PairCosts
 from dovetail.runtime.kept import WORTH, Base, bases
-from dovetail.runtime.live import Live
+from dovetail.runtime.live import JOIN_WORTH, Live
 from dovetail.runtime.metrics import Accounts, Tally
 from dovetail.runtime.pairs import Pair, share_device
 from dovetail.runtime.pilot import Pilot
@@ -22,11 +22,8 @@ from dovetail.runtime.session import Request, Session
 
 ROWS = 4.0
 """Of a session in a pass, where no pair has told how many they are."""
-JOIN_WORTH = 16
-"""Tokens that must still be able to come for a session to take a draft in its midst: a few
-rounds."""
 REFEED_WORTH = 64
-"""The same where the draft reads its target, which then has to read the whole log once more."""
+"""`JOIN_WORTH` where the draft reads its target, which then has to read the whole log once more."""
 
 Peers = tuple[bytes, bytes]
 
