@@ -128,7 +128,7 @@ class Dispatch:
         """Have a session's draft read the prompt, if that was put off; a session that has begun
         without it joins in when it has."""
         if live.draft is not None and live.draft.turns.resume(live.session.number):
-            if live.session.state is not State.OPENING:
+            if live.session.round > 1:
                 live.joining, live.opened_ns = True, None
             self.next(live.draft)
 
